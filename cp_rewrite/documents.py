@@ -1,0 +1,124 @@
+"""The documents of one packed row, read on the host from what the batch carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents of one row of `total` tokens: document i holds tokens [starts[i], starts[i] + lengths[i]).
+
+    Documents are disjoint and in order. Tokens of no document are padding; padding may follow any document.
+
+        row      0 1 2 3 4 5 6 7 8 9
+        doc      A A A - B B B B - -      starts [0, 4], lengths [3, 4], total 10
+
+    Args:
+        starts: (N,) int64, ascending, in tokens of the row.
+        lengths: (N,) int64 >= 0, in tokens. Empty documents are allowed.
+        total: tokens in the row, padding included.
+    Raises:
+        ValueError: negative lengths, overlapping documents, or documents past `total`.
+    """
+
+    starts: Int
+    lengths: Int
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.starts.shape != self.lengths.shape or self.starts.ndim != 1:
+            raise ValueError(f"starts {self.starts.shape} and lengths {self.lengths.shape} must be equal 1-d shapes")
+        if (self.lengths < 0).any():
+            raise ValueError(f"document lengths must be >= 0, got {int(self.lengths.min())}")
+        ends = np.append(self.starts[1:], self.total)
+        bad = np.flatnonzero((self.starts + self.lengths > ends) | (self.starts < 0))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(
+                f"document {i} holds tokens [{self.starts[i]}, {self.starts[i] + self.lengths[i]}), "
+                f"but the next document or the end of the row is at {ends[i]}"
+            )
+
+    @property
+    def ends(self) -> Int:
+        return self.starts + self.lengths
+
+    @property
+    def spans(self) -> Int:
+        """(N + 1,) bounds of the documents with the padding that follows each; spans[0] is 0, spans[-1] total."""
+        return np.concatenate([[0], self.starts[1:], [self.total]]).astype(np.int64)
+
+    def document_ids(self) -> Int:
+        """(total,) index of each token's document, -1 for padding."""
+        ids = np.full(self.total, -1, dtype=np.int64)
+        position = np.arange(int(self.lengths.sum())) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        ids[np.repeat(self.starts, self.lengths) + position] = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return ids
+
+    @classmethod
+    def from_lengths(cls, lengths: ArrayLike, total: int | None = None) -> Documents:
+        """Documents one after another from the row's start; what `total` has beyond their sum is tail padding."""
+        lens = np.asarray(lengths, dtype=np.int64).reshape(-1)
+        used = int(lens.sum())
+        if total is not None and used > total:
+            raise ValueError(f"lengths sum to {used} tokens, but the row has {total}")
+        return cls(np.cumsum(lens) - lens, lens, used if total is None else total)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: ArrayLike, total: int, cu_seqlens_padded: ArrayLike | None = None
+    ) -> Documents:
+        """`cu_seqlens` (N + 1,): running sum of the lengths, from 0. `cu_seqlens_padded` (N + 1,): where each
+        document really starts, when padding stands between them (TransformerEngine's pair)."""
+        cu = _cumulative("cu_seqlens", cu_seqlens)
+        offsets = cu if cu_seqlens_padded is None else _cumulative("cu_seqlens_padded", cu_seqlens_padded)
+        if offsets.shape != cu.shape:
+            raise ValueError(f"cu_seqlens_padded has {offsets.size} entries, cu_seqlens has {cu.size}")
+        return cls(offsets[:-1], np.diff(cu), total)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: ArrayLike) -> Documents:
+        """`position_ids` (T,): 0, 1, 2, … within each document; a document starts at every 0."""
+        pos = np.asarray(position_ids, dtype=np.int64).reshape(-1)
+        starts = np.flatnonzero(np.diff(pos, prepend=pos[:1] - 2) != 1).astype(np.int64)
+        bad = starts[pos[starts] != 0]
+        if bad.size:
+            raise ValueError(
+                f"position_ids jump to {pos[bad[0]]} at token {bad[0]}: positions must count 0, 1, 2, … "
+                "within each document and restart at 0 with the next"
+            )
+        return cls(starts, np.diff(np.append(starts, pos.size)), pos.size)
+
+    @classmethod
+    def from_document_ids(cls, document_ids: ArrayLike) -> Documents:
+        """`document_ids` (T,): one value per document, equal and contiguous over its tokens; negative: padding."""
+        ids = np.asarray(document_ids, dtype=np.int64).reshape(-1)
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1) != 0).astype(np.int64)
+        lengths = np.diff(np.append(starts, ids.size))
+        keep = ids[starts] >= 0
+        values, counts = np.unique(ids[starts][keep], return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"document id {values[counts > 1][0]} stands in {counts.max()} separate runs of tokens: "
+                "the tokens of a document must be contiguous"
+            )
+        return cls(starts[keep], lengths[keep], ids.size)
+
+
+def _cumulative(name: str, values: ArrayLike) -> Int:
+    cu = np.asarray(values, dtype=np.int64).reshape(-1)
+    if cu.size < 1 or cu[0] != 0 or (np.diff(cu) < 0).any():
+        raise ValueError(f"{name} must start at 0 and never decrease, got {cu[:8].tolist()}…")
+    return cu
+
+
+def lengths_of(documents: Sequence[Documents]) -> list[list[int]]:
+    """The documents' lengths, row by row."""
+    return [docs.lengths.tolist() for docs in documents]

@@ -1,0 +1,82 @@
+"""What a packed mask means, as a value: packing x causality x window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .documents import Documents
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class PackedMask:
+    """Which keys a query may see in a row of packed documents.
+
+    Query `q` sees key `k` when both are tokens of one document (`packed`), `q - k <= left`,
+    `k - q <= right`, and, when `causal`, `k <= q`. Offsets are in tokens of the row.
+
+    Args:
+        causal: no key after the query. Sets the right side of the window to 0.
+        window: `(left, right)` in tokens; `None` or -1 on a side means no limit. `None` means `(None, None)`.
+            FlashAttention's `window_size=(left, right)`; a model's "sliding window of W" is `(W - 1, 0)`.
+        packed: False means that the mask ignores documents: the row is one document.
+    Raises:
+        ValueError: a window side below -1, or a window that is no pair.
+    """
+
+    causal: bool = True
+    window: Window | None = None
+    packed: bool = True
+
+    def __post_init__(self) -> None:
+        window = (None, None) if self.window is None else self.window
+        if len(window) != 2:
+            raise ValueError(f"window must be a pair (left, right) of token counts or None, got {self.window!r}")
+        left, right = (None if side == -1 else side for side in window)
+        if any(side is not None and side < 0 for side in (left, right)):
+            raise ValueError(f"window sides must be >= 0 tokens, or None for no limit, got {self.window!r}")
+        right = 0 if self.causal else right
+        # One spelling for each mask, so that equal masks compare equal: (None, 0) *is* causal.
+        object.__setattr__(self, "causal", right == 0)
+        object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
+
+    @property
+    def left(self) -> int | None:
+        """Keys before the query that it sees, itself not counted; None: all."""
+        return None if self.window is None else self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """Keys after the query that it sees; None: all."""
+        return 0 if self.causal else (None if self.window is None else self.window[1])
+
+    def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
+        """The (T, T) boolean mask of one row, True where query (row) sees key (column). For tests and oracles."""
+        docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
+        index = np.arange(docs.total)
+        delta = index[:, None] - index[None, :]
+        keep = np.ones((docs.total, docs.total), dtype=np.bool_)
+        if self.packed:
+            ids = docs.document_ids()
+            keep &= (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
+        if self.left is not None:
+            keep &= delta <= self.left
+        if self.right is not None:
+            keep &= -delta <= self.right
+        return keep
+
+    def __str__(self) -> str:
+        parts = ["same document"] if self.packed else ["whole row"]
+        if self.causal:
+            parts.append("causal")
+        if self.window is not None:
+            left, right = ("∞" if side is None else str(side) for side in self.window)
+            parts.append(f"window ({left}, {right})")
+        elif not self.causal:
+            parts.append("full")
+        return " & ".join(parts)

@@ -1,0 +1,73 @@
+"""Why a graph can't be rewritten: values, not log lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch.fx as fx
+
+
+class Reason(Enum):
+    """What stands in the way of a rewrite. The value says what a user can do about it."""
+
+    MASK_NOT_PACKED = "the mask is no conjunction of same-document, causal and window terms"
+    MASK_OPAQUE = "the mask comes in as a tensor, so the graph does not show its meaning; state it with assume_mask"
+    MASK_UNSUPPORTED_OP = "an op of the mask's computation has no rule"
+    MASK_WRONG_SOURCE = "the mask tells documents apart by another tensor than the annotation's packing"
+    MASK_WRONG_DIM = "the mask does not run over query tokens and key tokens of one row"
+    DROPOUT = "dropout in attention draws other random numbers on a shard; set attention dropout to 0"
+    QK_LENGTH = "query and key lengths differ (a KV cache?); context parallelism is for self-attention over a row"
+    SHAPE = "an operand's shape does not fit"
+    KERNEL = "no kernel can run this attention"
+    EXCHANGE = "no exchange can serve this attention"
+    TOKEN_MIXING = "an op outside attention mixes tokens, which a shard can't do"
+    NO_LOCALITY_RULE = "an op has no token-locality rule; vouch for it with Sharding(local_ops=(…,)) if it acts per token"
+    POSITION_GENERATOR = "positions are generated inside the model and can't be made global"
+    TOKEN_INPUT = "an annotated argument does not carry the token dim the annotation says"
+    NESTED_REGION = "attention sits in a nested region that can't be rewritten"
+    NO_ATTENTION = "the graph holds no attention"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a rewrite is not possible.
+
+    Args:
+        reason: the kind.
+        detail: what was found, in words that name the tensors.
+        node: the culprit node of the Dynamo graph, if there is one.
+    """
+
+    reason: Reason
+    detail: str
+    node: fx.Node | None = None
+
+    @property
+    def where(self) -> str:
+        """`file:line` of the user's code that made the node, or the node's name."""
+        return source_line(self.node) if self.node is not None else "graph"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason.name}: {self.detail} ({self.reason.value})"
+
+
+class RewriteRefused(RuntimeError):
+    """Raised under `strict=True` when a graph can't be proven right. `refusals` holds every reason."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
+        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}")
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line, code` of the innermost user frame in the node's stack trace; the node's name without one."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            file, number = lines[i].split(",")[:2]
+            code = f", `{lines[i + 1]}`" if i + 1 < len(lines) else ""
+            return f"{file[5:].strip().strip(chr(34))}:{number.split()[-1]}{code}"
+    return node.name

@@ -1,0 +1,201 @@
+"""The annotation: which arguments carry tokens, how the row is packed, and how to shard it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .masks import PackedMask
+
+if TYPE_CHECKING:
+    from .batch import LocalBatch
+
+Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
+Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+p2p"]
+Kernel = Literal["auto", "fa4", "fa3", "cudnn", "aten_flash", "reference"]
+Inner = Literal["inductor", "aot_eager", "eager"]
+Verify = Literal["never", "first_step"]
+
+
+@dataclass(frozen=True)
+class CuSeqlens:
+    """Documents given by the running sum of their lengths, (N + 1,) from 0, in argument `arg`: global, not sharded.
+
+    `padded_arg` names the (N + 1,) physical offsets where padding stands between documents. For batches of one row.
+    """
+
+    arg: str
+    padded_arg: str | None = None
+
+
+@dataclass(frozen=True)
+class PositionIds:
+    """Documents given by positions, (B, T) or (T,), that count 0, 1, 2, … within each document, in argument `arg`."""
+
+    arg: str
+
+
+@dataclass(frozen=True)
+class DocumentIds:
+    """Documents given by one id per token, (B, T) or (T,), contiguous runs, negative for padding, in argument `arg`."""
+
+    arg: str
+
+
+Packing = CuSeqlens | PositionIds | DocumentIds
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a batch of packed rows is cut over a context-parallel group.
+
+    Args:
+        mesh: one-dimensional DeviceMesh of the context-parallel group (two-dimensional for `a2a+p2p`), or a plain
+            world size for a dry run (`explain`, `plan`) with no process group.
+        tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
+        packing: which argument tells documents apart.
+        layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
+        exchange: how keys and values travel: `all_gather`, `needed`, `p2p`, `a2a`, `a2a+p2p`, or `auto`.
+        kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
+        strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
+            with a warning: its attention then sees the shard only.
+        assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
+        inner: the compiler that gets the rewritten graph.
+        keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
+        deterministic: bitwise repeatable backward kernels.
+        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
+        verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch.
+    Raises:
+        TypeError, ValueError: a value that fits no choice; the message names the argument and the choices.
+    """
+
+    mesh: DeviceMesh | int
+    tokens: Mapping[str, int]
+    packing: Packing
+    layout: Layout = "balanced"
+    exchange: Exchange = "auto"
+    kernel: Kernel = "auto"
+    strict: bool = True
+    assume_mask: PackedMask | None = None
+    inner: Inner = "inductor"
+    keep_kv: bool = False
+    deterministic: bool = False
+    local_ops: tuple[str, ...] = field(default=())
+    verify: Verify = "never"
+
+    def __post_init__(self) -> None:
+        _check_mesh(self.mesh, self.exchange)
+        object.__setattr__(self, "tokens", _TokenDims(_checked_tokens(self.tokens)))
+        if not isinstance(self.packing, Packing):
+            raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.assume_mask is not None and not isinstance(self.assume_mask, PackedMask):
+            raise TypeError(f"assume_mask must be a cp_rewrite.PackedMask or None, got {self.assume_mask!r}")
+        for name in ("strict", "keep_kv", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.packing, CuSeqlens):
+            sharded = {self.packing.arg, self.packing.padded_arg} & set(self.tokens)
+            if sharded:
+                raise ValueError(f"tokens names {sorted(map(str, sharded))}, but cu_seqlens are global and are not sharded")
+        elif self.packing.arg not in self.tokens:
+            raise ValueError(f"packing reads {self.packing.arg!r}, which has one value per token: name it in tokens too")
+        object.__setattr__(self, "local_ops", tuple(self.local_ops))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the context-parallel group."""
+        return self.mesh if isinstance(self.mesh, int) else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group; 0 in a dry run."""
+        return 0 if isinstance(self.mesh, int) else dist.get_rank(self.group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the context-parallel ranks."""
+        if isinstance(self.mesh, int):
+            raise ValueError("this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run")
+        if self.mesh.ndim == 1:
+            return self.mesh.get_group()
+        return self.mesh._flatten().get_group()
+
+    @property
+    def group_name(self) -> str:
+        """The group's name as graphs carry it."""
+        return "cp" if isinstance(self.mesh, int) else self.group.group_name
+
+    def shard(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        shift_labels: bool = False,
+        label_arg: str = "labels",
+    ) -> AbstractContextManager[LocalBatch]:
+        """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
+        from .batch import shard
+
+        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """Rows of all ranks in their original order, differentiably. See `cp_rewrite.batch.unshard`."""
+        from .batch import unshard
+
+        return unshard(self, x, dim)
+
+
+class _TokenDims(dict[str, int]):
+    """A hashable, ordered mapping: Sharding is part of a compile cache's key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "layout": get_args(Layout),
+    "exchange": get_args(Exchange),
+    "kernel": get_args(Kernel),
+    "inner": get_args(Inner),
+    "verify": get_args(Verify),
+}
+
+
+def _check_mesh(mesh: object, exchange: object) -> None:
+    if isinstance(mesh, bool) or not isinstance(mesh, int | DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (mesh['cp']) or a world size for dry runs, got {mesh!r}")
+    if isinstance(mesh, int):
+        if mesh < 1:
+            raise ValueError(f"mesh as a world size must be >= 1, got {mesh}")
+        return
+    ndim = 2 if exchange == "a2a+p2p" else 1
+    if mesh.ndim != ndim:
+        raise ValueError(
+            f"mesh must have {ndim} dim for exchange={exchange!r}, got {mesh.ndim} ({mesh.mesh_dim_names}): "
+            "pass the context-parallel part of it, as in mesh['cp']"
+        )
+
+
+def _checked_tokens(tokens: object) -> dict[str, int]:
+    if not isinstance(tokens, Mapping) or not tokens:
+        raise TypeError(f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}")
+    for name, dim in tokens.items():
+        if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise ValueError(f"tokens[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")
+    return dict(tokens)
+
+
+def device_of(sharding: Sharding) -> torch.device:
+    """Where the group's tensors live: the mesh's device type, this process's current device."""
+    kind = "cpu" if isinstance(sharding.mesh, int) else sharding.mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

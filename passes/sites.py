@@ -1,0 +1,36 @@
+"""What matching finds in a graph: values that later passes read and never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from cp_rewrite.masks import PackedMask
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention node whose mask is proven, in one normal form for every spelling.
+
+    Args:
+        node: the attention node of the Dynamo graph; its output is (B, Hq, T, Dv).
+        graph_module: the (sub)graph module that holds `node`; the root, or the body of a nested region.
+        query: node of (B, Hq, T, D). key, value: nodes of (B, Hkv, T, D) and (B, Hkv, T, Dv), GQA heads not expanded.
+        mask: what the mask means over the global row.
+        mask_node: the node that the attention node takes its mask from, None for `is_causal` or no mask.
+        scale: softmax scale; None means 1 / sqrt(D).
+        softcap: logits become softcap * tanh(logits / softcap); 0.0 means none.
+        assumed: the mask is the user's word (`assume_mask`), not proven.
+    """
+
+    node: fx.Node
+    graph_module: fx.GraphModule
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: PackedMask
+    mask_node: fx.Node | None
+    scale: float | None = None
+    softcap: float = 0.0
+    assumed: bool = False
