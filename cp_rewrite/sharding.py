@@ -94,7 +94,9 @@ class Sharding:
         _check_mesh(self.mesh, self.exchange)
         object.__setattr__(self, "tokens", _TokenDims(_checked_tokens(self.tokens)))
         if not isinstance(self.packing, Packing):
-            raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}")
+            raise TypeError(
+                f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -106,9 +108,13 @@ class Sharding:
         if isinstance(self.packing, CuSeqlens):
             sharded = {self.packing.arg, self.packing.padded_arg} & set(self.tokens)
             if sharded:
-                raise ValueError(f"tokens names {sorted(map(str, sharded))}, but cu_seqlens are global and are not sharded")
+                raise ValueError(
+                    f"tokens names {sorted(map(str, sharded))}, but cu_seqlens are global and are not sharded"
+                )
         elif self.packing.arg not in self.tokens:
-            raise ValueError(f"packing reads {self.packing.arg!r}, which has one value per token: name it in tokens too")
+            raise ValueError(
+                f"packing reads {self.packing.arg!r}, which has one value per token: name it in tokens too"
+            )
         object.__setattr__(self, "local_ops", tuple(self.local_ops))
 
     @property
@@ -125,7 +131,9 @@ class Sharding:
     def group(self) -> dist.ProcessGroup:
         """The process group of the context-parallel ranks."""
         if isinstance(self.mesh, int):
-            raise ValueError("this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run")
+            raise ValueError(
+                "this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run"
+            )
         if self.mesh.ndim == 1:
             return self.mesh.get_group()
         return self.mesh._flatten().get_group()
@@ -188,7 +196,9 @@ def _check_mesh(mesh: object, exchange: object) -> None:
 
 def _checked_tokens(tokens: object) -> dict[str, int]:
     if not isinstance(tokens, Mapping) or not tokens:
-        raise TypeError(f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}")
+        raise TypeError(
+            f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}"
+        )
     for name, dim in tokens.items():
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise ValueError(f"tokens[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")

@@ -1,0 +1,147 @@
+"""Packed attention as an op: a rank's pieces in one variable-length launch, forward and backward.
+
+Shapes: R local rows, E expanded rows, Hq = Hkv * n heads, D and V head dims of qk and v, C = Hkv * (D + V).
+The op takes this rank's own k and v beside the expanded rows: they route the gradient. Its backward exchanges the
+rows again unless they were kept, runs the kernel's backward, and sends the gradients home.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..kernels.params import Params
+from ..kernels.tables import Tables
+from .exchange import exchange_kv, return_kv
+from .rows import split_kv
+
+_ops: Any = torch.ops.cp_rewrite
+
+
+@custom_op("cp_rewrite::packed_attention", mutates_args=())
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    pieces: Tensor,
+    launches: Tensor,
+    route: Sequence[Tensor],
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+    keep_kv: bool,
+    exchange: str,
+    group: str,
+    world_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the keys of their documents.
+
+    Args:
+        q: (R, Hq, D). k, v: (R, Hkv, D) and (R, Hkv, V), this rank's rows. kv: (E, C), the expanded rows.
+        cu_seqlens_q, cu_seqlens_k, pieces, launches: `Schedule.attention` (pieces and launches on the host).
+        route: `Schedule.route(exchange)`, for the backward.
+        scale: softmax scale. softcap: 0.0, or logits become softcap * tanh(logits / softcap).
+        kernel: module of `cp_rewrite.kernels` that runs forward and backward.
+        deterministic: bitwise repeatable backward. keep_kv: save `kv` instead of exchanging again.
+        exchange, group, world_size: how `kv` came about.
+    Returns:
+        out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
+    """
+    tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
+    keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
+    return _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+
+
+@packed_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@custom_op("cp_rewrite::packed_attention_backward", mutates_args=())
+def packed_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    pieces: Tensor,
+    launches: Tensor,
+    heads_kv: int,
+    dim_v: int,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's; exact zeros in rows of no piece."""
+    tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
+    keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
+    params = Params(scale, softcap, deterministic)
+    dq, dk, dv = _kernel(kernel).backward(dout, q, keys, values, out, lse, tables, params)
+    return dq, _as_rows(dk, dv, kv)
+
+
+@packed_attention_backward.register_fake
+def _(dout: Tensor, q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, kv, cu_q, cu_k, pieces, launches, route = inputs[:9]
+    ctx.scale, ctx.softcap, ctx.kernel, ctx.deterministic, ctx.keep_kv = inputs[9:14]
+    ctx.exchange, ctx.group, ctx.world_size = inputs[14:]
+    ctx.mark_non_differentiable(output[1])
+    kept = (kv,) if ctx.keep_kv else ()
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, pieces, launches, *route, *kept)
+    ctx.routes = len(route)
+
+
+def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
+    where = (ctx.exchange, ctx.group, ctx.world_size)
+    kv = kept[0] if kept else exchange_kv(k, v, route, *where, again=True)
+    dq, dkv = _ops.packed_attention_backward(
+        dout,
+        q,
+        kv,
+        out,
+        lse,
+        *tables,
+        k.shape[1],
+        v.shape[2],
+        ctx.scale,
+        ctx.softcap,
+        ctx.kernel,
+        ctx.deterministic,
+    )
+    dk, dv = return_kv(dkv, k, v, route, *where)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 5), [None] * ctx.routes, *([None] * 8)
+
+
+packed_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _kernel(name: str) -> Any:
+    """The module that implements a kernel; imported when first run, so that schemas need none of its libraries."""
+    return importlib.import_module(f"cp_rewrite.kernels.{name}")
+
+
+def _as_rows(dk: Tensor, dv: Tensor, kv: Tensor) -> Tensor:
+    """dk and dv as rows like kv's, without a copy when a kernel wrote them into one such buffer."""
+    base = dk._base
+    if base is not None and base is dv._base and base.shape == kv.shape and base.is_contiguous():
+        return base
+    return torch.cat([dk.flatten(1), dv.flatten(1)], 1)

@@ -1,0 +1,145 @@
+"""How key and value rows travel: from each rank's own rows to the expanded rows its pieces read, and back.
+
+An exchange is a pair of plain functions over ops, `exchange_kv` and `return_kv`. The rewrite calls `exchange_kv`
+on graph proxies, the backward of attention calls both, and the op layer calls them on tensors: one spelling.
+
+Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + Dv). `route` holds the tensors of
+`Schedule.route(exchange)`, in that order:
+
+    local       kv_rows, sum_ptr, sum_rows
+    all_gather  kv_rows, sum_ptr, sum_rows
+    needed      kv_rows, send_rows, splits, sum_ptr, sum_rows, return_ptr, return_rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.library import custom_op
+
+from . import rows
+from .rows import pack_kv, split_kv
+
+ROUTES: dict[str, tuple[str, ...]] = {
+    "local": ("kv_rows", "sum_ptr", "sum_rows"),
+    "all_gather": ("kv_rows", "sum_ptr", "sum_rows"),
+    "needed": ("kv_rows", "send_rows", "splits", "sum_ptr", "sum_rows", "return_ptr", "return_rows"),
+}
+"""Names of a route's tensors, per exchange, in the order in which ops take them."""
+
+_c10d: Any = torch.ops._c10d_functional
+_ops: Any = torch.ops.cp_rewrite
+
+
+@custom_op("cp_rewrite::exchange_rows", mutates_args=())
+def exchange_rows(
+    k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool
+) -> Tensor:
+    """Only the rows that some piece needs travel, by one all-to-all-v; then they are expanded.
+
+    Args:
+        k, v: (R, Hkv, D) and (R, Hkv, Dv), this rank's rows.
+        kv_rows: (E,) int32 into the R local rows followed by the received rows, in order of source rank.
+        send_rows: int32, local rows to send, by destination rank; entries past the sum of `splits[0]` are filling.
+        splits: (2, P) int64 on the host: rows sent to, and received from, each rank.
+        group: name of the process group.
+        again: the backward's repeat of the forward's exchange. The value is the same; the flag keeps common
+            subexpression elimination from keeping the expanded rows alive in between.
+    Returns:
+        (E, C) expanded rows.
+    """
+    send, recv = splits.tolist()
+    local = pack_kv(k, v)
+    received = _all_to_all(rows.gather_rows(local, send_rows[: sum(send)]), recv, send, group)
+    return rows.gather_rows(torch.cat([local, received]), kv_rows)
+
+
+@exchange_rows.register_fake
+def _(
+    k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool
+) -> Tensor:
+    return k.new_empty(kv_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+
+
+@custom_op("cp_rewrite::return_rows", mutates_args=())
+def return_rows(
+    dkv: Tensor,
+    send_rows: Tensor,
+    splits: Tensor,
+    sum_ptr: Tensor,
+    sum_rows: Tensor,
+    return_ptr: Tensor,
+    return_rows: Tensor,
+    size: int,
+    group: str,
+) -> Tensor:
+    """The transpose of `exchange_rows`: gradients of expanded rows (E, C), summed per row, sent home and summed there.
+
+    Sums are in fp32 and in the fixed order of the CSR lists. `size` is R. Returns (R, C) in fp32 (fp64 for fp64).
+    """
+    send, recv = splits.tolist()
+    partial = rows.sum_rows(dkv, sum_ptr, sum_rows, size + sum(recv))
+    own, foreign = partial.split([size, sum(recv)])
+    returned = _all_to_all(foreign, send, recv, group)
+    return rows.sum_rows(torch.cat([own, returned]), return_ptr, return_rows, size)
+
+
+@return_rows.register_fake
+def _(
+    dkv: Tensor,
+    send_rows: Tensor,
+    splits: Tensor,
+    sum_ptr: Tensor,
+    sum_rows: Tensor,
+    return_ptr: Tensor,
+    return_rows: Tensor,
+    size: int,
+    group: str,
+) -> Tensor:
+    return dkv.new_empty(size, dkv.shape[1], dtype=torch.promote_types(dkv.dtype, torch.float32))
+
+
+def exchange_kv(
+    k: Any, v: Any, route: Sequence[Any], exchange: str, group: str, world_size: int, again: bool = False
+) -> Any:
+    """(E, C) expanded rows of this rank's pieces from every rank's k (R, Hkv, D) and v (R, Hkv, Dv). Not differentiable:
+    attention's backward calls `return_kv`. Works on tensors and on graph proxies."""
+    k, v = k.detach(), v.detach()
+    if exchange == "needed":
+        kv_rows, send_rows, splits = route[:3]
+        return _ops.exchange_rows(k, v, kv_rows, send_rows, splits, group, again)
+    kv = torch.cat([k.flatten(1), v.flatten(1)], 1)
+    if exchange == "all_gather":
+        width = kv.shape[1]
+        # A flat view in the backward: another call than the forward's, or CSE would keep the gathered rows alive.
+        kv = _c10d.all_gather_into_tensor(kv.flatten() if again else kv, world_size, group)
+        kv = _c10d.wait_tensor(kv)
+        kv = kv.view(-1, width) if again else kv
+    return _ops.gather_rows(kv, route[0])
+
+
+def return_kv(
+    dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: str, group: str, world_size: int
+) -> tuple[Tensor, Tensor]:
+    """fp32 gradients of k (R, Hkv, D) and v (R, Hkv, Dv) from those of the expanded rows (E, C) of all ranks."""
+    size = k.shape[0]
+    if exchange == "needed":
+        total = _ops.return_rows(dkv, *route[1:], size, group)
+    else:
+        total = _ops.sum_rows(dkv, route[1], route[2], size * (world_size if exchange == "all_gather" else 1))
+        if exchange == "all_gather":
+            total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(total, "sum", world_size, group))
+    return split_kv(total, k.shape[1], k.shape[2], v.shape[2])
+
+
+def _all_to_all(send: Tensor, recv_splits: list[int], send_splits: list[int], group: str) -> Tensor:
+    received = send.new_empty(sum(recv_splits), send.shape[1])
+    dist.all_to_all_single(
+        received, send.contiguous(), recv_splits, send_splits, group=_resolve_process_group(group)
+    )
+    return received

@@ -1,0 +1,60 @@
+"""Row gathers and row sums, as ops: schemas, fakes, CUDA hooks. Rows are 2-D: (rows, C)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..kernels import reference
+
+
+@custom_op("cp_rewrite::gather_rows", mutates_args=())
+def gather_rows(src: Tensor, rows: Tensor) -> Tensor:
+    """(E, C): row `rows[i]` of `src` (N, C). `rows` (E,) int32."""
+    return reference.gather_rows(src, rows)
+
+
+@gather_rows.register_kernel("cuda")
+def _(src: Tensor, rows: Tensor) -> Tensor:
+    from ..kernels import rows as kernels
+
+    return kernels.gather_rows(src, rows)
+
+
+@gather_rows.register_fake
+def _(src: Tensor, rows: Tensor) -> Tensor:
+    return src.new_empty(rows.shape[0], src.shape[1])
+
+
+@custom_op("cp_rewrite::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
+    """(size, C) fp32 (fp64 for fp64): row i is the sum of `x` (E, C) at `rows[ptr[i]:ptr[i + 1]]`, in that order.
+
+    `ptr` (size + 1,) int32, `rows` (m,) int32: a CSR list, so the sum's order is fixed and two runs are bitwise equal.
+    """
+    return reference.sum_rows(x, ptr, rows)
+
+
+@sum_rows.register_kernel("cuda")
+def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
+    from ..kernels import rows as kernels
+
+    return kernels.sum_rows(x, ptr, rows)
+
+
+@sum_rows.register_fake
+def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
+    # The size is an argument: a fake size read off `ptr` would make guards on the plan's tensors.
+    return x.new_empty(size, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def pack_kv(k_RHD: Tensor, v_RHV: Tensor) -> Tensor:
+    """(R, C) rows that hold all k heads, then all v heads: what travels. Inverse: `split_kv`."""
+    return torch.cat([k_RHD.flatten(1), v_RHV.flatten(1)], 1)
+
+
+def split_kv(kv_EC: Tensor, heads: int, dim_qk: int, dim_v: int) -> tuple[Tensor, Tensor]:
+    """Views (E, heads, dim_qk) and (E, heads, dim_v) of rows packed by `pack_kv`."""
+    k, v = kv_EC.split([heads * dim_qk, heads * dim_v], 1)
+    return k.unflatten(1, (heads, dim_qk)), v.unflatten(1, (heads, dim_v))
