@@ -23,7 +23,9 @@ class Reason(Enum):
     KERNEL = "no kernel can run this attention"
     EXCHANGE = "no exchange can serve this attention"
     TOKEN_MIXING = "an op outside attention mixes tokens, which a shard can't do"
-    NO_LOCALITY_RULE = "an op has no token-locality rule; vouch for it with Sharding(local_ops=(…,)) if it acts per token"
+    NO_LOCALITY_RULE = (
+        "an op has no token-locality rule; vouch for it with Sharding(local_ops=(…,)) if it acts per token"
+    )
     POSITION_GENERATOR = "positions are generated inside the model and can't be made global"
     TOKEN_INPUT = "an annotated argument does not carry the token dim the annotation says"
     NESTED_REGION = "attention sits in a nested region that can't be rewritten"

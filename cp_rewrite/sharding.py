@@ -196,9 +196,7 @@ def _check_mesh(mesh: object, exchange: object) -> None:
 
 def _checked_tokens(tokens: object) -> dict[str, int]:
     if not isinstance(tokens, Mapping) or not tokens:
-        raise TypeError(
-            f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}"
-        )
+        raise TypeError(f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}")
     for name, dim in tokens.items():
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise ValueError(f"tokens[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")

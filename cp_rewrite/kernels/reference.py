@@ -18,9 +18,7 @@ _BLOCK = 1 << 22
 """Logits held at once."""
 
 
-def forward(
-    q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params: Params
-) -> tuple[Tensor, Tensor]:
+def forward(q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
     """Attention of every piece over its own keys.
 
     Args:
@@ -83,9 +81,7 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     n = ptr.numel() - 1
     target = torch.repeat_interleave(torch.arange(n, device=ptr.device), ptr.diff())
     source = rows[: target.numel()]
-    return torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device).index_add_(
-        0, target, x_EC[source].to(acc)
-    )
+    return torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device).index_add_(0, target, x_EC[source].to(acc))
 
 
 def _blocks(tables: Tables, heads: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -120,9 +116,7 @@ def _visible(
     return keep
 
 
-def _logits(
-    q_BHD: Tensor, k_KHD: Tensor, keep_BK: Tensor | None, params: Params
-) -> tuple[Tensor, Tensor | float]:
+def _logits(q_BHD: Tensor, k_KHD: Tensor, keep_BK: Tensor | None, params: Params) -> tuple[Tensor, Tensor | float]:
     """Masked logits (Hkv, N, B, K) and their slope against q·k."""
     raw = torch.einsum("bhnd,khd->hnbk", q_BHD.unflatten(1, (k_KHD.shape[1], -1)), k_KHD) * params.scale
     slope: Tensor | float = params.scale

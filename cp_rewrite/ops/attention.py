@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..kernels.params import Params
-from ..kernels.tables import Tables
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
 from .exchange import exchange_kv, return_kv
 from .rows import split_kv
 

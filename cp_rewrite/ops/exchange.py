@@ -60,9 +60,7 @@ def exchange_rows(
 
 
 @exchange_rows.register_fake
-def _(
-    k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool
-) -> Tensor:
+def _(k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool) -> Tensor:
     return k.new_empty(kv_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
 
 
@@ -139,7 +137,5 @@ def return_kv(
 
 def _all_to_all(send: Tensor, recv_splits: list[int], send_splits: list[int], group: str) -> Tensor:
     received = send.new_empty(sum(recv_splits), send.shape[1])
-    dist.all_to_all_single(
-        received, send.contiguous(), recv_splits, send_splits, group=_resolve_process_group(group)
-    )
+    dist.all_to_all_single(received, send.contiguous(), recv_splits, send_splits, group=_resolve_process_group(group))
     return received

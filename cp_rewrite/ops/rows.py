@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..kernels import reference
+from cp_rewrite.kernels import reference
 
 
 @custom_op("cp_rewrite::gather_rows", mutates_args=())
@@ -17,7 +17,7 @@ def gather_rows(src: Tensor, rows: Tensor) -> Tensor:
 
 @gather_rows.register_kernel("cuda")
 def _(src: Tensor, rows: Tensor) -> Tensor:
-    from ..kernels import rows as kernels
+    from cp_rewrite.kernels import rows as kernels
 
     return kernels.gather_rows(src, rows)
 
@@ -38,7 +38,7 @@ def sum_rows(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
 
 @sum_rows.register_kernel("cuda")
 def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
-    from ..kernels import rows as kernels
+    from cp_rewrite.kernels import rows as kernels
 
     return kernels.sum_rows(x, ptr, rows)
 
