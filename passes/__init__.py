@@ -1,6 +1,39 @@
 """The passes over a captured graph, in order. Import as `cp_rewrite.passes` only."""
 
 if __name__ != "cp_rewrite.passes":
-    raise ImportError(
-        f"import this package as cp_rewrite.passes, not as {__name__}: a second copy would register twice"
-    )
+    raise ImportError(f"import this package as cp_rewrite.passes, not as {__name__}: a second copy would register twice")
+
+import logging
+import time
+
+from .locality import check_token_locality
+from .match import match_attention
+from .plan_sites import plan_sites
+from .rewrite import rewrite_sites
+from .state import State
+from .verify import verify_graph
+
+log = logging.getLogger(__name__)
+
+FIND = (match_attention, check_token_locality, plan_sites)
+"""What only reads the graph: after these all refusals are known."""
+
+CHANGE = (rewrite_sites, verify_graph)
+"""What runs on a graph that nothing stands against."""
+
+PIPELINE = FIND + CHANGE
+
+
+def run_passes(state: State) -> State:
+    """Run the pipeline; stop before the first change when there are refusals."""
+    for run_pass in PIPELINE:
+        if run_pass in CHANGE and state.refusals:
+            break
+        start, ops = time.perf_counter(), len(state.graph_module.graph.nodes)
+        state = run_pass(state)
+        grown = len(state.graph_module.graph.nodes) - ops
+        log.info("%s: %.1f ms, %+d ops", run_pass.__name__, 1e3 * (time.perf_counter() - start), grown)
+    return state
+
+
+__all__ = ["PIPELINE", "State", "run_passes"]

@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
+
 from .exchange import exchange_kv, return_kv
 from .rows import split_kv
 
@@ -98,6 +99,28 @@ def _(dout: Tensor, q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    tables: Sequence[Any],
+    route: Sequence[Any],
+    where: tuple[str, str, int],
+    params: Params,
+    kernel: str,
+    keep_kv: bool = False,
+) -> Any:
+    """Exchange keys and values, then attend: (out, lse) of `packed_attention`. Works on tensors and on graph proxies.
+
+    Args:
+        q, k, v: (R, Hq, D), (R, Hkv, D), (R, Hkv, V). tables: the four tensors of `Schedule.attention`.
+        route: the tensors of `Schedule.route(exchange)`. where: exchange, group name, world size.
+    """
+    kv = exchange_kv(k, v, route, *where)
+    numbers = (params.scale, params.softcap, kernel, params.deterministic, keep_kv)
+    return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, *where)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, kv, cu_q, cu_k, pieces, launches, route = inputs[:9]
     ctx.scale, ctx.softcap, ctx.kernel, ctx.deterministic, ctx.keep_kv = inputs[9:14]
@@ -113,7 +136,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
     tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
     where = (ctx.exchange, ctx.group, ctx.world_size)
     kv = kept[0] if kept else exchange_kv(k, v, route, *where, again=True)
-    dq, dkv = _ops.packed_attention_backward(
+    dq, dkv = _ops.packed_attention_backward.default(
         dout,
         q,
         kv,

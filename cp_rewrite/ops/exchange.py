@@ -105,20 +105,19 @@ def _(
 def exchange_kv(
     k: Any, v: Any, route: Sequence[Any], exchange: str, group: str, world_size: int, again: bool = False
 ) -> Any:
-    """(E, C) expanded rows of this rank's pieces from every rank's k (R, Hkv, D) and v (R, Hkv, Dv). Not differentiable:
+    """(E, C) expanded rows of this rank's pieces from all ranks' k (R, Hkv, D), v (R, Hkv, Dv). Not differentiable:
     attention's backward calls `return_kv`. Works on tensors and on graph proxies."""
     k, v = k.detach(), v.detach()
     if exchange == "needed":
         kv_rows, send_rows, splits = route[:3]
-        return _ops.exchange_rows(k, v, kv_rows, send_rows, splits, group, again)
+        return _ops.exchange_rows.default(k, v, kv_rows, send_rows, splits, group, again)
     kv = torch.cat([k.flatten(1), v.flatten(1)], 1)
     if exchange == "all_gather":
-        width = kv.shape[1]
         # A flat view in the backward: another call than the forward's, or CSE would keep the gathered rows alive.
-        kv = _c10d.all_gather_into_tensor(kv.flatten() if again else kv, world_size, group)
-        kv = _c10d.wait_tensor(kv)
-        kv = kv.view(-1, width) if again else kv
-    return _ops.gather_rows(kv, route[0])
+        kv = _c10d.all_gather_into_tensor.default(kv.flatten() if again else kv, world_size, group)
+        kv = _c10d.wait_tensor.default(kv)
+        kv = kv.view(-1, k.shape[1] * (k.shape[2] + v.shape[2])) if again else kv
+    return _ops.gather_rows.default(kv, route[0])
 
 
 def return_kv(
@@ -131,7 +130,7 @@ def return_kv(
     else:
         total = _ops.sum_rows(dkv, route[1], route[2], size * (world_size if exchange == "all_gather" else 1))
         if exchange == "all_gather":
-            total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(total, "sum", world_size, group))
+            total = _c10d.wait_tensor.default(_c10d.reduce_scatter_tensor.default(total, "sum", world_size, group))
     return split_kv(total, k.shape[1], k.shape[2], v.shape[2])
 
 

@@ -1,0 +1,36 @@
+# Everything runs in a virtual environment of its own, made from pyproject.toml and pinned by constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all test-gpu lint bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## train a packed Llama on 2 CPU processes and on 1, compare, print report and graph diff
+	$(BIN)/python examples/train_packed.py --world-size 2
+
+test: $(VENV)/.installed  ## everything but slow sweeps and GPU tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not gpu'
+
+test-gpu: ## on a machine with GPUs, in the environment that is active there
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.installed  ## benchmarks that need no GPU
+	$(BIN)/python examples/bench/plan.py
+	$(BIN)/python examples/bench/compile_time.py
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info

@@ -1,0 +1,162 @@
+"""The torch.compile backend: capture, run the passes, compile what they made, feed it the plan of each batch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from . import agree, passes
+from .batch import ActivePlan, active_plan
+from .passes.diff import graph_lines
+from .passes.sources import argument_names
+from .refusal import RewriteRefused
+from .sharding import Sharding, device_of
+
+log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Backend:
+    """A torch.compile backend for one Sharding. Equal for equal annotations, so that calls do not recompile."""
+
+    def __init__(self, sharding: Sharding, mode: str | None = None) -> None:
+        self.sharding, self.mode = sharding, mode
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Backend) and (self.sharding, self.mode) == (other.sharding, other.mode)
+
+    def __hash__(self) -> int:
+        return hash((self.sharding, self.mode))
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        sharding = self.sharding
+        state = passes.run_passes(capture(gm, sharding, active_plan(sharding)))
+        if state.refusals:
+            refused = RewriteRefused(state.refusals)
+            agree.on_text(sharding, str(refused))
+            if sharding.strict:
+                return _raiser(refused)
+            warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
+            return self._inner(gm, example_inputs)
+        agree.on_text(sharding, "\n".join(graph_lines(state.graph_module)))
+        placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
+        added = placeholders[len(placeholders) - len(state.inputs) :]
+        extra = [node.meta["example_value"] for node in added]
+        compiled = self._inner(state.graph_module, [*example_inputs, *extra])
+        keys = state.inputs
+
+        @functools.wraps(compiled)
+        def run(*args: Any) -> Any:
+            plan = active_plan(sharding)
+            return compiled(*args, *(plan.tensor(key) for key in keys))
+
+        return run
+
+    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
+        if self.mode and self.sharding.inner == "inductor":
+            return compile_inner(gm, list(example_inputs), mode=self.mode)
+        return compile_inner(gm, list(example_inputs))
+
+
+def backend(sharding: Sharding) -> Backend:
+    """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {sharding!r}")
+    return Backend(sharding)
+
+
+def compile_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Entry point for `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding})`."""
+    unknown = set(options or {}) - {"sharding"}
+    if unknown:
+        raise ValueError(f"options has unknown keys {sorted(unknown)}; the only one is 'sharding'")
+    if not options:
+        raise ValueError("backend='cp_rewrite' needs options={'sharding': cp_rewrite.Sharding(...)}")
+    if not isinstance(options["sharding"], Sharding):
+        raise TypeError(f"options['sharding'] must be a cp_rewrite.Sharding, got {options['sharding']!r}")
+    return Backend(options["sharding"], mode)(gm, example_inputs)
+
+
+def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Callable[[F], F]:
+    """Decorator for a forward method, a function or a module: it takes the global batch by keyword, and runs sharded.
+
+    Args:
+        sharding: the annotation; every name in `tokens` must be passed by keyword.
+        gather_outputs: return tensors with a token dim (the same dim as the first token argument) in global order.
+            Without it outputs are this rank's.
+    """
+
+    def decorate(target: F) -> F:
+        if isinstance(target, nn.Module):
+            target.forward = decorate(target.forward)  # type: ignore[method-assign]
+            return target
+        compiled = torch.compile(target, backend=backend(sharding), fullgraph=True)
+
+        @functools.wraps(target)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = {name: value for name, value in kwargs.items() if value is not None}
+            with sharding.shard(values) as local:
+                size = local.plan.local_size
+                out = compiled(*args, **{**kwargs, **local})
+            return _gathered(out, sharding, size) if gather_outputs else out
+
+        return cast(F, call)
+
+    return decorate
+
+
+def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.State:
+    """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, nodes, return_output_node=True)
+    assert isinstance(result, tuple)
+    output = graph.output(result[0])
+    output.meta = dict(result[1].meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    device = plan.device if plan.device.type != "cpu" else device_of(sharding)
+    return passes.State(copy, sharding, argument_names(copy), device, plan.tensor)
+
+
+def text_hash(lines: Sequence[str]) -> str:
+    """Short hash of a graph's normalised text."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _raiser(error: Exception) -> Callable[..., Any]:
+    """Raised at the call, not in the backend: Dynamo would wrap it into an error of its own."""
+
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def _gathered(out: Any, sharding: Sharding, size: int) -> Any:
+    dim = next(iter(sharding.tokens.values()))
+    if isinstance(out, Tensor):
+        return sharding.unshard(out, dim) if out.ndim > dim and out.shape[dim] == size else out
+    if isinstance(out, Mapping):
+        for key in list(out):
+            cast(dict[str, Any], out)[key] = _gathered(out[key], sharding, size)
+        return out
+    if isinstance(out, list | tuple):
+        return type(out)(_gathered(value, sharding, size) for value in out)
+    return out

@@ -1,0 +1,106 @@
+"""A graph as short normalised text: for diffs people read, expected outputs in tests, and a hash equal on all ranks."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch.fx as fx
+from torch import SymInt, Tensor
+
+
+def graph_lines(gm: fx.GraphModule) -> list[str]:
+    """One line per node, `name: dtype[shape] = target(args)`, nested regions indented below the node that calls them.
+
+    Symbols are numbered in order of appearance, group names become 'cp', parameters are left out.
+    """
+    symbols: dict[str, str] = {}
+    return [_normal(line, symbols) for line in _lines(gm, "")]
+
+
+def graph_diff(before: list[str], after: list[str]) -> str:
+    """Unified diff of two graphs. A hunk that repeats an earlier one up to numbers (another layer) is counted only."""
+    hunks = _hunks(difflib.unified_diff(before, after, "before", "after", n=1, lineterm=""))
+    seen: dict[str, int] = {}
+    shown: dict[str, list[str]] = {}
+    for hunk in hunks:
+        shape = re.sub(r"\d+", "#", "\n".join(hunk))
+        seen[shape] = seen.get(shape, 0) + 1
+        shown.setdefault(shape, hunk)
+    lines: list[str] = []
+    for shape, hunk in shown.items():
+        lines += ["@@", *hunk]
+        if seen[shape] > 1:
+            lines.append(f"@@ and {seen[shape] - 1} more like this")
+    return "\n".join(["--- before", "+++ after", *lines]) if lines else "no change"
+
+
+def _hunks(diff: Iterable[str]) -> list[list[str]]:
+    hunks: list[list[str]] = []
+    for line in diff:
+        if line.startswith("@@"):
+            hunks.append([])
+        elif hunks:
+            hunks[-1].append(line)
+    return hunks
+
+
+def _lines(gm: fx.GraphModule, indent: str) -> Iterable[str]:
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and _is_parameter(node):
+            continue
+        yield indent + _line(node)
+        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
+            yield from _lines(body, indent + "    ")
+
+
+def _line(node: fx.Node) -> str:
+    head = f"{node.name}{_type(node)}"
+    if node.op in ("placeholder", "get_attr"):
+        return f"{head} = {node.op}"
+    args = [_text(arg) for arg in node.args] + [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {', '.join(args)}"
+    if node.op == "call_method":
+        return f"{head} = {args[0]}.{node.target}({', '.join(args[1:])})"
+    return f"{head} = {_target(node.target)}({', '.join(args)})"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("example_value")
+    if isinstance(value, Tensor):
+        return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in value.shape)}]"
+    return f": Sym({value})" if isinstance(value, SymInt) else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, list | tuple):
+        inner = ", ".join(_text(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def _target(target: Any) -> str:
+    name = (
+        str(target) if not callable(target) or hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    )
+    return name.removesuffix(".default")
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    source = str(getattr(node.meta.get("grapharg"), "source", "") or node.target)
+    return "_parameters" in source or "_buffers" in source or "l_self_" in source.lower()
+
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def _normal(line: str, symbols: dict[str, str]) -> str:
+    for symbol in _SYMBOL.findall(line):
+        symbols.setdefault(symbol, f"S{len(symbols)}")
+    line = _SYMBOL.sub(lambda match: symbols[match.group()], line)
+    return re.sub(r"'(\d+|[0-9a-f]{16,})'", "'cp'", line)

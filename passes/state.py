@@ -1,0 +1,52 @@
+"""What passes hand on: one frozen value per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.batch import PlanInput
+from cp_rewrite.refusal import Refusal
+from cp_rewrite.sharding import Sharding
+
+from .locality import PositionGenerator
+from .sites import Site
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one site will run. `why` says how the exchange and the kernel were chosen, in words for the report."""
+
+    site: Site
+    exchange: str
+    kernel: str
+    why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """A captured graph on its way through the passes.
+
+    Args:
+        graph_module: the graph; only `rewrite` mutates it.
+        sharding: the annotation.
+        source_of: placeholder -> argument name.
+        device: where the graph runs.
+        plan_tensor: the tensor of an extra input, for the batch in flight.
+        sites, positions, refusals: what was found. decisions: what was decided. inputs: what was added, in order.
+    """
+
+    graph_module: fx.GraphModule
+    sharding: Sharding
+    source_of: Mapping[fx.Node, str]
+    device: torch.device
+    plan_tensor: Callable[[PlanInput], Tensor]
+    sites: tuple[Site, ...] = ()
+    positions: tuple[PositionGenerator, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    inputs: tuple[PlanInput, ...] = ()

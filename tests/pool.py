@@ -1,0 +1,68 @@
+"""Gloo processes that live for the whole test session, so that a multi-process case costs milliseconds."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_S = 240
+
+
+class Pool:
+    """`size` processes; `run(P, fn, *args)` calls `fn(mesh, *args)` on the first P of them and returns P results."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._tasks = [context.Queue() for _ in range(size)]
+        self._results: Any = context.Queue()
+        store = str(Path(self._folder.name) / "store")
+        self._processes = [
+            context.Process(target=_serve, args=(rank, size, store, self._tasks[rank], self._results), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results by rank; raises AssertionError with the tracebacks when a rank raised."""
+        for rank in range(world_size):
+            self._tasks[rank].put((world_size, fn, args))
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        for _ in range(world_size):
+            rank, value, error = self._results.get(timeout=TIMEOUT_S)
+            results[rank] = value
+            if error:
+                errors.append(f"rank {rank}:\n{error}")
+        assert not errors, "\n".join(errors)
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",)) for n in range(1, size + 1)}
+    while True:
+        world_size, fn, args = tasks.get()
+        try:
+            results.put((rank, fn(meshes[world_size], *args), None))
+        except Exception:
+            results.put((rank, None, traceback.format_exc()))
