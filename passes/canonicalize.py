@@ -1,0 +1,325 @@
+"""A tensor's computation as plain ATen calls: the one form that every spelling, torch version and vmap ends in."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+) | {operator.setitem}
+_VMAP_BRACKETS = frozenset({"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"})
+
+
+class CanonicalizeError(Exception):
+    """A node of the slice could not be run on fake tensors. `node` is that node."""
+
+    def __init__(self, node: fx.Node, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """One region of a graph: the root, or the body of a nested region as one call enters it.
+
+    Args:
+        gm: the region's graph module.
+        parent, call: the region around it and the node there that calls it; None for the root.
+        operands: the body's placeholders -> the caller's nodes (or constants) that fill them.
+    """
+
+    gm: fx.GraphModule
+    parent: Scope | None = None
+    call: fx.Node | None = None
+    operands: Mapping[fx.Node, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A tensor between two calls. Sizes may be SymInts."""
+
+    index: int
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One ATen call. `args` and `kwargs` hold Refs where tensors stood; `node` is the Dynamo node it came from."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Ref | None, ...]
+    node: fx.Node | None
+
+
+@dataclass(frozen=True, eq=False)
+class Canonical:
+    """A slice as ATen: `calls` in order, from `leaves` (a node outside the slice -> its Ref) to `output`."""
+
+    calls: tuple[Call, ...]
+    leaves: Mapping[fx.Node, Ref]
+    output: Ref
+
+
+def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
+    """Calls of nested regions in `scope`, each with the scope it enters; None where the call is no plain one."""
+    modules = dict(scope.gm.named_modules())
+    for node in scope.gm.graph.nodes:
+        bodies = [
+            modules.get(str(arg.target))
+            for arg in node.all_input_nodes
+            if arg.op == "get_attr" and isinstance(modules.get(str(arg.target)), fx.GraphModule)
+        ]
+        if not bodies or node.op != "call_function":
+            continue
+        yield node, _enter(scope, node, bodies)
+
+
+def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
+    """`op(body, *operands)` or `invoke_subgraph(body, "name", *operands)`; anything else is no plain call."""
+    body = bodies[0]
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    if len(bodies) != 1 or node.target.__class__.__name__ == "FlexAttentionHOP":
+        return None
+    rest = list(node.args[1:])
+    if rest and isinstance(rest[0], str | None) and len(rest) == len(placeholders) + 1:
+        rest = rest[1:]
+    if node.args[0] not in node.all_input_nodes or len(rest) != len(placeholders):
+        return None
+    return Scope(body, scope, node, dict(zip(placeholders, rest, strict=True)))
+
+
+def resolve(scope: Scope, node: Any) -> tuple[Scope, Any]:
+    """The node that `node` is outside the regions it is merely passed into."""
+    while isinstance(node, fx.Node) and node.op == "placeholder" and scope.parent is not None:
+        scope, node = scope.parent, scope.operands[node]
+    return scope, node
+
+
+def canonicalize(scope: Scope, node: fx.Node, stop: Callable[[Scope, fx.Node], bool]) -> Canonical:
+    """Trace what computes `node` (which lives in `scope`) to ATen, back to placeholders, attributes and `stop` nodes.
+
+    Every op runs once more on Dynamo's own fake tensors, below autograd, vmap and functionalization, so in-place
+    updates of the sliced tensors come out as pure calls.
+
+    Raises:
+        CanonicalizeError: a node has no fake tensors or fails on them.
+    """
+    return _Tracer(stop).trace(scope, node)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every ATen call that reaches the bottom of the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.node: fx.Node | None = None
+        self._refs: dict[int, Ref] = {}
+        self._alive: list[Tensor] = []  # ids are reused by the interpreter once a tensor dies
+
+    def ref(self, tensor: Tensor) -> Ref:
+        known = self._refs.get(id(tensor))
+        if known is None:
+            known = Ref(len(self._alive), tuple(tensor.shape), tensor.dtype)
+            self._refs[id(tensor)] = known
+            self._alive.append(tensor)
+        return known
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        flat = list(out) if isinstance(out, tuple | list) else [out]
+        refs = tuple(self.ref(o) if isinstance(o, Tensor) else None for o in flat)
+        named = (tree_map_only(Tensor, self.ref, args), tree_map_only(Tensor, self.ref, dict(kwargs or {})))
+        if any(refs):
+            self.calls.append(Call(func, *named, refs, self.node))
+        return out
+
+
+class _Tracer:
+    def __init__(self, stop: Callable[[Scope, fx.Node], bool]) -> None:
+        self.stop = stop
+        self.needed: dict[Scope, set[fx.Node]] = {}
+        self.leaves: dict[fx.Node, Any] = {}
+        self.entered: dict[tuple[Scope, fx.Node], Scope] = {}
+
+    def trace(self, scope: Scope, node: fx.Node) -> Canonical:
+        self._collect(scope, node, before=None)
+        recorder = _Recorder()
+        tensors = [leaf for leaf in self.leaves.values() if isinstance(leaf, Tensor)]
+        refs = {n: recorder.ref(v) for n, v in self.leaves.items() if isinstance(v, Tensor)}
+        env: dict[tuple[Scope, fx.Node], Any] = {}
+
+        def run(*leaves: Tensor) -> Any:
+            values = iter(leaves)
+            for leaf, value in self.leaves.items():
+                self.leaves[leaf] = next(values) if isinstance(value, Tensor) else value
+            for outer in [*_ancestors(scope), scope]:
+                self._run_scope(outer, env, recorder)
+            return self._value(scope, node, env)
+
+        mutates = any(_mutated(n) is not None for nodes in self.needed.values() for n in nodes)
+        with ExitStack() as stack:
+            fake_mode = detect_fake_mode(tensors)
+            stack.enter_context(torch.no_grad())
+            if fake_mode is not None:
+                stack.enter_context(fake_mode)
+                if fake_mode.shape_env is not None:
+                    stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(recorder)
+            out = torch.func.functionalize(run, remove="mutations")(*tensors) if mutates else run(*tensors)
+        if not isinstance(out, Tensor):
+            raise CanonicalizeError(node, f"{node.name} is no tensor")
+        return Canonical(tuple(recorder.calls), refs, recorder.ref(out))
+
+    def _collect(self, scope: Scope, root: fx.Node, before: fx.Node | None) -> None:
+        """Mark what `root` is computed from, with in-place updates of it, through region calls both ways."""
+        work = [(scope, root)]
+        while work:
+            work = self._collect_ancestors(work)
+            work = self._collect_updates()
+
+    def _collect_ancestors(self, work: list[tuple[Scope, fx.Node]]) -> list[tuple[Scope, fx.Node]]:
+        while work:
+            scope, node = work.pop()
+            mine = self.needed.setdefault(scope, set())
+            if node in mine or node in self.leaves:
+                continue
+            if node.op == "placeholder" and scope.parent is not None:
+                mine.add(node)
+                outer = scope.operands[node]
+                if isinstance(outer, fx.Node):
+                    work.append((scope.parent, outer))
+                continue
+            value = node.meta.get("example_value")
+            is_scalar = isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+            if node.op in ("placeholder", "get_attr") or is_scalar or self.stop(scope, node):
+                self.leaves[node] = _attribute(scope, node) if value is None else value
+                continue
+            mine.add(node)
+            inner = self._enter_call(scope, node)
+            if inner is not None:
+                work.extend((inner, out) for out in _outputs(inner) if isinstance(out, fx.Node))
+            else:
+                work.extend((scope, arg) for arg in node.all_input_nodes)
+        return work
+
+    def _enter_call(self, scope: Scope, node: fx.Node) -> Scope | None:
+        if (scope, node) not in self.entered:
+            for call, inner in nested_scopes(scope):
+                if inner is not None and call is node:
+                    self.entered[scope, node] = inner
+        return self.entered.get((scope, node))
+
+    def _collect_updates(self) -> list[tuple[Scope, fx.Node]]:
+        """In-place ops on storages of the slice: they are users, not ancestors, of what they change."""
+        work: list[tuple[Scope, fx.Node]] = []
+        for scope, mine in self.needed.items():
+            leaves = [n for n in self.leaves if n.graph is scope.gm.graph]
+            storages = {s for n in (*mine, *leaves) for s in _storages(n)}
+            has_vmap = any("batch_dim" in str(n.target) for n in mine)
+            for node in scope.gm.graph.nodes:
+                if node in mine or node in self.leaves:
+                    continue
+                target = _mutated(node)
+                updates = isinstance(target, fx.Node) and bool(storages & set(_storages(target)))
+                if updates or (has_vmap and getattr(node.target, "__name__", "") in _VMAP_BRACKETS):
+                    work.append((scope, node))
+        return work
+
+    def _run_scope(self, scope: Scope, env: dict[tuple[Scope, fx.Node], Any], recorder: _Recorder) -> None:
+        for node in scope.gm.graph.nodes:
+            if node not in self.needed.get(scope, ()) or node.op == "placeholder" or (scope, node) in env:
+                continue
+            recorder.node = node
+            inner = self.entered.get((scope, node))
+            if inner is not None:
+                self._run_scope(inner, env, recorder)
+                env[scope, node] = tuple(self._value(inner, out, env) for out in _outputs(inner))
+            else:
+                env[scope, node] = self._run_node(scope, node, env)
+
+    def _run_node(self, scope: Scope, node: fx.Node, env: dict[tuple[Scope, fx.Node], Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._value(scope, n, env))
+        try:
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op == "call_function" and callable(node.target):
+                return node.target(*args, **kwargs)
+        except Exception as error:  # whatever an op raises on fake tensors, it is this node that can't be read
+            raise CanonicalizeError(node, f"{node.format_node()}: {error}") from error
+        raise CanonicalizeError(node, f"{node.op} nodes are not read")
+
+    def _value(self, scope: Scope, node: Any, env: dict[tuple[Scope, fx.Node], Any]) -> Any:
+        scope, node = resolve(scope, node)
+        if not isinstance(node, fx.Node):
+            return node
+        if (scope, node) in env:
+            return env[scope, node]
+        if node not in self.leaves:
+            raise CanonicalizeError(node, f"{node.name} carries no example value")
+        return self.leaves[node]
+
+
+def _ancestors(scope: Scope) -> list[Scope]:
+    chain: list[Scope] = []
+    while scope.parent is not None:
+        scope = scope.parent
+        chain.insert(0, scope)
+    return chain
+
+
+def _outputs(scope: Scope) -> list[Any]:
+    output = next(n for n in reversed(scope.gm.graph.nodes) if n.op == "output")
+    returned = output.args[0]
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
+
+
+def _attribute(scope: Scope, node: fx.Node) -> Any:
+    value: Any = scope.gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _storages(node: fx.Node) -> list[int]:
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return [t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor)]
+
+
+def _mutated(node: fx.Node) -> Any:
+    """The node whose tensor `node` changes in place, None for a pure op."""
+    first = node.args[0] if node.args else None
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return first if inplace or (name.startswith("__i") and name != "__invert__") else None
+    if node.op != "call_function":
+        return None
+    if "out" in node.kwargs:
+        return node.kwargs["out"]
+    name = getattr(node.target, "__name__", "")
+    schema = getattr(node.target, "_schema", None)
+    mutable = schema.is_mutable if schema is not None else (name.endswith("_") and not name.endswith("__"))
+    return first if mutable or node.target in _INPLACE_OPERATORS else None
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether a fake tensor stands for a weight."""
+    return isinstance(value, nn.Parameter) or bool(getattr(value, "_is_param", False))

@@ -1,0 +1,169 @@
+"""Decide what a symbolic mask means: a PackedMask, or the reasons why it is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+
+from .canonicalize import CanonicalizeError, Scope, canonicalize
+from .predicate_aten import Evaluator, Leaf
+from .predicate_documents import Pair, Reader, Trouble, relations
+from .predicate_values import TOKENS, ZERO, SymTensor, Value, is_bool
+from .predicate_worlds import Cell, Span, World, distances, turning_points
+
+# At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype: the additive masks in use
+# are -inf, finfo(dtype).min and their sums.
+DROPPED_AT = torch.finfo(torch.float16).min
+
+Stop = Callable[[Scope, fx.Node], bool]
+
+
+def prove(
+    scope: Scope,
+    mask: fx.Node,
+    site: fx.Node,
+    query_shape: Sequence[Any],
+    sharding: Sharding,
+    name_of: Callable[[fx.Node], str],
+    local_tokens: frozenset[sympy.Expr],
+    stop: Stop,
+) -> PackedMask | list[Refusal]:
+    """What the mask of an attention node means, for the row that the annotation describes.
+
+    Args:
+        scope, mask: the region and the node that computes the mask.
+        site: the attention node, for the refusals.
+        query_shape: (B, H, T, D) of the queries, ints or SymInts.
+        name_of: the argument's name of a leaf node.
+        local_tokens: the expressions that count this shard's tokens.
+        stop: nodes that a mask is not computed from (they hold weights).
+    """
+    try:
+        canonical = canonicalize(scope, mask, stop)
+    except CanonicalizeError as error:
+        return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the mask's computation can't be traced: {error}", error.node)]
+    evaluator = Evaluator(local_tokens, name_of)
+    tensor = evaluator.run(canonical)
+    sizes = [evaluator.size(s) for s in query_shape[:3]]
+    value, pair = read_mask(evaluator, tensor, sizes)
+    if isinstance(value, Refusal):
+        return [Refusal(value.reason, value.detail, mask)]
+    token_size = frozenset({TOKENS, *(evaluator.size(s) for s in local_tokens)})
+    reader = Reader(sharding, evaluator.leaves, pair, token_size)
+    static = next((int(s) for s in local_tokens if s.is_Integer), None)
+    return decide(reader, value, static, mask, site)
+
+
+def read_mask(evaluator: Evaluator, tensor: SymTensor, sizes: Sequence[sympy.Expr]) -> tuple[Any, Pair]:
+    """The mask's element at (b, h, q, k), or a Refusal when its shape does not broadcast to (B, H, T, T)."""
+    batch, heads, tokens = sizes
+    names = ("b", "h", "q", "k")
+    index = tuple(
+        ZERO if size == 1 else evaluator.symbol(name, size)
+        for name, size in zip(names, (batch, heads, tokens, tokens), strict=True)
+    )
+    pair = Pair(
+        index[2], index[3], index[0], {s: n for s, n in ((index[0], "batch row"), (index[1], "head")) if s != 0}
+    )
+    shape = (batch, heads, tokens, tokens)[4 - len(tensor.shape) :]
+    if len(tensor.shape) > 4 or any(s not in (1, whole) for s, whole in zip(tensor.shape, shape, strict=True)):
+        detail = f"the mask has shape {tuple(map(str, tensor.shape))}, attention needs {tuple(map(str, shape))}"
+        return Refusal(Reason.MASK_WRONG_DIM, detail), pair
+    return tensor.broadcast_at(index), pair
+
+
+def decide(
+    reader: Reader, value: Value, static_tokens: int | None, mask: fx.Node, site: fx.Node
+) -> PackedMask | list[Refusal]:
+    """Evaluate the mask in every world and at every distance where it can change."""
+
+    def refuse(reason: Reason, detail: str, node: fx.Node | None = None) -> list[Refusal]:
+        return [Refusal(reason, detail, node or mask)]
+
+    points = {0}
+    for relation in relations(value):
+        points |= turning_points(reader.linear(relation.lhs))
+    spans = distances(points)
+    same = {span: _kept(reader, value, Cell(World.SAME, span)) for span in spans}
+    other = {span: _kept(reader, value, Cell(World.DIFFERENT, span)) for span in spans if span != (0, 0)}
+    unread = _unread(reader, value)
+    undecided = [v for v in (*same.values(), *other.values()) if not isinstance(v, bool)]
+    if undecided and unread:
+        return [Refusal(t.reason, t.detail, t.node or mask) for t in unread]
+    if undecided:
+        return refuse(Reason.MASK_NOT_PACKED, undecided[0])
+    packed = not any(other.values())
+    if not packed and any(same[span] != kept for span, kept in other.items()):
+        seen = next(span for span, kept in other.items() if kept)
+        return refuse(Reason.MASK_NOT_PACKED, f"the mask keeps {Cell(World.DIFFERENT, seen)}")
+    window = _window([span for span, kept in same.items() if kept])
+    if window is None:
+        kept = ", ".join(f"{low:g} to {high:g}" for (low, high), keep in same.items() if keep) or "nowhere"
+        return refuse(
+            Reason.MASK_NOT_PACKED,
+            f"query - key may be {kept}: no window around the query itself",
+        )
+    left, right = window
+    if static_tokens is not None and any(w is not None and abs(w - static_tokens) <= 1 for w in window):
+        return refuse(
+            Reason.MASK_NOT_PACKED,
+            f"the window {window} may be the length of a shard ({static_tokens} tokens) or a constant: the graph was "
+            "captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell them apart",
+        )
+    if packed and right != 0:
+        for span in spans:
+            if span[1] < 0 and (right is None or span[0] >= -right or span[1] >= -right):
+                if _kept(reader, value, Cell(World.PADDING, span)) is not False and reader.ordinals:
+                    return refuse(
+                        Reason.MASK_NOT_PACKED,
+                        "padding after a document counts as its tokens, and queries see keys after them",
+                    )
+    del site
+    return PackedMask(causal=right == 0, window=(left, right), packed=packed)
+
+
+def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:
+    """Whether the mask keeps every key of the cell (True), drops every one (False), or what else it does."""
+    if is_bool(value):
+        truths = reader.truths(value, cell)
+        return next(iter(truths)) if len(truths) == 1 else f"the mask is not the same for all {cell}"
+    numbers = reader.numbers(value, cell)
+    if numbers is None:
+        return f"the mask adds a bias that varies among {cell}"
+    if numbers == {0.0}:
+        return True
+    if all(v <= DROPPED_AT for v in numbers):
+        return False
+    odd = next((v for v in numbers if v != 0.0 and not v <= DROPPED_AT), None)
+    if odd is not None:
+        return f"the mask adds {odd:g} to the logits of {cell}: neither 0 nor -inf nor finfo.min"
+    return f"the mask is not the same for all {cell}"
+
+
+def _unread(reader: Reader, value: Value) -> list[Trouble]:
+    """Troubles of the terms in the mask, the ones that name a tensor or an op first."""
+    found = reader.blame(value)
+    named = [t for t in found if t.reason is not Reason.MASK_NOT_PACKED]
+    return named or found
+
+
+def _window(spans: list[Span]) -> tuple[int | None, int | None] | None:
+    """(left, right) of a run of distances that holds 0; None for any other set."""
+    if not any(low <= 0 <= high for low, high in spans):
+        return None
+    if any(after[0] != before[1] + 1 for before, after in zip(spans, spans[1:], strict=False)):
+        return None
+    low, high = spans[0][0], spans[-1][1]
+    return (None if math.isinf(high) else int(high)), (None if math.isinf(low) else int(-low))
+
+
+__all__ = ["Leaf", "Mapping", "prove"]

@@ -1,0 +1,337 @@
+"""Recognise, in symbolic values, the row's tokens: their index, their position, the document that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch.fx as fx
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+from cp_rewrite.refusal import Reason
+from cp_rewrite.sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
+
+from .predicate_aten import NARROWED, Leaf
+from .predicate_values import (
+    ONE,
+    TOKENS,
+    RepeatIndex,
+    RunningMax,
+    RunningSum,
+    Select,
+    SumOver,
+)
+from .predicate_worlds import IK, IQ, PK, PQ, Cell, K, Linear, Ordinal, Q, World, holds
+
+_GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
+_TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A term that no rule reads: the reason to refuse when the mask turns out to hang on it."""
+
+    reason: Reason
+    detail: str
+    node: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The index expressions that stand for the query token, the key token and the batch row."""
+
+    query: sympy.Expr
+    key: sympy.Expr
+    batch: sympy.Expr
+    others: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+
+
+@dataclass
+class Reader:
+    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `predicate_worlds`."""
+
+    sharding: Sharding
+    leaves: Mapping[Any, Leaf]
+    pair: Pair
+    token_size: frozenset[sympy.Expr]
+    ordinals: dict[sympy.Expr, Ordinal] = field(default_factory=dict)
+    troubles: dict[sympy.Expr, Trouble] = field(default_factory=dict)
+
+    # -- values in a cell ------------------------------------------------------------------------------------
+
+    def linear(self, difference: sympy.Expr) -> Linear:
+        out: Linear = {}
+        for term, coefficient in sympy.expand(difference).as_coefficients_dict().items():
+            for part, factor in self._term(term).items():
+                out[part] = out.get(part, sympy.S.Zero) + coefficient * factor
+        return {term: c for term, c in out.items() if c != 0}
+
+    def truths(self, condition: Any, cell: Cell) -> frozenset[bool]:
+        """The truth values that a Boolean may have in a cell."""
+        if condition in (sympy.true, sympy.false):
+            return frozenset({condition == sympy.true})
+        if isinstance(condition, Relational):
+            known = holds(type(condition).__name__, self.linear(condition.lhs), cell, self.ordinals.values())
+            return frozenset({True, False}) if known is None else frozenset({known})
+        values = [self.truths(arg, cell) for arg in condition.args]
+        if isinstance(condition, sympy.Not):
+            return frozenset(not v for v in values[0])
+        absorbing = isinstance(condition, sympy.Or)
+        if any(v == {absorbing} for v in values):
+            return frozenset({absorbing})
+        return frozenset(v for options in values for v in options)
+
+    def numbers(self, value: Any, cell: Cell) -> frozenset[float] | None:
+        """The numbers that an expression may be in a cell; None: any."""
+        if value.is_number:
+            return frozenset({float(value)})
+        if isinstance(value, Select):
+            condition, x, y = value.args
+            branches = [x if held else y for held in self.truths(condition, cell)]
+            options = [self.numbers(branch, cell) for branch in branches]
+            known = [o for o in options if o is not None]
+            return frozenset().union(*known) if len(known) == len(options) else None
+        if isinstance(value, sympy.Add | sympy.Mul):
+            fold = (lambda a, b: a + b) if isinstance(value, sympy.Add) else (lambda a, b: a * b)
+            total: frozenset[float] = frozenset({0.0 if isinstance(value, sympy.Add) else 1.0})
+            for arg in value.args:
+                options = self.numbers(arg, cell)
+                if options is None:
+                    return None
+                total = frozenset(fold(a, b) for a in total for b in options)
+            return total
+        return None
+
+    def blame(self, value: Any) -> list[Trouble]:
+        """The troubles of every term that `value` reads."""
+        found: dict[Trouble, None] = {}
+        for term in maximal_terms(value):
+            for part in self._term(term):
+                if part in self.troubles:
+                    found.setdefault(self.troubles[part])
+        return list(found)
+
+    # -- terms -----------------------------------------------------------------------------------------------
+
+    def _term(self, term: sympy.Expr) -> Linear:
+        if term == 1:
+            return {ONE: sympy.S.One}
+        if term in (TOKENS,):
+            return {TOKENS: sympy.S.One}
+        if term == self.pair.query:
+            return {Q: sympy.S.One}
+        if term == self.pair.key:
+            return {K: sympy.S.One}
+        if isinstance(term, AppliedUndef):
+            return self._read(term)
+        if isinstance(term, _GENERATORS):
+            ordinal = self._generator(term)
+            return ordinal if ordinal is not None else self._trouble(term, self._generator_trouble(term))
+        return self._trouble(term, self._plain_trouble(term))
+
+    def _trouble(self, term: sympy.Expr, trouble: Trouble) -> Linear:
+        self.troubles[term] = trouble
+        return {term: sympy.S.One}
+
+    def _plain_trouble(self, term: sympy.Expr) -> Trouble:
+        for symbol, name in self.pair.others.items():
+            if symbol in term.free_symbols:
+                return Trouble(Reason.MASK_WRONG_DIM, f"the mask varies with the {name}, not with tokens alone")
+        inner = [t for t in maximal_terms(term) if t != term]
+        for part in inner:
+            troubles = self.blame(part)
+            if troubles:
+                return troubles[0]
+        return Trouble(Reason.MASK_NOT_PACKED, f"a term `{term}` is no difference of indices or positions")
+
+    def _side(self, index: sympy.Expr) -> tuple[sympy.Expr, ...] | None:
+        """(index, position, id) symbols of the token that an index expression names."""
+        if sympy.expand(index - self.pair.query) == 0:
+            return Q, PQ, IQ
+        if sympy.expand(index - self.pair.key) == 0:
+            return K, PK, IK
+        return None
+
+    def _read(self, term: Any) -> Linear:
+        leaf = self.leaves.get(term.func)
+        packing = self.sharding.packing
+        if term.func == NARROWED:
+            detail = f"`{term.args[0]}` is cast to a narrow type, which merges large values"
+            return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, detail))
+        assert leaf is not None
+        if leaf.trouble:
+            return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
+        if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
+            start = self._document_start(term, leaf)
+            detail = f"`{term}` reads {leaf.name!r} at no document's start"
+            return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
+        if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
+            side = self._token_of(term, leaf)
+            if side is not None:
+                return {side[1 if isinstance(packing, PositionIds) else 2]: sympy.S.One}
+            detail = (
+                f"{leaf.name!r} of shape {tuple(map(str, leaf.shape))} is read at [{', '.join(map(str, term.args))}], "
+                f"but its token dim is {self.sharding.tokens[leaf.name]} and its row is the attention's own row"
+            )
+            return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
+        return self._trouble(term, self._foreign(term, leaf))
+
+    def _foreign(self, term: Any, leaf: Leaf) -> Trouble:
+        at = {self._side(i) for i in term.args}
+        if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
+            return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
+        return Trouble(
+            Reason.MASK_WRONG_SOURCE,
+            f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",
+        )
+
+    def _token_of(self, term: Any, leaf: Leaf) -> tuple[sympy.Expr, ...] | None:
+        dim = self.sharding.tokens[leaf.name]
+        if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
+            return None
+        for d, index in enumerate(term.args):
+            if d != dim and not (leaf.shape[d] == 1 or index == self.pair.batch):
+                return None
+        return self._side(term.args[dim])
+
+    # -- numberings of documents -----------------------------------------------------------------------------
+
+    def _ordinal(self, key: sympy.Expr, side: sympy.Expr, with_padding: bool) -> Linear:
+        if key not in self.ordinals:
+            n = len(self.ordinals)
+            names = sympy.symbols(f"G{n}q G{n}k", integer=True)
+            self.ordinals[key] = Ordinal(names[0], names[1], with_padding)
+        ordinal = self.ordinals[key]
+        return {ordinal.query if side == Q else ordinal.key: sympy.S.One}
+
+    def _generator(self, term: Any) -> Linear | None:
+        if isinstance(term, RunningSum):
+            inner, j, at = term.args
+            side = self._side(at)
+            if side is None or not self._counts_starts(inner, j):
+                return None
+            return self._ordinal(RunningSum(inner, j, _TOKEN), side[0], with_padding=False)
+        if isinstance(term, RepeatIndex):
+            side = self._side(term.args[3])
+            if side is None or not self._is_lengths(term):
+                return None
+            return self._ordinal(term.func(*term.args[:3], _TOKEN), side[0], with_padding=self._padded)
+        if isinstance(term, SumOver):
+            return self._count_of_bounds(term)
+        return None
+
+    @property
+    def _padded(self) -> bool:
+        return isinstance(self.sharding.packing, CuSeqlens) and self.sharding.packing.padded_arg is not None
+
+    def _counts_starts(self, inner: Any, j: Any) -> bool:
+        """f(j) is 0 inside a document and positive at its first token. f(0) shifts all numbers alike."""
+        sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
+        inside = sub.numbers(inner, Cell(World.SAME, (1, 1)))
+        first = sub.numbers(inner, Cell(World.ADJACENT, (1, 1)))
+        return inside == {0.0} and first is not None and all(0 < v < float("inf") for v in first)
+
+    def _bounds_leaf(self, term: Any) -> Leaf | None:
+        """The leaf, if `term` reads the offsets where documents start."""
+        packing = self.sharding.packing
+        leaf = self.leaves.get(term.func)
+        if not isinstance(packing, CuSeqlens) or leaf is None or len(term.args) != 1:
+            return None
+        return leaf if leaf.name == (packing.padded_arg or packing.arg) else None
+
+    def _is_lengths(self, term: Any) -> bool:
+        lengths, i, count = term.args[:3]
+        reads = [t for t in maximal_terms(lengths) if isinstance(t, AppliedUndef)]
+        leaves = [self._bounds_leaf(t) for t in reads]
+        if len(reads) != 2 or any(leaf is None for leaf in leaves) or leaves[0] is not leaves[1]:
+            return False
+        read = reads[0].func
+        assert leaves[0] is not None
+        return sympy.expand(lengths - read(i + 1) + read(i)) == 0 and leaves[0].shape[0] - count == 1
+
+    def _count_of_bounds(self, term: Any) -> Linear | None:
+        """How many offsets are <= the token's index."""
+        found = self._counted_bounds(term)
+        if found is None:
+            return None
+        first, last, size, side = found
+        # Offset 0 counts for every token, and the last one only tells the last document from what follows it.
+        if first > 1 or sympy.expand(last - size + 2).is_negative is not False:
+            return None
+        with_padding = self._padded or sympy.expand(last - size + 1) != 0
+        return self._ordinal(term.xreplace({self._at(side): _TOKEN}), side, with_padding)
+
+    def _at(self, side: sympy.Expr) -> sympy.Expr:
+        return self.pair.query if side == Q else self.pair.key
+
+    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, sympy.Expr] | None:
+        inner, i, count = term.args
+        if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
+            return None
+        relation: Any = inner.args[0]
+        reads = [t for t in maximal_terms(relation.lhs) if isinstance(t, AppliedUndef)]
+        leaf = self._bounds_leaf(reads[0]) if len(reads) == 1 else None
+        if leaf is None:
+            return None
+        slope = relation.lhs.coeff(reads[0])
+        rest = sympy.expand(-(relation.lhs - slope * reads[0]) / slope) if slope in (1, -1) else sympy.nan
+        op = type(relation).__name__ if slope == 1 else type(relation.reversed).__name__
+        # offset < x is offset <= x - 1 for integers.
+        token = {"LessThan": rest, "StrictLessThan": sympy.expand(rest - 1)}.get(op)
+        side = self._side(token) if token is not None else None
+        first = sympy.expand(reads[0].args[0] - i)
+        if side is None or not first.is_Integer or first.is_negative:
+            return None
+        return first, first + count - 1, leaf.shape[0], side[0]
+
+    def _document_start(self, term: Any, leaf: Leaf) -> Linear | None:
+        """offsets[number of the token's document]: the token's index minus its position."""
+        if self._bounds_leaf(term) is None:
+            return None
+        for number in maximal_terms(term.args[0]):
+            index = sympy.expand(term.args[0] - number)
+            if isinstance(number, RepeatIndex) and index == 0 and self._is_lengths(number):
+                side = self._side(number.args[3])
+                return {side[0]: sympy.S.One, side[1]: -sympy.S.One} if side else None
+            counted = self._counted_bounds(number) if isinstance(number, SumOver) else None
+            if counted is not None and counted[0] in (0, 1) and index == counted[0] - 1:
+                position = PQ if counted[3] == Q else PK
+                return {counted[3]: sympy.S.One, position: -sympy.S.One}
+        return None
+
+    def _generator_trouble(self, term: Any) -> Trouble:
+        inner, bound = term.args[0], term.args[1]
+        pair = Pair(bound, bound - 1, self.pair.batch, self.pair.others)
+        sub = Reader(self.sharding, self.leaves, pair, self.token_size)
+        troubles = sub.blame(inner)
+        for trouble in troubles:
+            if trouble.reason is not Reason.MASK_NOT_PACKED:
+                return trouble
+        what = {RunningSum: "a running sum", RunningMax: "a running maximum", SumOver: "a count"}
+        name = what.get(term.func, "a repeated index")
+        detail = f"{name} over tokens does not number the documents of {self.sharding.packing}: it adds up `{inner}`"
+        return Trouble(Reason.MASK_NOT_PACKED, detail)
+
+
+def maximal_terms(value: Any) -> Iterator[Any]:
+    """The outermost reads and generators in a value, and index symbols that stand outside them."""
+    if isinstance(value, (AppliedUndef, sympy.Symbol, *_GENERATORS)):
+        yield value
+        return
+    for arg in value.args:
+        yield from maximal_terms(arg)
+
+
+def relations(value: Any) -> Iterator[Relational]:
+    """The relations that a value is built of, outside reads and generators."""
+    if isinstance(value, Relational):
+        yield value
+    elif not isinstance(value, (AppliedUndef, *_GENERATORS)):
+        for arg in value.args:
+            yield from relations(arg)
+
+
+__all__ = ["DocumentIds", "Pair", "Reader", "Trouble", "maximal_terms", "relations"]

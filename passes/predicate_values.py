@@ -1,0 +1,138 @@
+"""Symbolic tensors: functions from index expressions to sympy expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy.logic.boolalg import Boolean
+
+Index = tuple[sympy.Expr, ...]
+Value = Any  # a sympy Expr, or a sympy Boolean for bool tensors
+
+TOKENS = sympy.Symbol("T", integer=True, positive=True)  # tokens of the global row
+
+_COMPARISONS: dict[str, type[sympy.core.relational.Relational]] = {
+    "eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge,
+}  # fmt: skip
+_ON_NUMBERS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+}  # fmt: skip
+
+
+class Select(sympy.Function):
+    """Select(c, x, y): x where c holds, else y. Not sympy's Piecewise, which simplifies at great cost."""
+
+    nargs = (3,)
+
+    @classmethod
+    def eval(cls, *args: Any) -> Any:
+        condition, x, y = args
+        if condition == sympy.true or x == y:
+            return x
+        return y if condition == sympy.false else None
+
+
+class RunningSum(sympy.Function):
+    """RunningSum(f, j, x): f summed over j = 0 … x."""
+
+    nargs = (3,)
+
+
+class RunningMax(sympy.Function):
+    """RunningMax(f, j, x): the largest f over j = 0 … x."""
+
+    nargs = (3,)
+
+
+class SumOver(sympy.Function):
+    """SumOver(f, i, n): f summed over i = 0 … n - 1."""
+
+    nargs = (3,)
+
+
+class RepeatIndex(sympy.Function):
+    """RepeatIndex(f, i, n, x): the i that token x falls to when i = 0 … n - 1 is repeated f(i) times."""
+
+    nargs = (4,)
+
+
+@dataclass(frozen=True, eq=False)
+class SymTensor:
+    """A tensor as a function of its index. `shape` holds local sizes as sympy expressions."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    function: Callable[[Index], Value]
+    _known: dict[Index, Value] = field(default_factory=dict)
+
+    def at(self, index: Index) -> Value:
+        """The element at `index`, one expression per dim."""
+        if index not in self._known:
+            self._known[index] = self.function(index)
+        return self._known[index]
+
+    def broadcast_at(self, index: Index) -> Value:
+        """The element at an index of a shape that this tensor broadcasts to."""
+        tail = index[len(index) - len(self.shape) :]
+        return self.at(tuple(ZERO if size == 1 else i for size, i in zip(self.shape, tail, strict=True)))
+
+
+ZERO = sympy.Integer(0)
+ONE = sympy.Integer(1)
+
+
+def number(value: Any) -> sympy.Expr:
+    """A Python or sympy number; infinities become sympy's."""
+    if isinstance(value, float):
+        if value in (float("inf"), float("-inf")):
+            return sympy.oo if value > 0 else -sympy.oo
+        return sympy.Integer(int(value)) if value == int(value) and abs(value) < 2**53 else sympy.Float(value)
+    return sympy.sympify(value)
+
+
+def is_bool(value: Value) -> bool:
+    return isinstance(value, Boolean) and not isinstance(value, sympy.Symbol)
+
+
+def truth(value: Value) -> Boolean:
+    """A value read as true where nonzero."""
+    return value if is_bool(value) else compare("ne", value, ZERO)
+
+
+def numeric(value: Value) -> sympy.Expr:
+    """A value read as a number: true is 1."""
+    return Select(value, ONE, ZERO) if is_bool(value) else value
+
+
+def compare(op: str, left: Value, right: Value) -> Boolean:
+    """`left op right` in one normal form: Boolean algebra over relations `difference op 0` free of Selects."""
+    left, right = numeric(left), numeric(right)
+    choice = _outer_select(left) or _outer_select(right)
+    if choice is not None:
+        condition, x, y = choice.args
+        yes = compare(op, left.xreplace({choice: x}), right.xreplace({choice: x}))
+        no = compare(op, left.xreplace({choice: y}), right.xreplace({choice: y}))
+        return sympy.Or(sympy.And(condition, yes), sympy.And(sympy.Not(condition), no)) if yes != no else yes
+    if left.is_number and right.is_number:
+        return sympy.true if _ON_NUMBERS[op](left, right) else sympy.false
+    difference = sympy.expand(left - right)
+    if difference.is_number and difference.is_finite:
+        return sympy.true if _ON_NUMBERS[op](difference, ZERO) else sympy.false
+    return _COMPARISONS[op](difference, ZERO, evaluate=False)
+
+
+def _outer_select(expression: sympy.Expr) -> Any:
+    """A Select that stands in `expression` outside any other function."""
+    if isinstance(expression, Select):
+        return expression
+    if isinstance(expression, sympy.Add | sympy.Mul | sympy.Abs | sympy.Max | sympy.Min):
+        for arg in expression.args:
+            found = _outer_select(arg)  # type: ignore[arg-type]
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,188 @@
+"""What relations between two tokens of a row say, once it is known whether one document holds both.
+
+Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; IQ, IK the batch's
+own document ids. Each recognised numbering of documents adds a pair of its own (`Ordinal`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import sympy
+
+from .predicate_values import ONE, TOKENS
+
+Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
+Linear = dict[sympy.Expr, sympy.Expr]  # term -> coefficient; ONE -> the constant
+Span = tuple[float, float]  # inclusive bounds
+EVERYTHING: Span = (-math.inf, math.inf)
+_IN_ROW = frozenset({Q, K, PQ, PK})
+_MIN_TOKENS = 2
+
+
+class World(Enum):
+    """How query and key stand to each other. The query is a token of a document in all of them but ADJACENT."""
+
+    SAME = "keys of the query's document"
+    DIFFERENT = "keys of other documents"
+    ADJACENT = "a document's first token and the token before it"
+    PADDING = "padding after the query's document"
+
+
+@dataclass(frozen=True)
+class Ordinal:
+    """A numbering of documents, as its values at the query and at the key: never falling along the row, one value
+    per document. `with_padding`: padding after a document has that document's number."""
+
+    query: sympy.Symbol
+    key: sympy.Symbol
+    with_padding: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A world and a range of distances d = Q - K."""
+
+    world: World
+    span: Span
+
+    def __str__(self) -> str:
+        low, high = self.span
+        away = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        return f"{self.world.value} at query - key = {away}"
+
+
+def distances(points: Iterable[int]) -> list[Span]:
+    """The integers cut at `points`: every point alone, and the gaps between."""
+    spans: list[Span] = []
+    low: float = -math.inf
+    for point in sorted(set(points)):
+        if low <= point - 1:
+            spans.append((low, point - 1))
+        spans.append((point, point))
+        low = point + 1
+    return [*spans, (low, math.inf)]
+
+
+def turning_points(linear: Linear) -> set[int]:
+    """Distances where the sign of a relation between indices alone, or positions of one document alone, changes."""
+    reduced = _reduce(linear, World.SAME, (), sign=0)
+    if set(reduced) - {D, ONE} or not reduced.get(D):
+        return set()
+    root = -reduced.get(ONE, sympy.S.Zero) / reduced[D]
+    return {int(sympy.floor(root)), int(sympy.ceiling(root))}
+
+
+def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> bool | None:
+    """Whether `linear op 0` holds for every pair of tokens in the cell (True), for none (False), or None: can't say."""
+    ordinals = tuple(ordinals)
+    sign = (cell.span[0] > 0) - (cell.span[1] < 0)
+    spans = _spans(cell, ordinals, sign)
+    low, high = EVERYTHING
+    for form in (linear, _reduce(linear, cell.world, ordinals, sign)):
+        form_low, form_high = _bounds(form, spans)
+        low, high = max(low, form_low), min(high, form_high)
+        if _is_multiple_of_nonzero(form, cell.world) and op in ("Equality", "Unequality"):
+            return op == "Unequality"
+    return _compare(op, low, high)
+
+
+def _compare(op: str, low: float, high: float) -> bool | None:
+    always: dict[str, bool] = {
+        "Equality": low == high == 0,
+        "Unequality": low > 0 or high < 0,
+        "StrictLessThan": high < 0,
+        "LessThan": high <= 0,
+        "StrictGreaterThan": low > 0,
+        "GreaterThan": low >= 0,
+    }
+    opposite = {
+        "Equality": "Unequality", "Unequality": "Equality", "StrictLessThan": "GreaterThan",
+        "GreaterThan": "StrictLessThan", "LessThan": "StrictGreaterThan", "StrictGreaterThan": "LessThan",
+    }  # fmt: skip
+    return True if always[op] else False if always[opposite[op]] else None
+
+
+_STARTS, _IDS = sympy.symbols("starts ids", integer=True)  # start(q) - start(k); id(q) - id(k)
+
+
+def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int) -> Linear:
+    """The relation in the distance D and what the world says of query minus key."""
+    out: Linear = {}
+
+    def add(term: sympy.Expr, coefficient: sympy.Expr) -> None:
+        out[term] = out.get(term, sympy.S.Zero) + coefficient
+
+    ordinal_of = {o.query: o for o in ordinals}
+    for term, c in linear.items():
+        if term == Q:
+            add(K, c), add(D, c)
+        elif term == PQ and world is World.ADJACENT:
+            continue
+        elif term == PQ and world in (World.SAME, World.DIFFERENT):
+            add(PK, c), add(D, c)
+            if world is World.DIFFERENT:
+                add(_STARTS, -c)
+        elif term == IQ and world is World.SAME:
+            add(IK, c)
+        elif term == IQ and linear.get(IK) == -c:
+            add(IK, c), add(_IDS, c)
+        elif term in ordinal_of:
+            ordinal = ordinal_of[term]
+            add(ordinal.key, c)
+            if not (world is World.SAME or (world is World.PADDING and ordinal.with_padding)):
+                add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
+        else:
+            add(term, c)
+    return {term: c for term, c in out.items() if c != 0}
+
+
+def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[sympy.Expr, Span]:
+    apart: Span = (1, math.inf) if sign > 0 else (-math.inf, -1) if sign < 0 else EVERYTHING
+    row: Span = (0, math.inf)
+    spans: dict[sympy.Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
+    spans |= {Q: (max(0, cell.span[0]), math.inf), K: (max(0, -cell.span[1]), math.inf), PK: row, PQ: row}
+    spans[_STARTS] = apart
+    spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
+    if cell.world is World.SAME:
+        spans |= {PQ: (max(0, cell.span[0]), math.inf), PK: (max(0, -cell.span[1]), math.inf), IQ: row, IK: row}
+    elif cell.world is World.DIFFERENT:
+        spans |= {IQ: row}
+    elif cell.world is World.ADJACENT:
+        spans |= {PQ: (0, 0)}
+    else:
+        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: row}
+    return spans
+
+
+def _is_multiple_of_nonzero(form: Linear, world: World) -> bool:
+    return world in (World.DIFFERENT, World.ADJACENT) and set(form) == {_IDS}
+
+
+def _bounds(form: Linear, spans: Mapping[sympy.Expr, Span]) -> Span:
+    return -_highest({t: -c for t, c in form.items()}, spans), _highest(form, spans)
+
+
+def _highest(form: Linear, spans: Mapping[sympy.Expr, Span]) -> float:
+    """The largest value: a bound e*T + c over all row lengths T, where indices and positions end at T - 1."""
+    per_token, constant = 0.0, 0.0
+    for term, coefficient in form.items():
+        c = float(coefficient)
+        if term == TOKENS:
+            per_token += c
+            continue
+        low, high = spans.get(term, EVERYTHING)
+        edge = high if c > 0 else low
+        if math.isinf(edge) and (term in _IN_ROW or term == D) and spans.get(term, EVERYTHING) != EVERYTHING:
+            # Indices reach T - 1; distances reach T - 1 either way.
+            per_token += abs(c)
+            constant -= abs(c)
+        elif math.isinf(edge) and term == D:
+            per_token += abs(c)
+            constant -= abs(c)
+        else:
+            constant += c * edge
+    return constant + (_MIN_TOKENS * per_token if per_token <= 0 else math.inf)

@@ -1,0 +1,80 @@
+"""Which argument of the user's function each placeholder of a Dynamo graph is."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+_COMPONENT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]|\.([A-Za-z_]\w*)""")
+# Dynamo wraps in these what it reads off a module: weights, buffers, attributes. None of it is an argument.
+_MODULE_SOURCES = ("NNModule", "ParamBuffer")
+
+
+def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """Placeholder -> the name under which the caller passed it: the last component of its Dynamo source.
+
+        L['input_ids']            -> input_ids
+        L['kwargs']['input_ids']  -> input_ids
+        L['batch'].doc_ids        -> doc_ids
+        L['args'][0]              -> args[0]
+
+    Weights, buffers and sizes are left out. When two arguments end alike, the one nearer to the signature keeps the
+    short name and the others get their whole source; on a draw all of them do.
+    """
+    found: dict[str, list[tuple[int, str, fx.Node]]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        if node.op != "placeholder" or not _is_data(node):
+            continue
+        source = _source(node)
+        if source is None or _read_off_module(source):
+            continue
+        full = _name(source)
+        short, depth = _last_component(full)
+        found[short].append((depth, full, node))
+    names: dict[fx.Node, str] = {}
+    for short, entries in found.items():
+        nearest = min(depth for depth, _, _ in entries)
+        unique = sum(depth == nearest for depth, _, _ in entries) == 1
+        for depth, full, node in entries:
+            names[node] = short if unique and depth == nearest else full
+    return names
+
+
+def _is_data(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return value is None or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
+
+
+def _source(node: fx.Node) -> Any:
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    return source if source is not None else node.meta.get("dynamo_source")
+
+
+def _read_off_module(source: Any) -> bool:
+    while source is not None:
+        if any(mark in type(source).__name__ for mark in _MODULE_SOURCES):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def _name(source: Any) -> str:
+    # A method up to torch 2.11, a property later.
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def _last_component(full: str) -> tuple[str, int]:
+    parts = list(_COMPONENT.finditer(full))
+    if not parts:
+        return full, 0
+    last = parts[-1]
+    if last[3] is not None:
+        base = _last_component(full[: last.start()])[0]
+        return f"{base}[{last[3]}]", len(parts)
+    return last[1] or last[2] or last[4], len(parts)
