@@ -1,0 +1,137 @@
+"""Compile, cache and launch the CUDA C++ of `csrc/`: NVRTC through cuda-core, no nvcc and no build step.
+
+A kernel is compiled when it is first used, for the GPU at hand, and kept on disk under a hash of its source, the
+headers, the architecture, the macros and the compiler: `$CP_REWRITE_CACHE`, else `~/.cache/cp_rewrite`. Compiling
+needs no GPU, so every kernel can be checked for every architecture anywhere (`compile_kernel`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+"""Every kernel compiles for these."""
+
+Macros = tuple[tuple[str, str], ...]
+u32 = ctypes.c_uint32
+u64 = ctypes.c_uint64
+i32 = ctypes.c_int32
+
+
+def reasons() -> list[str]:
+    """Why the kernels of `csrc/` can't run here; empty: they can."""
+    if not torch.cuda.is_available():
+        return ["no CUDA device"]
+    try:
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        return [f"cuda-core can't be imported ({error}): pip install 'cp_rewrite[cuda]'"]
+    return []
+
+
+def architecture(device: torch.device) -> str:
+    """`sm_90a` and the like: with the features of exactly that chip from Hopper on."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
+    """The cubin of `csrc/<file>` for `arch`, from the disk cache or compiled now.
+
+    Raises:
+        RuntimeError: the source does not compile; the message holds the compiler's log.
+    """
+    path = _cache_dir() / f"{Path(file).stem}-{_digest(file, arch, macros)}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    cubin = _compile(file, arch, macros)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks compile at once: write aside, then rename, so that no one reads half a file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        part.write(cubin)
+    os.replace(part.name, path)
+    return cubin
+
+
+@cache
+def kernel(name: str, device: torch.device, macros: Macros = (), file: str | None = None) -> Any:
+    """The kernel `name` of `csrc/<file>` (by default `<name>.cu`), loaded for `device`."""
+    from cuda.core import ObjectCode
+
+    cubin = compile_kernel(file or f"{name}.cu", architecture(device), macros)
+    return ObjectCode.from_cubin(cubin).get_kernel(name)
+
+
+def launch(compiled: Any, grid: int | tuple[int, ...], block: int, device: torch.device, *args: Any) -> None:
+    """Run a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other integers
+    are of the ctypes type that the kernel takes (`u32`, `u64`, `i32`)."""
+    from cuda.core import launch as cuda_launch
+
+    cuda_launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the GPU."""
+    return _multiprocessors(device)
+
+
+def _compile(file: str, arch: str, macros: Macros) -> bytes:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=file, std="c++17", arch=arch, include_path=[str(SOURCES)], define_macro=list(macros) or None
+    )
+    try:
+        return bytes(Program((SOURCES / file).read_text(), "c++", options).compile("cubin").code)
+    except Exception as error:
+        raise RuntimeError(f"csrc/{file} does not compile for {arch} with {dict(macros)}: {error}") from error
+
+
+@cache
+def _digest(file: str, arch: str, macros: Macros) -> str:
+    import cuda.core
+
+    parts = [(SOURCES / file).read_bytes()]
+    parts += [header.read_bytes() for header in sorted(SOURCES.glob("*.cuh"))]
+    parts.append(repr((arch, macros, cuda.core.__version__, _nvrtc_version())).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+@cache
+def _nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("CP_REWRITE_CACHE") or Path.home() / ".cache" / "cp_rewrite")
+
+
+@cache
+def _stream(handle: int) -> Any:
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
+
+
+@cache
+def _config(grid: int | tuple[int, ...], block: int) -> Any:
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=block)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,73 @@
+// Keys and values of exactly the rows that this rank's pieces need, from all ranks of an NVLink domain.
+//
+// 1. Own rows that some peer reads go to this rank's slot of symmetric memory; the last block tells the peers.
+// 2. A job is one source row and the expanded rows that hold it: it is read once, over NVLink or from k and v, and
+//    written to all of them. One warp per job, IN_FLIGHT 16-byte loads per lane before the first store.
+#include "symm.cuh"
+
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 8
+#endif
+constexpr u32 SPAN = 32 * IN_FLIGHT;
+
+// A row is k_width chunks of k, then v_width chunks of v.
+struct Source {
+  const chunk *k, *v;
+  u64 k_stride, v_stride;
+  u32 k_width, width;
+  __device__ __forceinline__ const chunk* at(u32 row, u32 c) const {
+    return c < k_width ? k + row * k_stride + c : v + row * v_stride + (c - k_width);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(512) pull_rows(
+    const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* publish_rows,
+    u32 publish_count, const int* job_source, const int* job_ptr, const int* job_rows, u32 jobs, u32 local_rows,
+    chunk* out, const u64* peers, u32* state, int rank, int world, u64 slot_bytes) {
+  const Meeting meeting = {peers, state, rank, world};
+  const Source own = {k, v, k_stride, v_stride, k_width, width};
+  const u32 call = *(volatile u32*)state + 1;
+  const u64 slot = HEADER + (call & 1) * slot_bytes;
+  const u32 lane = threadIdx.x % 32, warps = gridDim.x * (blockDim.x / 32);
+  const u32 warp = (threadIdx.x / 32) * gridDim.x + blockIdx.x;
+  chunk* mine = (chunk*)(peers[rank] + slot);
+
+  for (u32 i = warp; i < publish_count; i += warps) {
+    const u32 row = publish_rows[i];
+    for (u32 c0 = lane; c0 < width; c0 += SPAN) {
+      chunk held[IN_FLIGHT];
+#pragma unroll
+      for (int u = 0; u < IN_FLIGHT; ++u)
+        if (c0 + 32 * u < width) held[u] = *own.at(row, c0 + 32 * u);
+#pragma unroll
+      for (int u = 0; u < IN_FLIGHT; ++u)
+        if (c0 + 32 * u < width) mine[(u64)row * width + c0 + 32 * u] = held[u];
+    }
+  }
+  publish(meeting, call);
+
+  u32 met = 1u << rank;  // peers known to have published
+  for (u32 job = warp; job < jobs; job += warps) {
+    const int begin = job_ptr[job], end = job_ptr[job + 1];
+    if (begin == end) continue;
+    const u32 source = job_source[job], owner = source / local_rows, row = source - owner * local_rows;
+    if (!(met >> owner & 1)) {
+      wait_for(meeting, owner, call);
+      met |= 1u << owner;
+    }
+    const chunk* remote = (const chunk*)(peers[owner] + slot) + (u64)row * width;
+    for (u32 c0 = lane; c0 < width; c0 += SPAN) {
+      chunk held[IN_FLIGHT];
+#pragma unroll
+      for (int u = 0; u < IN_FLIGHT; ++u)
+        if (c0 + 32 * u < width) held[u] = owner == rank ? *own.at(row, c0 + 32 * u) : load_once(remote + c0 + 32 * u);
+      for (int j = begin; j < end; ++j) {
+        chunk* target = out + (u64)job_rows[j] * width;
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; ++u)
+          if (c0 + 32 * u < width) target[c0 + 32 * u] = held[u];
+      }
+    }
+  }
+  leave(meeting, call);
+}

@@ -1,0 +1,74 @@
+// What the row kernels share. Rows travel as 16-byte chunks; DTYPE names the elements where arithmetic is done.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Half precision by hand: NVRTC alone has no cuda_bf16.h, and this needs two conversions only.
+#if defined(DTYPE_BF16)
+typedef unsigned short elem;
+__device__ __forceinline__ float widen(elem x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ elem narrow(float x) {
+  elem y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+#elif defined(DTYPE_FP16)
+typedef unsigned short elem;
+__device__ __forceinline__ float widen(elem x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ elem narrow(float x) {
+  elem y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+#elif defined(DTYPE_FP32)
+typedef float elem;
+__device__ __forceinline__ float widen(elem x) { return x; }
+__device__ __forceinline__ elem narrow(float x) { return x; }
+#endif
+
+// The widest access a row allows: ACCESS bytes divide every row's size and address.
+#ifndef ACCESS
+#define ACCESS 16
+#endif
+#if ACCESS == 16
+typedef uint4 chunk;
+#elif ACCESS == 8
+typedef uint2 chunk;
+#elif ACCESS == 4
+typedef u32 chunk;
+#else
+typedef unsigned short chunk;
+#endif
+
+#if defined(DTYPE_BF16) || defined(DTYPE_FP16) || defined(DTYPE_FP32)
+constexpr int PER_CHUNK = sizeof(chunk) / sizeof(elem);
+
+union lanes {
+  chunk bits;
+  elem at[PER_CHUNK];
+};
+
+__device__ __forceinline__ void accumulate(chunk bits, float* sum) {
+  lanes x;
+  x.bits = bits;
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) sum[i] += widen(x.at[i]);
+}
+
+__device__ __forceinline__ chunk rounded(const float* sum) {
+  lanes x;
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) x.at[i] = narrow(sum[i]);
+  return x.bits;
+}
+#endif
+
+// Data that is read once and data that nothing here reads again should not push the rest out of the caches.
+__device__ __forceinline__ chunk load_once(const chunk* p) { return __ldcs(p); }
+__device__ __forceinline__ void store_once(chunk* p, chunk x) { __stcs(p, x); }
