@@ -1,0 +1,125 @@
+"""Locality rules of ops that read or write by index: embedding, gather, scatter, advanced indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.refusal import Reason
+
+from .locality_ops import broadcast
+from .locality_state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
+from .locality_state import T as TOKEN
+from .locality_trace import Call
+from .locality_views import refuse_axis
+
+ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"
+
+
+def embedding(call: Call) -> TensorState:
+    weight, index = call.arg("weight"), call.arg("indices")
+    rows = call.rows(index)
+    if call.state(weight) is not REPLICATED or rows is None:
+        raise Mixes("embedding looks up token rows by index: " + ROWS_HINT)
+    if call.arg("scale_grad_by_freq"):
+        raise Mixes("embedding scales its gradient by how often an id stands in the shard (scale_grad_by_freq)")
+    call.use_positions(index)
+    return Rows((*rows.dims, None))
+
+
+def gather(call: Call) -> TensorState:
+    """Out[i][j] = x[i][index[i][j]]: x and index must hold the same tokens; only the other dim is indexed."""
+    x, index = call.arg("self"), call.arg("index")
+    others = [t for t in call.tensors if t is not x and t is not index]
+    dim = call.arg("dim") % max(x.ndim, 1)
+    for tensor in (x, index, *others):
+        rows = call.rows(tensor)
+        if rows and tensor.ndim == x.ndim:
+            refuse_axis(call, rows, dim, "indexes")
+    call.use_positions(*call.tensors)
+    aligned = [call.entries(t) for t in (x, index, *others) if t.ndim == x.ndim]
+    merged = [None if i == dim else _equal([entry[i] for entry in aligned]) for i in range(x.ndim)]
+    return Rows(checked(merged))
+
+
+def _equal(entries: list[tuple[Dim, Size]]) -> Dim:
+    dims = {dim for dim, _ in entries if has(dim, TOKEN)}
+    if dims and any(dim not in dims for dim, _ in entries):
+        raise Mixes(f"gathers token rows from a tensor that is not cut like them: {ROWS_HINT}")
+    return dims.pop() if dims else merge(entries)
+
+
+def index_select(call: Call) -> TensorState:
+    x, index = call.arg("self"), call.arg("index")
+    dim = call.arg("dim") % x.ndim
+    rows, picked = call.rows(x), call.rows(index)
+    call.use_positions(x, index)
+    if rows is not None:
+        refuse_axis(call, rows, dim, "picks entries of")
+    chosen = picked.dims[0] if picked and index.ndim else None
+    dims = list(rows.dims) if rows else [None] * x.ndim
+    dims[dim] = chosen
+    return Rows(checked(dims))
+
+
+def index(call: Call) -> TensorState:
+    """x[i, :, j]: token dims of x may only be walked in order (arange over them); indices may come from tokens."""
+    x: Tensor = call.arg("self")
+    given: list[Tensor | None] = list(call.arg("indices"))
+    _refuse_masks(call, given)
+    used = [(dim, i) for dim, i in enumerate(given) if i is not None]
+    ndim = max(i.ndim for _, i in used)
+    entries = [call.entries(i) for _, i in used]
+    call.use_positions(x)
+    for dim, i in used:
+        _index_one(call, x, dim, i)
+    front = broadcast(entries, ndim)
+    kept: list[Any] = [
+        (dim, entry) for dim, (entry, _) in enumerate(call.entries(x)) if dim >= len(given) or given[dim] is None
+    ]
+    where = used[0][0] if [dim for dim, _ in used] == list(range(used[0][0], used[-1][0] + 1)) else 0
+    before = [entry for dim, entry in kept if dim < where]
+    after = [entry for dim, entry in kept if dim >= where]
+    dims = [*before, *front, *after]
+    return Rows(checked(dims)) if any(has(dim, TOKEN) for dim in dims) else REPLICATED
+
+
+def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
+    axis = call.entries(x)[dim][0]
+    rows = call.rows(i)
+    if axis is None:
+        call.use_positions(i)
+        return
+    walked = [entry for entry in rows.dims if entry is not None] if rows and rows.iota else []
+    if walked != [axis]:
+        if has(axis, TOKEN):
+            raise Mixes(f"indexes the token dim: {ROWS_HINT}")
+        raise Mixes("indexes the batch dim while rows of the batch are cut in different orders")
+    assert rows is not None and rows.iota is not None
+    call.trace.events.indexed.append(rows.iota)
+
+
+def _refuse_masks(call: Call, given: list[Tensor | None]) -> None:
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in given):
+        raise Mixes("picks tokens by a mask, as many as there happen to be: multiply by the mask or use torch.where")
+
+
+def index_put(call: Call) -> TensorState:
+    """x[mask] = number is a masked_fill; writes at computed places are refused where tokens are cut."""
+    x, values = call.arg("self"), call.arg("values")
+    given: list[Tensor | None] = list(call.arg("indices"))
+    masks = [i for i in given if i is not None]
+    if len(masks) == 1 and given[0] is not None and masks[0].dtype == torch.bool and values.numel() == 1:
+        call.use_positions(x, masks[0])
+        mask = [*call.entries(masks[0]), *[(None, 1)] * (x.ndim - masks[0].ndim)]
+        rows = call.entries(x)
+        return Rows(checked([_equal([rows[i], mask[i]]) if i < masks[0].ndim else rows[i][0] for i in range(x.ndim)]))
+    rows = call.rows(x)
+    if rows is None or any(call.state(t) is not REPLICATED for t in [*masks, values]):
+        raise Mixes("writes token rows to computed places", Reason.TOKEN_MIXING)
+    for dim, i in enumerate(given):
+        if i is not None:
+            refuse_axis(call, rows, dim, "writes by index to")
+    return plain(rows)

@@ -1,0 +1,60 @@
+"""Locality rules of losses: per token, or summed over the shard's tokens; a mean over them is refused."""
+
+from __future__ import annotations
+
+from cp_rewrite.refusal import Reason
+
+from .locality_ops import broadcast, pointwise, sum_over_tokens
+from .locality_state import MEAN_HINT, REPLICATED, Mixes, Partial, Rows, TensorState, checked, has, merge
+from .locality_state import T as TOKEN
+from .locality_trace import Call
+from .locality_views import refuse_axis
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def nll_loss(call: Call) -> list[TensorState]:
+    """Scores (N, C, …), targets (N, …): one loss per target."""
+    scores, target = call.arg("self"), call.arg("target")
+    rows = call.rows(scores)
+    if rows is None or call.rows(target) is None or call.state(call.arg("weight")) is not REPLICATED:
+        raise Mixes("pairs token scores with targets that are not cut like them", Reason.TOKEN_MIXING)
+    if scores.ndim > 1:
+        refuse_axis(call, rows, 1, "takes classes from")
+    entries = call.entries(scores)
+    dims = [merge(pair) for pair in zip([entries[0], *entries[2:]], call.entries(target), strict=True)]
+    checked(dims)
+    pads = call.rows(target)
+    zero = pads is not None and pads.pad is not None and pads.pad == call.arg("ignore_index")
+    return [_reduced(call, Rows(checked(dims), pad=0 if zero else None), zero), Partial()]
+
+
+def elementwise_loss(call: Call) -> TensorState:
+    """mse_loss, smooth_l1_loss, binary_cross_entropy and the like, by their `reduction`."""
+    reduction = call.arg("reduction")
+    if any(not isinstance(call.state(x), Rows) and call.state(x) is not REPLICATED for x in call.tensors):
+        return pointwise(call)
+    call.use_positions(*call.tensors)
+    dims = broadcast([call.entries(x) for x in call.tensors], max(x.ndim for x in call.tensors))
+    assert any(has(dim, TOKEN) for dim in dims), reduction
+    return _reduced(call, Rows(checked(dims)), zero=False)
+
+
+def _reduced(call: Call, rows: Rows, zero: bool) -> TensorState:
+    reduction = call.arg("reduction")
+    if reduction == NONE:
+        return rows
+    if reduction == MEAN:
+        raise Mixes(
+            f"{call.name} takes the mean over the shard's tokens, and a mean of means is not the mean: "
+            f"use reduction='sum'; {MEAN_HINT}"
+        )
+    return sum_over_tokens(call, zero)
+
+
+def token_mean(call: Call) -> TensorState:
+    """`cp.token_mean`: its value is global, its gradient this rank's part."""
+    total, count = (call.state(call.arg(name)) for name in ("total", "count"))
+    if total != Partial() or count != Partial():
+        raise Mixes("cp.token_mean takes this rank's sum over tokens and this rank's number of tokens")
+    return Partial(reduced=True)

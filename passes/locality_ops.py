@@ -1,0 +1,269 @@
+"""Locality rules of arithmetic: pointwise ops, reductions, ops along one dim, products, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cp_rewrite.refusal import Reason
+
+from .locality_state import (
+    MEAN_HINT,
+    REPLICATED,
+    B,
+    Dim,
+    Mixes,
+    Partial,
+    Rows,
+    Size,
+    T,
+    TensorState,
+    checked,
+    has,
+    merge,
+    plain,
+)
+from .locality_trace import Call
+from .locality_views import refuse_axis
+
+Number = float | int | bool
+
+
+def pointwise(call: Call) -> TensorState:
+    """Each entry from the entries at its place, by broadcasting."""
+    call.check_numbers()
+    call.check_literals(*(value for value in call.args if not isinstance(value, Tensor)))
+    states = [call.state(x) for x in call.tensors]
+    if any(isinstance(state, Partial) for state in states):
+        return partial_pointwise(call, states)
+    if not any(isinstance(state, Rows) for state in states):
+        return REPLICATED
+    call.use_positions(*call.tensors)
+    ndim = max(x.ndim for x in call.tensors)
+    return Rows(checked(broadcast([call.entries(x) for x in call.tensors], ndim)), pad=padding(call))
+
+
+def broadcast(entries: Sequence[Sequence[tuple[Dim, Size]]], ndim: int) -> list[Dim]:
+    """Dims of tensors aligned at their last dims."""
+    return [merge([entry[i - ndim] for entry in entries if len(entry) >= ndim - i]) for i in range(ndim)]
+
+
+def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
+    """Linear ops keep a sum over ranks a sum over ranks; a reduced one may go through any function."""
+    parts = [state for state in states if isinstance(state, Partial)]
+    if any(isinstance(state, Rows) for state in states):
+        raise Mixes(f"{call.name} puts a sum over the shard's tokens back on tokens; {MEAN_HINT}")
+    if all(part.reduced for part in parts):
+        if any(state is REPLICATED and x.requires_grad for state, x in zip(states, call.tensors, strict=True)):
+            raise Mixes(
+                f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank"
+            )
+        return Partial(reduced=True)
+    first = isinstance(call.state(call.tensors[0]), Partial)
+    linear = (
+        call.name in ("neg", "clone", "detach")
+        or (call.name == "_to_copy" and (call.outs[0].is_floating_point() or not call.tensors[0].is_floating_point()))
+        or (call.name == "mul" and len(parts) == 1)
+        or (call.name == "div" and len(parts) == 1 and first and call.arg("rounding_mode") is None)
+        or (call.name in ("add", "sub") and len(parts) == 2 and len(set(parts)) == 1)
+    )
+    if not linear:
+        raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+    return parts[0]
+
+
+def padding(call: Call) -> Number | None:
+    """The value that padding rows have in the result, when it follows from what the operands have there."""
+    values = [_pad(call, x) for x in call.tensors]
+    if call.name == "where" and len(values) == 3:
+        return None if values[0] is None else values[1] if values[0] else values[2]
+    if call.name == "masked_fill":
+        value = call.arg("value")
+        filled = _pad(call, value) if isinstance(value, Tensor) else value
+        return None if values[1] is None else filled if values[1] else values[0]
+    if call.name == "mul" and 0 in values:
+        return 0
+    if call.name == "div" and values[0] == 0 and not any(call.rows(x) for x in call.tensors[1:]):
+        return 0
+    if None in values:
+        return None
+    return _on_numbers(call, values)
+
+
+def _pad(call: Call, x: Tensor) -> Number | None:
+    rows = call.rows(x)
+    return rows.pad if rows else call.trace.numbers.get(id(x))
+
+
+def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
+    """The op itself on one padding entry."""
+    given = iter(values)
+    with _disable_current_modes():
+        args = [torch.tensor(next(given), dtype=a.dtype) if isinstance(a, Tensor) else a for a in call.args]
+        try:
+            result = call.func(*args, **{k: v for k, v in call.kwargs.items() if k not in ("device", "layout")})
+        except Exception:  # an op that does not run on CPU scalars: the value just stays unknown
+            return None
+    return result.item() if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def reduce(call: Call) -> TensorState | list[TensorState]:
+    """Over features: per token. A plain sum over all tokens: a per-rank part. Anything else over tokens is refused."""
+    x = call.tensors[0]
+    state = call.state(x)
+    dims = _dims(call, x)
+    if isinstance(state, Partial):
+        if call.name != "sum":
+            raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+        return state
+    assert isinstance(state, Rows)
+    call.use_positions(x)
+    if state.token_dim in dims:
+        if call.name not in ("sum", "nansum", "count_nonzero"):
+            raise Mixes(f"{call.name} reduces over tokens; {MEAN_HINT}")
+        return sum_over_tokens(call, state.pad == 0)
+    keep = bool(call.arg("keepdim"))
+    for dim in dims:
+        refuse_axis(call, state, dim, "reduces over")
+    rest = tuple(None if i in dims else dim for i, dim in enumerate(state.dims) if keep or i not in dims)
+    unchanged = state.pad if call.name in ("amax", "amin", "max", "min", "mean", "any", "all") else None
+    pad = 0 if call.name == "sum" and state.pad == 0 else unchanged
+    return [Rows(checked(rest), pad=pad if len(call.outs) == 1 else None)] * len(call.outs)
+
+
+def sum_over_tokens(call: Call, zero_padding: bool) -> TensorState:
+    call.trace.events.unmasked |= not zero_padding
+    return Partial()
+
+
+def _dims(call: Call, x: Tensor) -> list[int]:
+    given = call.arg("dim", "dims", "axis")
+    if x.ndim == 0:
+        return []
+    dims = [given] if isinstance(given, int) else list(given or ())
+    return [dim % x.ndim for dim in dims] if dims else list(range(x.ndim))
+
+
+def along_dim(call: Call) -> TensorState | list[TensorState]:
+    """Ops that mix entries of one dim (or some) and keep the shape: softmax, cumsum, sort, topk, flip, roll."""
+    x = call.tensors[0]
+    state = call.state(x)
+    if not isinstance(state, Rows):
+        raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+    for dim in _dims(call, x):
+        refuse_axis(call, state, dim, f"runs {call.name} over" if call.name != "roll" else "rolls")
+    call.use_positions(x)
+    return [Rows(state.dims)] * len(call.outs)
+
+
+def triangle(call: Call) -> TensorState:
+    x = call.tensors[0]
+    state = call.rows(x)
+    if state is None or any(dim is not None for dim in state.dims[-2:]):
+        raise Mixes(f"{call.name} compares positions in the token dim")
+    return plain(state)
+
+
+def product(call: Call) -> TensorState:
+    """mm, bmm, mv, dot and their forms that add a bias."""
+    *bias, a, b = call.tensors if not call.name.startswith(("add", "badd")) else call.tensors[:3]
+    states = {call.state(x) for x in (a, b)}
+    call.check_numbers()
+    if any(isinstance(call.state(x), Partial) for x in call.tensors):
+        raise Mixes(f"{call.name} on a sum over the shard's tokens; {MEAN_HINT}")
+    call.use_positions(*call.tensors)
+    left, right = call.entries(a), call.entries(b)
+    contracted = (left[-1][0], right[0 if len(right) == 1 else -2][0])
+    if any(has(dim, T) for dim in contracted):
+        raise Mixes(f"{call.name} sums over the token dim")
+    if any(has(dim, B) for dim in contracted):
+        raise Mixes(f"{call.name} sums over the batch dim while rows of the batch are cut in different orders")
+    assert states
+    batch = broadcast([left[:-2], right[:-2]], max(len(left), len(right)) - 2) if max(len(left), len(right)) > 2 else []
+    outer = [left[-2]] if len(left) > 1 else []
+    inner = [right[-1]] if len(right) > 1 else []
+    entries = list(zip(batch, call.sizes(call.outs[0]), strict=False)) + outer + inner
+    dims = broadcast([entries, *(call.entries(x) for x in bias)], len(entries))
+    return Rows(checked(dims))
+
+
+def linear(call: Call) -> TensorState:
+    x, weight = call.tensors[:2]
+    if any(call.state(w) is not REPLICATED for w in call.tensors[1:]):
+        raise Mixes("linear with a weight made from tokens", Reason.NO_LOCALITY_RULE)
+    state = call.state(x)
+    assert isinstance(state, Rows), weight
+    refuse_axis(call, state, x.ndim - 1, "sums over")
+    call.use_positions(x)
+    return Rows(state.dims)
+
+
+def trailing_norm(call: Call) -> TensorState | list[TensorState]:
+    """layer_norm, rms_norm: over the last dims."""
+    x = call.tensors[0]
+    state = call.state(x)
+    if not isinstance(state, Rows) or any(call.state(w) is not REPLICATED for w in call.tensors[1:]):
+        raise Mixes(f"{call.name} of something else than token rows", Reason.NO_LOCALITY_RULE)
+    for dim in range(x.ndim - len(call.arg("normalized_shape")), x.ndim):
+        refuse_axis(call, state, dim, "normalises over")
+    return [Rows(state.dims)] * len(call.outs)
+
+
+def leading_norm(call: Call) -> TensorState | list[TensorState]:
+    """group_norm, instance_norm: over all dims but the first."""
+    x = call.tensors[0]
+    state = call.state(x)
+    if not isinstance(state, Rows) or state.token_dim != 0:
+        raise Mixes(f"{call.name} normalises over tokens")
+    return [Rows(state.dims if i == 0 else (state.dims[0], None)) for i in range(len(call.outs))]
+
+
+def batch_norm(call: Call) -> TensorState | list[TensorState]:
+    x = call.tensors[0]
+    state = call.state(x)
+    if (
+        not isinstance(state, Rows)
+        or call.arg("training", "train")
+        or "no_training" not in call.name
+        and call.arg("training") is None
+    ):
+        raise Mixes(f"{call.name} takes statistics over tokens of the shard")
+    refuse_axis(call, state, 1, "has channels in")
+    return [Rows(state.dims) if i == 0 else REPLICATED for i in range(len(call.outs))]
+
+
+def convolution(call: Call) -> TensorState:
+    x, weight = call.tensors[:2]
+    state = call.state(x)
+    if not isinstance(state, Rows) or any(call.state(w) is not REPLICATED for w in call.tensors[1:]):
+        raise Mixes("convolution with a kernel made from tokens", Reason.NO_LOCALITY_RULE)
+    refuse_axis(call, state, 1, "sums over")
+    for dim in range(2, x.ndim):
+        alone = weight.shape[dim] == 1 and call.arg("stride")[(dim - 2) % len(call.arg("stride"))] == 1
+        if not alone or any(call.arg("padding")) or call.arg("transposed"):
+            refuse_axis(call, state, dim, "slides over")
+    return Rows(state.dims)
+
+
+def pool(call: Call) -> TensorState | list[TensorState]:
+    x = call.tensors[0]
+    state = call.state(x)
+    spatial = next(int(c) for c in call.name if c.isdigit())
+    if not isinstance(state, Rows):
+        raise Mixes(f"{call.name} of something else than token rows", Reason.NO_LOCALITY_RULE)
+    for dim in range(x.ndim - spatial, x.ndim):
+        refuse_axis(call, state, dim, "pools over")
+    return [Rows(state.dims)] * len(call.outs)
+
+
+def refuse(why: str) -> Any:
+    """A rule that refuses whatever it gets."""
+
+    def rule(call: Call) -> TensorState:
+        raise Mixes(f"{call.name} {why}")
+
+    return rule

@@ -1,0 +1,330 @@
+"""Watch the ATen ops below one node of a Dynamo graph, and carry states through them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.refusal import Reason
+
+from .locality_state import (
+    MEAN_HINT,
+    REPLICATED,
+    UNKNOWN,
+    Dims,
+    Extents,
+    Known,
+    Mixes,
+    Partial,
+    Rows,
+    Size,
+    T,
+    TensorState,
+)
+
+Rule = Callable[["Call"], "TensorState | Sequence[TensorState]"]
+FoundRule = tuple[Rule | None, bool]
+
+DYNAMIC_HINT = (
+    "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "
+    "mark the token dim dynamic (torch._dynamo.mark_dynamic) to tell them apart"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What running one node showed, apart from the states of its outputs."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass
+class Events:
+    """What the ops of one node gave rise to."""
+
+    refusals: list[Found] = field(default_factory=list[Found])
+    used: list[fx.Node] = field(default_factory=list[fx.Node])
+    """Position generators whose values were used."""
+    indexed: list[fx.Node] = field(default_factory=list[fx.Node])
+    """Position generators that only name every row of a shard in turn."""
+    table: int | None = None
+    """The dim of the node's first operand, a table, that it takes the first T rows of."""
+    unmasked: bool = False
+    """A sum over tokens took in the rows of padding tokens, whatever they hold."""
+
+
+@dataclass
+class Call:
+    """One ATen op with its arguments by name, its results, and what is known of its tensors."""
+
+    func: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    outs: Sequence[Tensor]
+    trace: Trace
+
+    @property
+    def extents(self) -> Extents:
+        return self.trace.extents
+
+    @property
+    def name(self) -> str:
+        return op_name(self.func)
+
+    @cached_property
+    def bound(self) -> dict[str, Any]:
+        """Argument name -> value, defaults included."""
+        values: dict[str, Any] = {}
+        for i, argument in enumerate(self.func._schema.arguments):
+            given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name, _default(argument))
+            values[argument.name] = given
+        return values
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def arg(self, *names: str) -> Any:
+        """The argument of the first of these names that the op has; None without any."""
+        return next((self.bound[name] for name in names if name in self.bound), None)
+
+    def state(self, tensor: Tensor | None) -> TensorState:
+        return REPLICATED if tensor is None else self.trace.state(tensor)
+
+    def rows(self, tensor: Tensor | None) -> Rows | None:
+        state = self.state(tensor)
+        return state if isinstance(state, Rows) else None
+
+    def sizes(self, tensor: Tensor) -> list[Size]:
+        return [self.extents.size(size) for size in tensor.shape]
+
+    def entries(self, tensor: Tensor) -> list[tuple[Any, Size]]:
+        """(dim, size) of each dim of a tensor."""
+        state, sizes = self.state(tensor), self.sizes(tensor)
+        return list(zip(state.dims if isinstance(state, Rows) else [None] * len(sizes), sizes, strict=True))
+
+    def use_positions(self, *tensors: Tensor | None) -> None:
+        """These tensors' values matter: `arange` over tokens among them must count the global row."""
+        for tensor in tensors:
+            rows = self.rows(tensor)
+            if rows and rows.iota is not None:
+                if rows.iota in self.trace.fixed_positions:
+                    raise Mixes(self.trace.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
+                self.trace.events.used.append(rows.iota)
+
+    def check_numbers(self, *values: Any) -> None:
+        """Numbers among the arguments may not be made from the token count."""
+        for value in tree_leaves(values or (self.args, self.kwargs)):
+            if self.extents.counts_tokens(value):
+                raise Mixes(
+                    f"{self.name} uses the number of tokens as a value, which is another one on a shard; {MEAN_HINT}",
+                    Reason.POSITION_GENERATOR,
+                )
+
+    def check_literals(self, *values: Any) -> None:
+        """In a graph of fixed shapes, numbers that look like the token count are refused: they may be it."""
+        for value in tree_leaves(values) if self.extents.static else ():
+            if isinstance(value, int | float) and not isinstance(value, bool) and _made_from(value, self.extents):
+                raise Mixes(f"{self.name} uses the number {value}; {DYNAMIC_HINT}", Reason.POSITION_GENERATOR)
+
+
+class Trace(TorchDispatchMode):
+    """Carries states through the ATen ops that run while it is active, under a fake tensor mode.
+
+    Args:
+        find_rule: an op's rule, and whether it also runs when no input is cut (the op may make rows from sizes).
+        extents: sizes of the token and batch axes.
+        vouched: names of ops that the user says act on each token alone.
+    """
+
+    def __init__(self, find_rule: Callable[[OpOverload], FoundRule], extents: Extents, vouched: frozenset[str]) -> None:
+        super().__init__()
+        self.find_rule, self.extents, self.vouched = find_rule, extents, vouched
+        self.events = Events()
+        self.node: fx.Node | None = None
+        self.nested = False
+        self.operands: dict[int, Tensor] = {}
+        """Tensors that are the node's first operand, whole."""
+        self.fixed_positions: dict[fx.Node, str] = {}
+        self.written: list[tuple[Tensor, TensorState]] = []
+        self.numbers: dict[int, Any] = {}
+        """Known values of tensors filled with one number."""
+        self._states: dict[int, tuple[Tensor, TensorState]] = {}
+
+    def start(self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]]) -> None:
+        self.node, self.events, self.written, self.numbers = node, Events(), [], {}
+        self._states = {id(tensor): (tensor, state) for tensor, state in states}
+        self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
+
+    def state(self, tensor: Tensor) -> TensorState:
+        held = self._states.get(id(tensor))
+        return held[1] if held else REPLICATED
+
+    def positions(self, call: Call, dims: Dims) -> fx.Node:
+        """The node whose `arange` over tokens runs now; noted when it can't be replaced by the plan's positions."""
+        assert self.node is not None
+        why = None
+        if call.arg("start") not in (None, 0) or call.arg("step") not in (None, 1):
+            why = "arange over tokens does not count 0, 1, 2, …: write arange(T) and add or multiply after it"
+        elif dims != ((T,),):
+            why = "arange runs over the flattened rows of the batch"
+        elif self.node.target is not torch.arange:
+            why = f"{self.node.name} makes positions inside: pass position_ids to the model"
+        elif self.nested:
+            why = "positions are made inside a nested region: make them outside and pass them in"
+        if why is not None:
+            self.fixed_positions[self.node] = why
+        return self.node
+
+    def table_rows(self, call: Call, table: Tensor, dim: int) -> Rows:
+        """The first T rows of a table are the rows of positions 0, 1, 2, …"""
+        start, step = call.arg("start"), call.arg("step")
+        if start not in (None, 0) or step not in (None, 1) or id(table) not in self.operands or self.nested:
+            raise Mixes(
+                "takes as many rows of a table as the shard has tokens: index the table by position_ids",
+                Reason.POSITION_GENERATOR,
+            )
+        self.events.table = dim
+        self.operands[id(call.outs[0])] = call.outs[0]
+        return Rows(tuple((T,) if i == dim else None for i in range(table.ndim)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.name in _METADATA:
+            return out
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        call = Call(func, args, kwargs, outs, self)
+        try:
+            new = self._transfer(call)
+        except Mixes as mixes:
+            self.events.refusals.append(Found(mixes.reason, mixes.detail))
+            new = UNKNOWN
+        states = [new] * len(outs) if isinstance(new, Rows | Partial | Known) else list(new)
+        for tensor, state in zip(outs, states, strict=True):
+            self._states[id(tensor)] = (tensor, state)
+        if func._schema.is_mutable:
+            self._write(call, states)
+        return out
+
+    def _transfer(self, call: Call) -> TensorState | Sequence[TensorState]:
+        states = [self.state(tensor) for tensor in call.tensors]
+        if UNKNOWN in states:
+            return UNKNOWN
+        if torch.Tag.nondeterministic_seeded in call.func.tags:
+            raise Mixes(f"{call.name} draws other random numbers on a shard (dropout: set it to 0)", Reason.DROPOUT)
+        cut = any(state is not REPLICATED for state in states)
+        rule, makes_rows = self.find_rule(call.func)
+        if not cut and not makes_rows:
+            call.check_numbers()
+            return REPLICATED
+        if vouched_name(call.func) in self.vouched:
+            return [_vouched(call, out) for out in call.outs]
+        if rule is None or "out" in call.kwargs:
+            raise Mixes(f"{vouched_name(call.func)} has no rule", Reason.NO_LOCALITY_RULE)
+        return rule(call)
+
+    def _write(self, call: Call, states: Sequence[TensorState]) -> None:
+        """An op that writes into its arguments gives them, and what shares their memory, its result's state."""
+        targets = [a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for target in targets:
+            tensor = call.bound[target]
+            if isinstance(tensor, Tensor):
+                new = states[0] if states else join_written(call, tensor)
+                written = [(other, state) for other, state in self._states.values() if shares_memory(other, tensor)]
+                for other, state in written:
+                    try:
+                        after = written_state(tensor, self.state(tensor), new, other, state)
+                    except Mixes as mixes:
+                        self.events.refusals.append(Found(mixes.reason, mixes.detail))
+                        after = UNKNOWN
+                    self._states[id(other)] = (other, after)
+                self.written.append((tensor, new))
+
+
+def join_written(call: Call, tensor: Tensor) -> TensorState:
+    """State of a tensor written by an op that returns nothing."""
+    states = {call.state(other) for other in call.tensors}
+    return REPLICATED if states <= {REPLICATED} else UNKNOWN
+
+
+def written_state(
+    target: Tensor, before: TensorState, new: TensorState, other: Tensor, state: TensorState
+) -> TensorState:
+    """State of `other`, which shares memory with `target`, after `target` got the state `new`."""
+    same = other is target or (
+        other.shape == target.shape
+        and other.stride() == target.stride()
+        and other.storage_offset() == target.storage_offset()
+    )
+    if same or UNKNOWN in (new, state):
+        return new if same else UNKNOWN
+    if isinstance(new, Rows) and isinstance(before, Rows) and isinstance(state, Rows) and new.dims == before.dims:
+        return Rows(state.dims)
+    if new == before == REPLICATED:
+        return state
+    raise Mixes("writes token rows through a view into a tensor that is not cut like them")
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+_METADATA = frozenset(
+    {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
+    | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}
+)
+
+
+@lru_cache(maxsize=4096)
+def op_name(func: OpOverload) -> str:
+    """`add` for aten::add.Tensor and aten::add_.Tensor; `ns::op` elsewhere."""
+    space, name = func._schema.name.split("::")
+    if func._schema.is_mutable and name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return name if space == "aten" else f"{space}::{name}"
+
+
+def vouched_name(func: OpOverload) -> str:
+    """The name a user vouches for an op by: `ns::op`."""
+    return func._schema.name
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+def _vouched(call: Call, out: Tensor) -> TensorState:
+    """Token dim of the result of a vouched op: that of an input of as many dims, or the one dim of the same size."""
+    sizes = call.sizes(out)
+    inputs = [rows for tensor in call.tensors if (rows := call.rows(tensor)) is not None]
+    for tensor in call.tensors:
+        rows = call.rows(tensor)
+        if rows and all(
+            dim is None or (i < len(sizes) and sizes[i] == size) for i, (dim, size) in enumerate(call.entries(tensor))
+        ):
+            return Rows((*rows.dims[: len(sizes)], *[None] * (len(sizes) - len(rows.dims))))
+    if inputs and (dims := call.extents.label(sizes)) is not None:
+        return Rows(dims)
+    raise Mixes(f"{vouched_name(call.func)} is vouched for, but its result of shape {tuple(sizes)} has no token dim")
+
+
+def _made_from(value: float, extents: Extents) -> bool:
+    counts = {int(extents.tokens)}
+    if isinstance(extents.batch, int):
+        counts.add(int(extents.tokens) * extents.batch)
+    for n in counts:
+        if n > 2 and any(math.isclose(abs(value), c, rel_tol=1e-12) for c in (n, n - 1, 1 / n, n**0.5, n**-0.5)):
+            return True
+    return False
