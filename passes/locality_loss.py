@@ -52,9 +52,9 @@ def _reduced(call: Call, rows: Rows, zero: bool) -> TensorState:
     return sum_over_tokens(call, zero)
 
 
-def token_mean(call: Call) -> TensorState:
+def token_mean(call: Call) -> list[TensorState]:
     """`cp.token_mean`: its value is global, its gradient this rank's part."""
     total, count = (call.state(call.arg(name)) for name in ("total", "count"))
     if total != Partial() or count != Partial():
         raise Mixes("cp.token_mean takes this rank's sum over tokens and this rank's number of tokens")
-    return Partial(reduced=True)
+    return [Partial(reduced=True), REPLICATED]
