@@ -54,7 +54,7 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     return dict(zip(NAMES, arrays, strict=True))
 
 
-def _jobs(sum_ptr: Int, sum_rows: NDArray[np.int32], rows: int) -> tuple[Int, Int, Int]:
+def _jobs(sum_ptr: Int, sum_rows: NDArray[np.integer], rows: int) -> tuple[Int, Int, Int]:
     """(source, ptr, expanded rows) of the source rows in use, in an order that spreads every owner's rows evenly: all
     links work all the time, and no peer is read by everyone at once."""
     counts = np.diff(sum_ptr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import os
 import tempfile
 from functools import cache
@@ -32,7 +33,7 @@ def reasons() -> list[str]:
     if not torch.cuda.is_available():
         return ["no CUDA device"]
     try:
-        import cuda.core  # noqa: F401
+        importlib.import_module("cuda.core")
     except ImportError as error:
         return [f"cuda-core can't be imported ({error}): pip install 'cp_rewrite[cuda]'"]
     return []

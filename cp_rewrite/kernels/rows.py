@@ -119,9 +119,7 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
     )
 
 
-def merge_steps(
-    outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """One attention output from steps over disjoint keys: out = Σ exp(lse_s - lse) out_s, lse = log Σ exp(lse_s).
 
     Args:
@@ -134,7 +132,9 @@ def merge_steps(
     steps, rows, heads, dim = outs_SRHD.shape
     outs_SRHD, lses_SHR = outs_SRHD.contiguous(), lses_SHR.contiguous()
     access = _access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr())
-    ready = outs_SRHD.is_cuda and _compiled() and outs_SRHD.dtype in _DTYPES and dtype in (outs_SRHD.dtype, torch.float32)
+    ready = (
+        outs_SRHD.is_cuda and _compiled() and outs_SRHD.dtype in _DTYPES and dtype in (outs_SRHD.dtype, torch.float32)
+    )
     if not ready or access < outs_SRHD.element_size() or outs_SRHD.numel() == 0:
         return _merge_steps_torch(outs_SRHD, lses_SHR, dtype)
     access = access if access == 16 else outs_SRHD.element_size()
@@ -230,7 +230,9 @@ def _access(*sizes: int) -> int:
 def _sum_rows_torch(x_EC: Tensor, ptr: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
     size = ptr.shape[0] - 1
     target = torch.repeat_interleave(torch.arange(size, device=ptr.device), ptr.diff())
-    return x_EC.new_zeros(size, x_EC.shape[1], dtype=wide).index_add_(0, target, x_EC[rows[: len(target)].long()].to(wide))
+    return x_EC.new_zeros(size, x_EC.shape[1], dtype=wide).index_add_(
+        0, target, x_EC[rows[: len(target)].long()].to(wide)
+    )
 
 
 def _merge_steps_torch(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,98 @@
+"""FlashAttention 4 (`pip install cp_rewrite[fa4]`), Hopper and Blackwell: its two entry points behind our tables.
+
+The first call of a new combination of dtype, head dims and window compiles for some seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import varlen
+from .params import Params
+from .select import AttentionSpec, DeviceFacts
+from .tables import Tables
+
+
+def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
+    """Why this kernel can't run; empty: it can."""
+    found = facts.missing("flash_attn.cute", "pip install 'cp_rewrite[fa4]'")
+    found += facts.unless_capability((9, 10), "Hopper or Blackwell")
+    found += spec.unless_half()
+    dims = (spec.head_dim, spec.head_dim_v)
+    if any(dim % 8 for dim in dims) or not all(8 <= dim <= 256 for dim in dims):
+        found.append(f"head dims must be multiples of 8 from 8 to 256, got {dims}")
+    elif facts.major == 10 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+        found.append(f"on Blackwell head dims go up to 128, or are (192, 128) or (256, 256), got {dims}")
+    if spec.needs_backward and spec.heads != spec.heads_kv and spec.head_dim != spec.head_dim_v:
+        found.append("the backward with grouped heads needs equal head dims of keys and values")
+    return found
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
+    """See `reference.forward`."""
+    return varlen.run_forward(_forward, q, k, v, tables, params)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tables: Tables, params: Params
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.backward`; dk and dv are views of one (E, C) buffer."""
+    return varlen.run_backward(_backward, dout, q, k, v, out, lse, tables, params)
+
+
+def _interface() -> Any:
+    import flash_attn.cute.interface as interface
+
+    return interface
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+    _interface()._flash_attn_fwd(
+        q, k, v, softmax_scale=params.scale, softcap=params.softcap or None, out=out, lse=lse, **_arguments(launch)
+    )
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    launch: varlen.Launch,
+    params: Params,
+) -> None:
+    _interface()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=params.scale,
+        softcap=params.softcap,
+        deterministic=params.deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        **_arguments(launch),
+    )
+
+
+def _arguments(launch: varlen.Launch) -> dict[str, Any]:
+    """Lengths as Python ints: a tensor there would make a new compile key at every call."""
+    left, right = launch.window
+    return {
+        "cu_seqlens_q": launch.cu_seqlens_q,
+        "cu_seqlens_k": launch.cu_seqlens_k,
+        "max_seqlen_q": launch.max_q,
+        "max_seqlen_k": launch.max_k,
+        "causal": launch.causal,
+        "window_size_left": left,
+        "window_size_right": None if launch.causal else right,
+    }

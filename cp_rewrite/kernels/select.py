@@ -1,0 +1,135 @@
+"""Which attention kernel runs: an ordered list of backends, each of which says every reason why it can't.
+
+Facts about the device are values, so choices for any GPU are made, and tested, on a machine without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+ORDER = ("fa4", "fa3", "aten_flash", "reference")
+"""Backends, best first: modules of this package with `reasons`, `forward` and `backward`. `reference` takes all."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What an attention asks of a kernel.
+
+    Args:
+        dtype: of q, k and v. head_dim: of q and k. head_dim_v: of v. heads, heads_kv: of q, and of k and v.
+        causal, windowed: a side of the mask is the diagonal; a side is a window. Both may hold.
+        needs_backward: gradients are wanted: forward and backward run on one backend.
+        deterministic: the backward must be bitwise repeatable. softcap: of the logits, 0.0 for none.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    heads: int
+    heads_kv: int
+    causal: bool = True
+    windowed: bool = False
+    needs_backward: bool = True
+    deterministic: bool = False
+    softcap: float = 0.0
+
+    def unless_half(self) -> list[str]:
+        """A reason, unless the dtype is one that flash kernels take."""
+        if self.dtype in (torch.bfloat16, torch.float16):
+            return []
+        return [f"bfloat16 and float16 only, got {str(self.dtype).removeprefix('torch.')}"]
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Args: capability: of the CUDA device, (9, 0) for Hopper; None without one. modules: which of the libraries that
+    kernels need can be imported. features: further abilities of theirs (`fa3_backward`)."""
+
+    capability: tuple[int, int] | None
+    modules: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+
+    @property
+    def major(self) -> int:
+        return 0 if self.capability is None else self.capability[0]
+
+    def missing(self, module: str, remedy: str) -> list[str]:
+        """A reason, unless `module` can be imported."""
+        return [] if module in self.modules else [f"{module} is not installed ({remedy})"]
+
+    def unless_capability(self, majors: Container[int], name: str) -> list[str]:
+        """A reason, unless the device is a CUDA GPU of one of these generations."""
+        if self.capability is None:
+            return ["needs a CUDA GPU"]
+        if self.major in majors:
+            return []
+        return [f"needs {name}, this GPU has compute capability {self.capability[0]}.{self.capability[1]}"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that runs, None when none can; and why each kernel that was asked can't, by name."""
+
+    kernel: str | None
+    rejected: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {'; '.join(why)}" for name, why in self.rejected]
+        return "\n".join([f"kernel {self.kernel}" if self.kernel else "no kernel", *lines])
+
+
+def choose(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> Choice:
+    """The first backend that can run `spec`, or the one named, which never falls back.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if kernel != "auto" and kernel not in ORDER:
+        raise ValueError(f"kernel must be auto or one of {', '.join(ORDER)}; got {kernel!r}")
+    rejected: list[tuple[str, tuple[str, ...]]] = []
+    for name in ORDER if kernel == "auto" else (kernel,):
+        why = reasons(name, spec, facts)
+        if not why:
+            return Choice(name, tuple(rejected))
+        rejected.append((name, tuple(why)))
+    return Choice(None, tuple(rejected))
+
+
+def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
+    """Every reason why backend `name` can't run `spec`; empty: it can."""
+    if name == "reference":
+        return []
+    backend: Any = importlib.import_module(f"cp_rewrite.kernels.{name}")
+    return backend.reasons(spec, facts)
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """The facts of this machine."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    libraries = ("flash_attn.cute", "flash_attn_interface")
+    modules = frozenset(name for name in libraries if _importable(name))
+    features = frozenset({"fa3_backward"} if "flash_attn_interface" in modules and _has_fa3_backward() else ())
+    return DeviceFacts(capability, modules, features)
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _has_fa3_backward() -> bool:
+    try:
+        interface: Any = importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return False
+    return hasattr(interface, "_flash_attn_backward") and hasattr(torch.ops.flash_attn_3, "bwd")

@@ -1,0 +1,229 @@
+"""Rows exchanged through memory that all GPUs of one NVLink domain map: one kernel per direction, no messages.
+
+Each direction has a `Channel`: symmetric memory with the ranks' flags and two slots that calls take in turn (see
+`csrc/symm.cuh`), reused by all layers. Its size follows from numbers that are equal on all ranks, so all ranks grow it
+in the same call. NVLink multicast is never used.
+
+Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from . import cuda
+
+_HEADER = 1024
+_MAX_RANKS = 32
+_BLOCK = 512
+_BLOCKS_PER_SM = 2
+_ROOM = 1.25
+"""A channel grows with room to spare: growing stops all ranks."""
+_DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
+
+
+@cache
+def reasons(group: str) -> tuple[str, ...]:
+    """Why rows of this group can't travel through symmetric memory; empty: they can. The same on all ranks.
+
+    A collective call of all ranks of the group, the first time.
+    """
+    process_group = _resolve_process_group(group)
+    mine = _own_reasons(process_group)
+    everyone: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(everyone, (mine, socket.gethostname()), group=process_group)
+    found = {reason for why, _ in everyone for reason in why}
+    if len({host for _, host in everyone}) > 1:
+        found.add("the ranks are on several hosts")
+    return tuple(sorted(found))
+
+
+def _own_reasons(group: dist.ProcessGroup) -> list[str]:
+    if group.size() > _MAX_RANKS:
+        return [f"more than {_MAX_RANKS} ranks"]
+    found = cuda.reasons()
+    if found:
+        return found
+    here = torch.cuda.current_device()
+    peers = [i for i in range(torch.cuda.device_count()) if i != here]
+    # With one visible device per process nothing is known about the others; mapping them tells.
+    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in peers):
+        found.append("a GPU can't map another one's memory")
+    return found
+
+
+@dataclass(eq=False)
+class Channel:
+    """Symmetric memory of one direction: flags, then two slots of `slot_bytes`. `state` counts the calls."""
+
+    buffer: Tensor
+    state: Tensor
+    peers: int
+    slot_bytes: int
+    handle: Any
+
+
+_channels: dict[tuple[str, str], Channel] = {}
+
+
+def channel(group: str, direction: str, slot_bytes: int, device: torch.device) -> Channel:
+    """The channel of a group and direction, with slots of at least `slot_bytes`: the same number on all ranks.
+
+    Raises:
+        RuntimeError: it would have to grow while a CUDA graph is being captured.
+    """
+    known = _channels.get((group, direction))
+    if known is not None and known.slot_bytes >= slot_bytes:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the {direction} channel needs {slot_bytes} bytes per slot and a CUDA graph is being captured: "
+            "run one step of full capacity before the capture"
+        )
+    process_group = _resolve_process_group(group)
+    # Peers may still read the memory that is about to go.
+    torch.cuda.synchronize(device)
+    dist.barrier(process_group, device_ids=[device.index])
+    _channels.pop((group, direction), None)
+    grown = int(slot_bytes * (_ROOM if known is not None else 1.0))
+    made = _channels[group, direction] = _make_channel(process_group, -(-grown // 4096) * 4096, device)
+    return made
+
+
+def _make_channel(group: dist.ProcessGroup, slot_bytes: int, device: torch.device) -> Channel:
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(_HEADER + 2 * slot_bytes, dtype=torch.uint8, device=device)
+    handle: Any = symmetric.rendezvous(buffer, group.group_name)
+    buffer[:_HEADER].zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    state = torch.zeros(4, dtype=torch.int32, device=device)
+    return Channel(buffer, state, handle.buffer_ptrs_dev, slot_bytes, handle)
+
+
+def pull_rows(
+    k_RHD: Tensor,
+    v_RHV: Tensor,
+    publish_rows: Tensor,
+    job_source: Tensor,
+    job_ptr: Tensor,
+    job_rows: Tensor,
+    group: str,
+) -> Tensor:
+    """(E, C): the expanded rows, from all ranks' k and v. All ranks call it, in the same order.
+
+    Args:
+        publish_rows, job_source, job_ptr, job_rows: of `pull.pull_route`, int32.
+    """
+    process_group = _resolve_process_group(group)
+    k, v = _dense_rows(k_RHD), _dense_rows(v_RHV)
+    device, size = k.device, k.element_size()
+    k_width, v_width = _chunks(k), _chunks(v)
+    width = k_width + v_width
+    out = k.new_empty(job_rows.shape[0], (width * 16) // size)
+    way = channel(group, "pull", k.shape[0] * width * 16, device)
+    cuda.launch(
+        cuda.kernel("pull_rows", device),
+        _grid(device),
+        _BLOCK,
+        device,
+        k.data_ptr(),
+        v.data_ptr(),
+        cuda.u64(k.stride(0) * size // 16),
+        cuda.u64(v.stride(0) * size // 16),
+        cuda.u32(k_width),
+        cuda.u32(width),
+        publish_rows.data_ptr(),
+        cuda.u32(publish_rows.shape[0]),
+        job_source.data_ptr(),
+        job_ptr.data_ptr(),
+        job_rows.data_ptr(),
+        cuda.u32(job_source.shape[0]),
+        cuda.u32(k.shape[0]),
+        out.data_ptr(),
+        way.peers,
+        way.state.data_ptr(),
+        cuda.i32(process_group.rank()),
+        cuda.i32(process_group.size()),
+        cuda.u64(way.slot_bytes),
+    )
+    return out
+
+
+def return_rows(
+    grad_EC: Tensor,
+    return_rows: Tensor,
+    pull_ptr: Tensor,
+    pull_rows: Tensor,
+    capacity: int,
+    heads: int,
+    dims: tuple[int, int],
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """dk (R, Hkv, D) and dv (R, Hkv, V) in the gradient's dtype: fp32 sums, in a fixed order, over all ranks' expanded
+    rows. The transpose of `pull_rows`; all ranks call it, in the same order.
+
+    Args:
+        grad_EC: (E, C), gradients of this rank's expanded rows.
+        return_rows, pull_ptr, pull_rows: of `pull.pull_route`. capacity: E of the rank that has most.
+        heads, dims: Hkv and (D, V).
+    """
+    process_group = _resolve_process_group(group)
+    grad = grad_EC.contiguous()
+    device, rows = grad.device, pull_ptr.shape[0] - 1
+    dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
+    width = _chunks(grad)
+    way = channel(group, "return", capacity * width * 16, device)
+    cuda.launch(
+        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"),)),
+        _grid(device),
+        _BLOCK,
+        device,
+        grad.data_ptr(),
+        cuda.u32(width),
+        return_rows.data_ptr(),
+        cuda.u32(return_rows.shape[0]),
+        pull_ptr.data_ptr(),
+        pull_rows.data_ptr(),
+        cuda.u32(rows),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        cuda.u32(_chunks(dk)),
+        way.peers,
+        way.state.data_ptr(),
+        cuda.i32(process_group.rank()),
+        cuda.i32(process_group.size()),
+        cuda.u64(way.slot_bytes),
+    )
+    return dk, dv
+
+
+def _grid(device: torch.device) -> int:
+    """Few enough blocks that all run at once: a block that waits for a peer must not keep out one that publishes."""
+    return cuda.multiprocessors(device) * _BLOCKS_PER_SM
+
+
+def _dense_rows(x_RHD: Tensor) -> Tensor:
+    """x with rows of 16-byte chunks without holes; rows themselves may lie apart."""
+    row = x_RHD.stride(1) == x_RHD.shape[2] and x_RHD.stride(2) == 1
+    aligned = x_RHD.stride(0) * x_RHD.element_size() % 16 == 0 and x_RHD.data_ptr() % 16 == 0
+    return x_RHD if row and aligned else x_RHD.contiguous()
+
+
+def _chunks(x: Tensor) -> int:
+    """16-byte chunks of a row."""
+    row_bytes = x[0].numel() * x.element_size()
+    if row_bytes % 16:
+        raise ValueError(f"rows must be whole 16-byte chunks, got {row_bytes} bytes for shape {tuple(x.shape)}")
+    return row_bytes // 16

@@ -1,0 +1,97 @@
+"""The exchange of exactly the needed rows over symmetric memory, as ops. See `kernels/symm.py` and `pull.py`.
+
+`pull.NAMES` lists a route's tensors in the order in which these ops take them. Shapes: R local rows, E expanded rows,
+C = Hkv * (D + V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+_ops: Any = torch.ops.cp_rewrite
+
+
+@custom_op("cp_rewrite::pull_rows", mutates_args=())
+def pull_rows(
+    k: Tensor,
+    v: Tensor,
+    publish_rows: Tensor,
+    job_source: Tensor,
+    job_ptr: Tensor,
+    job_rows: Tensor,
+    group: str,
+    again: bool,
+) -> Tensor:
+    """(E, C) expanded rows from all ranks' k (R, Hkv, D) and v (R, Hkv, V); only rows that some piece needs travel.
+
+    `again` marks the backward's repeat: it keeps common subexpression elimination from joining the two calls.
+    """
+    from cp_rewrite.kernels import symm
+
+    return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, group)
+
+
+@pull_rows.register_fake
+def _(
+    k: Tensor,
+    v: Tensor,
+    publish_rows: Tensor,
+    job_source: Tensor,
+    job_ptr: Tensor,
+    job_rows: Tensor,
+    group: str,
+    again: bool,
+) -> Tensor:
+    return k.new_empty(job_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+
+
+@custom_op("cp_rewrite::return_pulled", mutates_args=())
+def return_pulled(
+    dkv: Tensor,
+    return_rows: Tensor,
+    pull_ptr: Tensor,
+    pull_rows: Tensor,
+    capacity: Tensor,
+    size: int,
+    heads: int,
+    dim: int,
+    dim_v: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """dk (size, heads, dim) and dv (size, heads, dim_v): sums over all ranks' expanded gradients (E, C), in fp32, in a
+    fixed order, rounded once to dkv's dtype. `size` is R; `capacity` (2,) is on the host."""
+    from cp_rewrite.kernels import symm
+
+    most = int(capacity[0])
+    return symm.return_rows(dkv, return_rows, pull_ptr, pull_rows, most, heads, (dim, dim_v), group)
+
+
+@return_pulled.register_fake
+def _(
+    dkv: Tensor,
+    return_rows: Tensor,
+    pull_ptr: Tensor,
+    pull_rows: Tensor,
+    capacity: Tensor,
+    size: int,
+    heads: int,
+    dim: int,
+    dim_v: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)
+
+
+def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, again: bool = False) -> Any:
+    """(E, C) expanded rows. `route` is in the order of `pull.NAMES`. Works on tensors and on graph proxies."""
+    return _ops.pull_rows.default(k, v, *route[:4], group, again)
+
+
+def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:
+    """dk and dv, shaped and typed like k (R, Hkv, D) and v (R, Hkv, V)."""
+    return _ops.return_pulled.default(dkv, *route[4:], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)
