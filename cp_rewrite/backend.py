@@ -50,7 +50,7 @@ class Backend:
         agree.on_text(sharding, "\n".join(graph_lines(state.graph_module)))
         placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
         added = placeholders[len(placeholders) - len(state.inputs) :]
-        extra = [node.meta["example_value"] for node in added]
+        extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra])
         keys = state.inputs
 
@@ -132,7 +132,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
-    return passes.State(copy, sharding, argument_names(copy), device, plan.tensor)
+    return passes.State(copy, sharding, argument_names(copy), device, plan)
 
 
 def text_hash(lines: Sequence[str]) -> str:

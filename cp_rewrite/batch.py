@@ -69,6 +69,16 @@ class ActivePlan:
                     self._keep(PlanInput(name, key.mask, key.exchange), array)
         return self._tensors[key]
 
+    def example(self, key: PlanInput) -> Tensor:
+        """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
+        for the backward, in which order to run), and must decide the same on all ranks."""
+        if key.mask is None:
+            return self.tensor(key)
+        schedule = self.plan.schedule(key.mask)
+        array = (schedule.route(key.exchange, 0) if key.exchange else schedule.attention(0))[key.name]
+        device = torch.device("cpu") if key.name in HOST_INPUTS else self.device
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
@@ -82,7 +92,7 @@ class ActivePlan:
         if (indices != indices[:1]).any():
             raise ValueError(
                 "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
-                "different orders: pass position_ids per row, use one row per batch, or layout='contiguous' or 'head_tail'"
+                "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
         return np.maximum(indices[0], 0)
 
@@ -164,7 +174,7 @@ def plan_of(
     """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
     rows, total = _shape(sharding, batch)
     documents = _documents(sharding, batch, rows, total, lengths)
-    return plan_batch(documents, sharding.world_size, sharding.layout)
+    return plan_batch(documents, sharding.world_size, sharding.layout, sharding.assume_mask)
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:

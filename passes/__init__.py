@@ -6,14 +6,32 @@ if __name__ != "cp_rewrite.passes":
 import logging
 import time
 
-from .locality import check_token_locality
-from .match import match_attention
+from dataclasses import replace
+
+from .match import match_sites
 from .plan_sites import plan_sites
 from .rewrite import rewrite_sites
 from .state import State
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)
+
+
+def match_attention(state: State) -> State:
+    """Find every attention node and prove what its mask means."""
+    sites, refusals = match_sites(state.graph_module, state.sharding, state.source_of)
+    return replace(state, sites=tuple(sites), refusals=(*state.refusals, *refusals))
+
+
+def check_token_locality(state: State) -> State:
+    """Prove that nothing but attention mixes tokens."""
+    try:
+        from .locality import check_locality
+    except ImportError:
+        return state
+    report = check_locality(state.graph_module, state.sharding, state.sites, state.source_of)
+    return replace(state, positions=tuple(report.positions), refusals=(*state.refusals, *report.refusals))
+
 
 FIND = (match_attention, check_token_locality, plan_sites)
 """What only reads the graph: after these all refusals are known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.fx.proxy import GraphAppendingTracer
 
@@ -19,21 +20,19 @@ from cp_rewrite.batch import PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 
-from .canonicalize import fake_mode_of
 from .state import Decision, State
 
 
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
     gm = state.graph_module
-    mode = fake_mode_of(gm)
+    mode = _fake_mode(gm)
     inputs = _add_inputs(state, mode)
     for position in state.positions:
         _replace_position(position.node, inputs[PlanInput("row_index")], mode)
     for decision in state.decisions:
         _rewrite_site(decision, state, inputs, mode)
-    for decision in state.decisions:
-        _erase_dead_mask(decision.site.mask_node)
+    _erase_dead([decision.site.mask_node for decision in state.decisions])
     gm.recompile()
     return replace(state, inputs=tuple(inputs))
 
@@ -50,22 +49,40 @@ def _add_inputs(state: State, mode: FakeTensorMode) -> dict[PlanInput, fx.Node]:
         name = "_".join(["cp", key.name] + ([str(masks.index(key.mask))] if key.mask else []))
         with graph.inserting_after(last):
             last = nodes[key] = graph.placeholder(name)
-        last.meta["example_value"] = _fake_input(state, key, last.name, mode)
+        _set_fake_input(last, state, key, mode)
         last.meta["cp_rewrite"] = "rewrite_sites"
     return nodes
 
 
-def _fake_input(state: State, key: PlanInput, name: str, mode: FakeTensorMode) -> Tensor:
-    tensor = state.plan_tensor(key)
+def _set_fake_input(node: fx.Node, state: State, key: PlanInput, mode: FakeTensorMode) -> None:
+    """Give a new input its fake values: one in the graph's mode, one (`example_input`) in the inner compiler's.
+
+    While a backend runs, Dynamo's tracing context holds a fresh mode that shares the graph's symbols.
+    """
+    tensor = state.plan.example(key)
+    context = TracingContext.try_get()
+    inner = mode if context is None or context.fake_mode is None else context.fake_mode
     if key.name == "row_index":
         # As long as a row's tokens, by the graph's own symbol: a symbol of its own would have to be guarded equal.
-        with mode:
-            return torch.empty(_token_size(state), dtype=tensor.dtype, device=tensor.device)
-    # Lengths differ from batch to batch; what has a fixed size (columns, ranks) is static.
-    fixed = key.name == "splits"
-    sizes = [DimDynamic.DYNAMIC if dim == 0 and not fixed else DimDynamic.STATIC for dim in range(tensor.ndim)]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[call-arg]
-    return mode.from_tensor(tensor, source=LocalSource(name), symbolic_context=context)
+        fake = _empty(inner, (_token_size(state),), tensor)
+    else:
+        # Lengths differ from batch to batch; what has a fixed size (columns, ranks) is static.
+        dynamic = DimDynamic.STATIC if key.name == "splits" else DimDynamic.DYNAMIC
+        sizes = [dynamic if dim == 0 else DimDynamic.STATIC for dim in range(tensor.ndim)]
+        symbols = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[call-arg]
+        fake = inner.from_tensor(tensor, source=LocalSource(node.name), symbolic_context=symbols)
+    node.meta["example_input"] = fake
+    node.meta["example_value"] = fake if inner is mode else _empty(mode, fake.shape, tensor)
+
+
+def _empty(mode: FakeTensorMode, shape: Sequence[Any], like: Tensor) -> Tensor:
+    with mode:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def _token_size(state: State) -> Any:
@@ -142,44 +159,40 @@ def _fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
         return node.target(*args, **kwargs)
 
 
-def _erase_dead_mask(mask: fx.Node | None) -> None:
-    """Erase the nodes that computed a mask nobody reads any more: pure ones only, from the mask back to the inputs."""
-    pending: list[fx.Node] = [] if mask is None else [mask]
+def _erase_dead(masks: Iterable[fx.Node | None]) -> None:
+    """Erase the nodes that computed masks nobody reads any more: pure ones only, from the masks back to the inputs."""
+    pending = [mask for mask in dict.fromkeys(masks) if mask is not None]
+    erased: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node.users or node.op in ("placeholder", "output") or not _is_pure(node) or node.graph is None:
+        if node in erased or node.users or node.op in ("placeholder", "output") or not _is_pure(node):
             continue
         parents = list(node.all_input_nodes)
         node.graph.erase_node(node)
+        erased.add(node)
         pending.extend(parents)
 
 
-_PURE_MODULES = ("torch", "_operator", "math", "torch._C._nn", "torch._tensor", "torch.nn.functional")
+_PURE_MODULES = ("torch", "math", "torch._C._nn", "torch._tensor", "torch.nn.functional")
+_IMPURE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+) | {operator.setitem, operator.delitem}
+_RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout", "manual_seed"}
 
 
 def _is_pure(node: fx.Node) -> bool:
     """Known to have no effect: no in-place method or function, no random number, no toggle of global state."""
-    if node.op in ("get_attr",):
-        return True
-    if node.op == "call_method":
+    if node.op in ("get_attr", "call_method"):
         return not str(node.target).endswith("_")
     if node.op != "call_function" or "out" in node.kwargs:
         return False
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-    name = getattr(target, "__name__", "")
-    inplace = name.endswith("_") and not name.endswith("__") or target in _inplace_operators()
-    return not inplace and not name.startswith("_") and _module_of(target) in _PURE_MODULES and name not in _RANDOM
-
-
-_RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout", "manual_seed"}
-
-
-def _module_of(target: Any) -> str:
-    module = getattr(target, "__module__", None) or ""
-    return "torch" if module in ("torch._C", "builtins", "torch._VariableFunctions") else module
-
-
-def _inplace_operators() -> Iterable[Any]:
-    return (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor)
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
+    if module == "_operator":
+        return target not in _IMPURE_OPERATORS
+    if module in ("torch._C", "builtins", "torch._VariableFunctions"):
+        module = "torch"
+    return module in _PURE_MODULES and not name.startswith("_") and not name.endswith("_") and name not in _RANDOM

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch import Tensor
 
-from cp_rewrite.batch import PlanInput
+from cp_rewrite.batch import ActivePlan, PlanInput
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
-from .locality import PositionGenerator
 from .sites import Site
+
+if TYPE_CHECKING:
+    from .locality import PositionGenerator
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class State:
         sharding: the annotation.
         source_of: placeholder -> argument name.
         device: where the graph runs.
-        plan_tensor: the tensor of an extra input, for the batch in flight.
+        plan: of the batch in flight; the extra inputs take their sizes from it.
         sites, positions, refusals: what was found. decisions: what was decided. inputs: what was added, in order.
     """
 
@@ -44,7 +46,7 @@ class State:
     sharding: Sharding
     source_of: Mapping[fx.Node, str]
     device: torch.device
-    plan_tensor: Callable[[PlanInput], Tensor]
+    plan: ActivePlan
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
     refusals: tuple[Refusal, ...] = ()

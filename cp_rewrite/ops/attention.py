@@ -135,7 +135,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest = ctx.saved_tensors
     tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
     where = (ctx.exchange, ctx.group, ctx.world_size)
-    kv = kept[0] if kept else exchange_kv(k, v, route, *where, again=True)
+    kv = kept[0] if kept else exchange_kv(k, v, route, *where, after=dout)
     dq, dkv = _ops.packed_attention_backward.default(
         dout,
         q,

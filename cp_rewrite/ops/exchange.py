@@ -38,7 +38,13 @@ _ops: Any = torch.ops.cp_rewrite
 
 @custom_op("cp_rewrite::exchange_rows", mutates_args=())
 def exchange_rows(
-    k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool
+    k: Tensor,
+    v: Tensor,
+    kv_rows: Tensor,
+    send_rows: Tensor,
+    splits: Tensor,
+    group: str,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Only the rows that some piece needs travel, by one all-to-all-v; then they are expanded.
 
@@ -48,8 +54,9 @@ def exchange_rows(
         send_rows: int32, local rows to send, by destination rank; entries past the sum of `splits[0]` are filling.
         splits: (2, P) int64 on the host: rows sent to, and received from, each rank.
         group: name of the process group.
-        again: the backward's repeat of the forward's exchange. The value is the same; the flag keeps common
-            subexpression elimination from keeping the expanded rows alive in between.
+        after: not read; the exchange happens after it is there. The backward names the gradient that it needs the rows
+            for: without it a compiler may move the exchange up, hold the rows of all layers at once, and do so on
+            some ranks only, or take it for the forward's (common subexpression) and keep the forward's rows.
     Returns:
         (E, C) expanded rows.
     """
@@ -60,7 +67,7 @@ def exchange_rows(
 
 
 @exchange_rows.register_fake
-def _(k: Tensor, v: Tensor, kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, again: bool) -> Tensor:
+def _(k: Tensor, v: Tensor, kv_rows: Tensor, *_: Any) -> Tensor:
     return k.new_empty(kv_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
 
 
@@ -103,20 +110,20 @@ def _(
 
 
 def exchange_kv(
-    k: Any, v: Any, route: Sequence[Any], exchange: str, group: str, world_size: int, again: bool = False
+    k: Any, v: Any, route: Sequence[Any], exchange: str, group: str, world_size: int, after: Tensor | None = None
 ) -> Any:
-    """(E, C) expanded rows of this rank's pieces from all ranks' k (R, Hkv, D), v (R, Hkv, Dv). Not differentiable:
-    attention's backward calls `return_kv`. Works on tensors and on graph proxies."""
+    """(E, C) expanded rows of this rank's pieces, from all ranks' k (R, Hkv, D) and v (R, Hkv, Dv).
+
+    Not differentiable: attention's backward calls `return_kv`. Works on tensors and on graph proxies. `after` as in
+    `exchange_rows`.
+    """
     k, v = k.detach(), v.detach()
     if exchange == "needed":
         kv_rows, send_rows, splits = route[:3]
-        return _ops.exchange_rows.default(k, v, kv_rows, send_rows, splits, group, again)
-    kv = torch.cat([k.flatten(1), v.flatten(1)], 1)
+        return _ops.exchange_rows.default(k, v, kv_rows, send_rows, splits, group, after)
+    kv = pack_kv(k, v) if after is None else _ops.pack_rows.default(k, v, after)
     if exchange == "all_gather":
-        # A flat view in the backward: another call than the forward's, or CSE would keep the gathered rows alive.
-        kv = _c10d.all_gather_into_tensor.default(kv.flatten() if again else kv, world_size, group)
-        kv = _c10d.wait_tensor.default(kv)
-        kv = kv.view(-1, k.shape[1] * (k.shape[2] + v.shape[2])) if again else kv
+        kv = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(kv, world_size, group))
     return _ops.gather_rows.default(kv, route[0])
 
 

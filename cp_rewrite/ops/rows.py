@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
@@ -49,7 +51,18 @@ def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
     return x.new_empty(size, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def pack_kv(k_RHD: Tensor, v_RHV: Tensor) -> Tensor:
+@custom_op("cp_rewrite::pack_rows", mutates_args=())
+def pack_rows(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
+    """`pack_kv`, but not before `after` is there (see `exchange_rows`)."""
+    return pack_kv(k, v)
+
+
+@pack_rows.register_fake
+def _(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
+    return k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+
+
+def pack_kv(k_RHD: Any, v_RHV: Any) -> Any:
     """(R, C) rows that hold all k heads, then all v heads: what travels. Inverse: `split_kv`."""
     return torch.cat([k_RHD.flatten(1), v_RHV.flatten(1)], 1)
 
