@@ -11,14 +11,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 ) | {operator.setitem}
+_OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
 _VMAP_BRACKETS = frozenset({"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"})
 
 
@@ -68,10 +70,12 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Canonical:
-    """A slice as ATen: `calls` in order, from `leaves` (a node outside the slice -> its Ref) to `output`."""
+    """A slice as ATen: `calls` in order, from `leaves` (a node outside the slice -> its Ref) and `constants` (tensors
+    of one known number, as `x[0] = 3` makes them) to `output`."""
 
     calls: tuple[Call, ...]
     leaves: Mapping[fx.Node, Ref]
+    constants: Mapping[Ref, float]
     output: Ref
 
 
@@ -129,6 +133,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.node: fx.Node | None = None
+        self.constants: dict[Ref, float] = {}
         self._refs: dict[int, Ref] = {}
         self._alive: list[Tensor] = []  # ids are reused by the interpreter once a tensor dies
 
@@ -138,6 +143,10 @@ class _Recorder(TorchDispatchMode):
             known = Ref(len(self._alive), tuple(tensor.shape), tensor.dtype)
             self._refs[id(tensor)] = known
             self._alive.append(tensor)
+            number = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+            if number is not None and number.numel() == 1 and not isinstance(number, FakeTensor):
+                with _disable_current_modes():
+                    self.constants[known] = number.item()
         return known
 
     def __torch_dispatch__(
@@ -176,17 +185,21 @@ class _Tracer:
 
         mutates = any(_mutated(n) is not None for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
-            fake_mode = detect_fake_mode(tensors)
+            # Dynamo's tracing context holds a fresh mode while backends run: only the tensors' own mode fits them.
+            fake_mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
             stack.enter_context(torch.no_grad())
+            # Without it composite ops run their C++ code, which turns symbolic sizes into constants.
+            stack.enter_context(enable_python_dispatcher())
             if fake_mode is not None:
                 stack.enter_context(fake_mode)
                 if fake_mode.shape_env is not None:
                     stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
             stack.enter_context(recorder)
+            stack.callback(_unwind_vmaps, torch._C._functorch.maybe_current_level())
             out = torch.func.functionalize(run, remove="mutations")(*tensors) if mutates else run(*tensors)
         if not isinstance(out, Tensor):
             raise CanonicalizeError(node, f"{node.name} is no tensor")
-        return Canonical(tuple(recorder.calls), refs, recorder.ref(out))
+        return Canonical(tuple(recorder.calls), refs, recorder.constants, recorder.ref(out))
 
     def _collect(self, scope: Scope, root: fx.Node, before: fx.Node | None) -> None:
         """Mark what `root` is computed from, with in-place updates of it, through region calls both ways."""
@@ -210,7 +223,7 @@ class _Tracer:
             value = node.meta.get("example_value")
             is_scalar = isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
             if node.op in ("placeholder", "get_attr") or is_scalar or self.stop(scope, node):
-                self.leaves[node] = _attribute(scope, node) if value is None else value
+                self.leaves[node] = _attribute(scope, node) if value is None else _fixed(value)
                 continue
             mine.add(node)
             inner = self._enter_call(scope, node)
@@ -262,6 +275,8 @@ class _Tracer:
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             if node.op == "call_function" and callable(node.target):
                 return node.target(*args, **kwargs)
+        except CanonicalizeError:
+            raise
         except Exception as error:  # whatever an op raises on fake tensors, it is this node that can't be read
             raise CanonicalizeError(node, f"{node.format_node()}: {error}") from error
         raise CanonicalizeError(node, f"{node.op} nodes are not read")
@@ -298,9 +313,20 @@ def _attribute(scope: Scope, node: fx.Node) -> Any:
     return value
 
 
+def _unwind_vmaps(level: int | None) -> None:
+    """Leave the vmaps that a failed run had entered."""
+    while (torch._C._functorch.maybe_current_level() or 0) > (level or 0):
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+def _fixed(value: Any) -> Any:
+    """Python floats may come in as symbols (dynamic=True): a mask's constants are fixed, by a guard."""
+    return float(value) if isinstance(value, torch.SymFloat) and value.node.has_hint() else value
+
+
 def _storages(node: fx.Node) -> list[int]:
-    leaves = tree_leaves(node.meta.get("example_value"))
-    return [t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor)]
+    tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, Tensor)]
+    return [t.untyped_storage()._cdata for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
 
 
 def _mutated(node: fx.Node) -> Any:
@@ -314,10 +340,12 @@ def _mutated(node: fx.Node) -> Any:
         return None
     if "out" in node.kwargs:
         return node.kwargs["out"]
+    if node.target in _OPERATORS:  # where and_, or_, not_ are pure
+        return first if node.target in _INPLACE_OPERATORS else None
     name = getattr(node.target, "__name__", "")
     schema = getattr(node.target, "_schema", None)
     mutable = schema.is_mutable if schema is not None else (name.endswith("_") and not name.endswith("__"))
-    return first if mutable or node.target in _INPLACE_OPERATORS else None
+    return first if mutable else None
 
 
 def is_parameter(value: Any) -> bool:

@@ -1,10 +1,96 @@
-"""Undo the expansion of grouped key and value heads: exchanging n copies of one head would move n times the bytes."""
+"""Undo the expansion of grouped key and value heads: exchanging n copies of a head would move n times the bytes."""
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
+import sympy
+import torch
 import torch.fx as fx
+from torch import Tensor
+
+from .canonicalize import CanonicalizeError, Scope, canonicalize
+from .predicate_aten import Evaluator
+from .predicate_values import ZERO
+
+_METHODS = frozenset(
+    "__getitem__ unsqueeze expand expand_as reshape view repeat_interleave repeat contiguous clone flatten unflatten "
+    "transpose permute movedim".split()
+)
+_FUNCTIONS: frozenset[Any] = frozenset(
+    {operator.getitem, torch.repeat_interleave, torch.reshape, torch.unsqueeze, torch.flatten, torch.transpose}
+)
+Known = dict[Any, bool]
 
 
-def ungroup(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The key and value nodes before their heads were repeated, where both provably were, each head n times in a row."""
-    return key, value
+def ungroup(gm: fx.GraphModule, query: fx.Node, key: fx.Node, value: fx.Node, known: Known) -> tuple[fx.Node, fx.Node]:
+    """The key and value nodes before their heads were repeated, each n times in a row:
+
+        heads of k   0 1        ->  0 0 0 1 1 1        (n = 3: query head h reads key head h // n)
+
+    Only where both provably were, to equally many heads; a `repeat` (0 1 0 1 0 1) is another order and stays.
+    `known` remembers answers: layers repeat each other.
+    """
+    heads = query.meta["example_value"].shape[1]
+    k, v = (_before_repeat(gm, node, heads, known) for node in (key, value))
+    equal = k.meta["example_value"].shape[1] == v.meta["example_value"].shape[1]
+    return (k, v) if equal else (key, value)
+
+
+def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) -> fx.Node:
+    chain = [node]
+    while (source := _moved_from(chain[-1])) is not None:
+        chain.append(source)
+    whole = node.meta["example_value"].shape
+    for depth in range(len(chain) - 1, 0, -1):
+        shape = chain[depth].meta["example_value"].shape
+        if len(shape) != 4 or (shape[0], shape[2], shape[3]) != (whole[0], whole[2], whole[3]) or heads % shape[1]:
+            continue
+        if shape[1] == heads:
+            continue
+        signature = tuple(map(_signature, chain[: depth + 1]))
+        if signature not in known:
+            known[signature] = _repeats_heads(gm, chain[depth], node)
+        if known[signature]:
+            return chain[depth]
+    return node
+
+
+def _moved_from(node: fx.Node) -> fx.Node | None:
+    """The one tensor whose elements `node` only moves, None for other ops."""
+    moves = (node.op == "call_method" and node.target in _METHODS) or (
+        node.op == "call_function" and node.target in _FUNCTIONS
+    )
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), Tensor)]
+    return tensors[0] if moves and len(tensors) == 1 and node.args[0] is tensors[0] else None
+
+
+def _signature(node: fx.Node) -> Any:
+    def plain(arg: fx.Node) -> Any:
+        value = arg.meta.get("example_value")
+        return "tensor" if isinstance(value, Tensor) else str(value)
+
+    return (
+        node.op,
+        str(node.target),
+        str(fx.map_arg((node.args[1:], node.kwargs), plain)),
+        str(node.meta["example_value"].shape),
+    )
+
+
+def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> bool:
+    """Whether node[b, h, t, d] is source[b, h // n, t, d]."""
+    try:
+        canonical = canonicalize(Scope(gm), node, lambda _, n: n is source)
+    except CanonicalizeError:
+        return False
+    evaluator = Evaluator(frozenset(), lambda n: n.name)
+    tensor = evaluator.run(canonical)
+    index = tuple(
+        ZERO if s == 1 else evaluator.symbol(n, s) for n, s in zip(("b", "h", "t", "d"), tensor.shape, strict=True)
+    )
+    few = evaluator.size(source.meta["example_value"].shape[1])
+    head = ZERO if few == 1 else sympy.floor(index[1] * few / tensor.shape[1])
+    leaf = next((x for x in evaluator.leaves.values() if x.node is source), None)
+    return leaf is not None and tensor.at(index) == leaf.function(index[0], head, index[2], index[3])

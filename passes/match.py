@@ -96,6 +96,7 @@ class _Matcher:
     source_of: Mapping[fx.Node, str]
     unreachable: list[Refusal] = field(default_factory=list)
     _masks: dict[Any, PackedMask | list[Refusal]] = field(default_factory=dict)
+    _heads: dict[Any, bool] = field(default_factory=dict)
     _weighed: dict[tuple[Scope, fx.Node], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class _Matcher:
             refusals += mask
         if refusals or isinstance(mask, list):
             return refusals
-        key, value = ungroup(args["query"], args["key"], args["value"])
+        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads)
         return Site(
             node=node,
             graph_module=scope.gm,

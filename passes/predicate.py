@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import Sharding
+from cp_rewrite.sharding import CuSeqlens, Sharding
 
 from .canonicalize import CanonicalizeError, Scope, canonicalize
 from .predicate_aten import Evaluator, Leaf
@@ -98,7 +98,9 @@ def decide(
     unread = _unread(reader, value)
     undecided = [v for v in (*same.values(), *other.values()) if not isinstance(v, bool)]
     if undecided and unread:
-        return [Refusal(t.reason, t.detail, t.node or mask) for t in unread]
+        return list(dict.fromkeys(Refusal(t.reason, t.detail, t.node or mask) for t in unread))
+    if undecided and value.has(TOKENS):
+        return refuse(Reason.MASK_NOT_PACKED, "the mask depends on the number of tokens, which a shard changes")
     if undecided:
         return refuse(Reason.MASK_NOT_PACKED, undecided[0])
     packed = not any(other.values())
@@ -119,14 +121,13 @@ def decide(
             f"the window {window} may be the length of a shard ({static_tokens} tokens) or a constant: the graph was "
             "captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell them apart",
         )
-    if packed and right != 0:
-        for span in spans:
-            if span[1] < 0 and (right is None or span[0] >= -right or span[1] >= -right):
-                if _kept(reader, value, Cell(World.PADDING, span)) is not False and reader.ordinals:
-                    return refuse(
-                        Reason.MASK_NOT_PACKED,
-                        "padding after a document counts as its tokens, and queries see keys after them",
-                    )
+    merged = isinstance(reader.sharding.packing, CuSeqlens) and any(o.with_padding for o in reader.ordinals.values())
+    later = [span for span in spans if span[1] < 0]
+    if packed and merged and any(_kept(reader, value, Cell(World.PADDING, span)) is not False for span in later):
+        return refuse(
+            Reason.MASK_NOT_PACKED,
+            "padding after a document counts as its tokens, and queries see keys after them",
+        )
     del site
     return PackedMask(causal=right == 0, window=(left, right), packed=packed)
 

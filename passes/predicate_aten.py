@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from .predicate_values import (
     is_bool,
     number,
     numeric,
+    outer_select,
     truth,
 )
 from .predicate_views import Undecidable, choose
@@ -65,11 +67,17 @@ class Evaluator:
     def run(self, canonical: Canonical) -> SymTensor:
         for node, ref in canonical.leaves.items():
             self.tensors[ref.index] = self.leaf(self.name_of(node), node, ref)
+        for ref, value in canonical.constants.items():
+            self.tensors[ref.index] = self._constant_tensor(ref, value)
         for call in canonical.calls:
             self._evaluate(call)
         out = self.tensors[canonical.output.index]
         assert isinstance(out, SymTensor)
         return out
+
+    def _constant_tensor(self, ref: Ref, value: float) -> SymTensor:
+        element = truth(number(value)) if ref.dtype is torch.bool else number(value)
+        return SymTensor(tuple(self.size(s) for s in ref.shape), ref.dtype, lambda _: element)
 
     def leaf(self, name: str, node: fx.Node | None, ref: Ref, trouble: str = "") -> SymTensor:
         taken = sum(1 for leaf in self.leaves.values() if leaf.name == name)
@@ -87,6 +95,8 @@ class Evaluator:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             expression = value.node.expr
+            if expression in self.local_tokens and expression.free_symbols:
+                return TOKENS
             swaps = {s: TOKENS for s in self.local_tokens if s.is_Symbol}
             renamed = {s: sympy.Symbol(s.name, integer=True, positive=True) for s in expression.free_symbols}
             return sympy.expand(expression.xreplace({**renamed, **swaps}))
@@ -106,7 +116,6 @@ class Evaluator:
 
     def _evaluate(self, call: Call) -> None:
         rule = RULES.get(call.func.overloadpacket.__name__)
-        out: Any = None
         self._call = call
         try:
             if rule is None:
@@ -114,11 +123,22 @@ class Evaluator:
             out = rule(self, *self._arguments(call.args), **self._arguments(call.kwargs))
         except Undecidable as error:
             trouble = str(error)
-            out = tuple(None if r is None else self.leaf(f"{call.func}", call.node, r, trouble) for r in call.outputs)
+            out = tuple(None if r is None else self.leaf(str(call.func), call.node, r, trouble) for r in call.outputs)
         outs = out if isinstance(out, tuple | list) else (out,)
         for ref, value in zip(call.outputs, outs, strict=False):
             if ref is not None:
-                self.tensors[ref.index] = value
+                self.tensors[ref.index] = value if value is None else self._guarded(value, call, ref)
+
+    def _guarded(self, tensor: SymTensor, call: Call, ref: Ref) -> SymTensor:
+        """Elements that a rule can't read become reads of a leaf that says why."""
+
+        def at(index: Index) -> Value:
+            try:
+                return tensor.at(index)
+            except Undecidable as error:
+                return self.leaf(str(call.func), call.node, ref, str(error)).at(index)
+
+        return SymTensor(tensor.shape, tensor.dtype, at)
 
     def _arguments(self, args: Any) -> Any:
         if isinstance(args, Ref):
@@ -346,6 +366,8 @@ def _triangle(ev: Evaluator, x: SymTensor, diagonal: Any = 0) -> SymTensor:
 @_rule("arange")
 def _arange(ev: Evaluator, *args: Any, **_: Any) -> SymTensor:
     bounds = [ev.size(a) for a in args[:3] if isinstance(a, int | float | sympy.Expr)]
+    if ev.out.dtype in NARROW:
+        raise Undecidable(f"token indices in {ev.out.dtype} merge in long rows")
     start = bounds[0] if len(bounds) > 1 else ZERO
     step = bounds[2] if len(bounds) > 2 else ONE
     return SymTensor(ev.shape, ev.out.dtype, lambda i: start + step * i[0])
@@ -507,14 +529,10 @@ def _cast(ev: Evaluator, x: SymTensor, *_: Any, **__: Any) -> SymTensor:
 
 def _small(value: sympy.Expr, dtype: torch.dtype) -> sympy.Expr:
     """The value as `dtype` holds it: only choices between constants are known to survive a narrow type."""
-    if isinstance(value, Select):
-        return Select(value.args[0], *(_small(branch, dtype) for branch in value.args[1:]))
-    if not value.is_number:
-        return NARROWED(value)
-    return number(torch.tensor(float(value)).to(dtype).item())
-
-
-NARROWED = sympy.Function("a cast to a narrow type of")
+    try:
+        return _on_constants(value, lambda v: torch.tensor(v).to(dtype).item())
+    except Undecidable:
+        raise Undecidable(f"a cast to {dtype} merges large values of `{value}`") from None
 
 
 # -- over a dim ----------------------------------------------------------------------------------------------
@@ -596,9 +614,101 @@ def _repeat_interleave(ev: Evaluator, repeats: SymTensor, *args: Any, **_: Any) 
     return SymTensor(ev.shape, ev.out.dtype, at)
 
 
-@_rule("scatter", "index_put", "index_fill", "scatter_add", "index_add")
-def _scatter(ev: Evaluator, *_: Any, **__: Any) -> SymTensor:
-    raise Undecidable("writing at computed places")
+@_rule("scatter", "index_put", "index_fill")
+def _write_at(ev: Evaluator, x: SymTensor, *args: Any, **_: Any) -> SymTensor:
+    """`value` where some index says so; elsewhere what was there. For one constant written into a 1-d tensor."""
+    assert ev._call is not None
+    name = ev._call.func.overloadpacket.__name__
+    where, value = (args[0][0], args[1]) if name == "index_put" else (args[1], args[2])
+    if len(x.shape) != 1 or (len(args) > 2 and args[2] is True) or where.dtype is torch.bool or len(where.shape) != 1:
+        raise Undecidable(f"{ev._call.func} other than of one constant into a 1-d tensor")
+    places = where.shape[0]
+
+    def at(index: Index) -> Value:
+        written = value.broadcast_at((ZERO,)) if isinstance(value, SymTensor) else ev._scalar(value)
+        if not (is_bool(written) or written.is_number):
+            raise Undecidable("writing a value that varies")
+        i = ev.dummy(places, index)
+        hits = SumOver(numeric(compare("eq", where.at((i,)), index[0])), i, places)
+        as_value = truth if x.dtype is torch.bool else numeric
+        return choose(compare("gt", hits, ZERO), as_value(written), x.at(index))
+
+    return SymTensor(x.shape, x.dtype, at)
+
+
+@_rule("copy")
+def _copy(ev: Evaluator, x: SymTensor, source: SymTensor, *_: Any) -> SymTensor:
+    return _cast(ev, views.expand(source, ev.shape))
+
+
+@_rule("select_scatter")
+def _select_scatter(ev: Evaluator, x: SymTensor, source: SymTensor, dim: int, index: Any) -> SymTensor:
+    d = views.wrap(dim, len(x.shape))
+    place = ev.size(index) + (x.shape[d] if ev.size(index).is_negative else 0)
+
+    def at(i: Index) -> Value:
+        return choose(compare("eq", i[d], place), source.at((*i[:d], *i[d + 1 :])), x.at(i))
+
+    return SymTensor(x.shape, x.dtype, at)
+
+
+@_rule("slice_scatter")
+def _slice_scatter(
+    ev: Evaluator, x: SymTensor, source: SymTensor, dim: int = 0, start: Any = 0, end: Any = None, step: int = 1
+) -> SymTensor:
+    d = views.wrap(dim, len(x.shape))
+    first = ev.size(start or 0)
+    first = first + x.shape[d] if first.is_negative else first
+    if step != 1:
+        raise Undecidable("writing to a strided slice")
+
+    def at(i: Index) -> Value:
+        inside = sympy.And(compare("ge", i[d], first), compare("lt", i[d] - first, source.shape[d]))
+        if source.shape[d] == x.shape[d]:
+            inside = sympy.true
+        return choose(inside, source.at((*i[:d], i[d] - first, *i[d + 1 :])), x.at(i))
+
+    return SymTensor(x.shape, x.dtype, at)
+
+
+@_rule("block_diag")
+def _block_diag(ev: Evaluator, parts: Sequence[SymTensor]) -> SymTensor:
+    lengths = ", ".join(str(p.shape[0]) if p.shape else "1" for p in parts)
+    raise Undecidable(f"block_diag bakes the lengths {lengths} of this batch's documents into the graph as constants")
+
+
+@_rule("floor_divide")
+def _floor_divide(ev: Evaluator, x: Any, y: Any) -> SymTensor:
+    return ev.pointwise(lambda a, b: sympy.floor(numeric(a) / numeric(b)), x, y)
+
+
+@_rule("remainder")
+def _remainder(ev: Evaluator, x: Any, y: Any) -> SymTensor:
+    return ev.pointwise(lambda a, b: sympy.Mod(numeric(a), numeric(b)), x, y)
+
+
+@_rule("div")
+def _div(ev: Evaluator, x: Any, y: Any, rounding_mode: str | None = None) -> SymTensor:
+    if rounding_mode == "floor":
+        return _floor_divide(ev, x, y)
+    if rounding_mode is not None or not isinstance(y, int | float) or y == 0 or math.frexp(y)[0] not in (0.5, -0.5):
+        raise Undecidable("a division that rounds")
+    return ev.pointwise(lambda a: numeric(a) / number(y), x)
+
+
+@_rule("log")
+def _log(ev: Evaluator, x: SymTensor) -> SymTensor:
+    return ev.pointwise(lambda a: _on_constants(numeric(a), lambda v: math.log(v) if v > 0 else -math.inf), x)
+
+
+def _on_constants(value: sympy.Expr, function: Callable[[float], float]) -> sympy.Expr:
+    choice = outer_select(value)
+    if choice is not None:
+        branches = (value.xreplace({choice: branch}) for branch in choice.args[1:])
+        return Select(choice.args[0], *(_on_constants(branch, function) for branch in branches))
+    if not value.is_number:
+        raise Undecidable(f"a nonlinear function of `{value}`")
+    return number(function(float(value)))
 
 
 def is_boolean(x: SymTensor) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -14,7 +15,7 @@ from sympy.core.relational import Relational
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
 
-from .predicate_aten import NARROWED, Leaf
+from .predicate_aten import Leaf
 from .predicate_values import (
     ONE,
     TOKENS,
@@ -24,7 +25,7 @@ from .predicate_values import (
     Select,
     SumOver,
 )
-from .predicate_worlds import IK, IQ, PK, PQ, Cell, K, Linear, Ordinal, Q, World, holds
+from .predicate_worlds import IK, IQ, PK, PQ, STARTS, Cell, K, Linear, Ordinal, Q, World, holds
 
 _GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
@@ -59,6 +60,7 @@ class Reader:
     token_size: frozenset[sympy.Expr]
     ordinals: dict[sympy.Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[sympy.Expr, Trouble] = field(default_factory=dict)
+    skips_end: bool = False  # marks of starts leave out where the last document ends
 
     # -- values in a cell ------------------------------------------------------------------------------------
 
@@ -133,7 +135,9 @@ class Reader:
         return self._trouble(term, self._plain_trouble(term))
 
     def _trouble(self, term: sympy.Expr, trouble: Trouble) -> Linear:
-        self.troubles[term] = trouble
+        # The same thing said of the query and of the key is one trouble.
+        detail = re.sub(rf"\b{self.pair.key}\b", str(self.pair.query), trouble.detail)
+        self.troubles[term] = replace(trouble, detail=detail)
         return {term: sympy.S.One}
 
     def _plain_trouble(self, term: sympy.Expr) -> Trouble:
@@ -158,9 +162,6 @@ class Reader:
     def _read(self, term: Any) -> Linear:
         leaf = self.leaves.get(term.func)
         packing = self.sharding.packing
-        if term.func == NARROWED:
-            detail = f"`{term.args[0]}` is cast to a narrow type, which merges large values"
-            return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, detail))
         assert leaf is not None
         if leaf.trouble:
             return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
@@ -211,9 +212,10 @@ class Reader:
         if isinstance(term, RunningSum):
             inner, j, at = term.args
             side = self._side(at)
-            if side is None or not self._counts_starts(inner, j):
+            sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
+            if side is None or not sub.marks_starts(inner):
                 return None
-            return self._ordinal(RunningSum(inner, j, _TOKEN), side[0], with_padding=False)
+            return self._ordinal(RunningSum(inner, j, _TOKEN), side[0], with_padding=sub.skips_end or self._padded)
         if isinstance(term, RepeatIndex):
             side = self._side(term.args[3])
             if side is None or not self._is_lengths(term):
@@ -227,11 +229,10 @@ class Reader:
     def _padded(self) -> bool:
         return isinstance(self.sharding.packing, CuSeqlens) and self.sharding.packing.padded_arg is not None
 
-    def _counts_starts(self, inner: Any, j: Any) -> bool:
-        """f(j) is 0 inside a document and positive at its first token. f(0) shifts all numbers alike."""
-        sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
-        inside = sub.numbers(inner, Cell(World.SAME, (1, 1)))
-        first = sub.numbers(inner, Cell(World.ADJACENT, (1, 1)))
+    def marks_starts(self, inner: Any) -> bool:
+        """0 inside a document, positive at its first token. What it is at the row's start shifts all numbers alike."""
+        inside = self.numbers(inner, Cell(World.SAME, (1, 1)))
+        first = self.numbers(inner, Cell(World.ADJACENT, (1, 1)))
         return inside == {0.0} and first is not None and all(0 < v < float("inf") for v in first)
 
     def _bounds_leaf(self, term: Any) -> Leaf | None:
@@ -253,21 +254,25 @@ class Reader:
         return sympy.expand(lengths - read(i + 1) + read(i)) == 0 and leaves[0].shape[0] - count == 1
 
     def _count_of_bounds(self, term: Any) -> Linear | None:
-        """How many offsets are <= the token's index."""
+        """How many offsets are <= the token's index, or are that index."""
         found = self._counted_bounds(term)
         if found is None:
             return None
-        first, last, size, side = found
+        first, last, size, side, at_token = found
         # Offset 0 counts for every token, and the last one only tells the last document from what follows it.
         if first > 1 or sympy.expand(last - size + 2).is_negative is not False:
             return None
-        with_padding = self._padded or sympy.expand(last - size + 1) != 0
+        without_end = sympy.expand(last - size + 1) != 0
+        if at_token:
+            self.skips_end |= without_end
+            return {STARTS: sympy.S.One} if side == Q else None
+        with_padding = self._padded or without_end
         return self._ordinal(term.xreplace({self._at(side): _TOKEN}), side, with_padding)
 
     def _at(self, side: sympy.Expr) -> sympy.Expr:
         return self.pair.query if side == Q else self.pair.key
 
-    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, sympy.Expr] | None:
+    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, sympy.Expr, bool] | None:
         inner, i, count = term.args
         if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
             return None
@@ -280,12 +285,12 @@ class Reader:
         rest = sympy.expand(-(relation.lhs - slope * reads[0]) / slope) if slope in (1, -1) else sympy.nan
         op = type(relation).__name__ if slope == 1 else type(relation.reversed).__name__
         # offset < x is offset <= x - 1 for integers.
-        token = {"LessThan": rest, "StrictLessThan": sympy.expand(rest - 1)}.get(op)
+        token = {"LessThan": rest, "StrictLessThan": sympy.expand(rest - 1), "Equality": rest}.get(op)
         side = self._side(token) if token is not None else None
         first = sympy.expand(reads[0].args[0] - i)
         if side is None or not first.is_Integer or first.is_negative:
             return None
-        return first, first + count - 1, leaf.shape[0], side[0]
+        return first, first + count - 1, leaf.shape[0], side[0], op == "Equality"
 
     def _document_start(self, term: Any, leaf: Leaf) -> Linear | None:
         """offsets[number of the token's document]: the token's index minus its position."""
@@ -297,7 +302,7 @@ class Reader:
                 side = self._side(number.args[3])
                 return {side[0]: sympy.S.One, side[1]: -sympy.S.One} if side else None
             counted = self._counted_bounds(number) if isinstance(number, SumOver) else None
-            if counted is not None and counted[0] in (0, 1) and index == counted[0] - 1:
+            if counted is not None and not counted[4] and counted[0] in (0, 1) and index == counted[0] - 1:
                 position = PQ if counted[3] == Q else PK
                 return {counted[3]: sympy.S.One, position: -sympy.S.One}
         return None

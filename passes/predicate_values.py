@@ -112,7 +112,7 @@ def numeric(value: Value) -> sympy.Expr:
 def compare(op: str, left: Value, right: Value) -> Boolean:
     """`left op right` in one normal form: Boolean algebra over relations `difference op 0` free of Selects."""
     left, right = numeric(left), numeric(right)
-    choice = _outer_select(left) or _outer_select(right)
+    choice = outer_select(left) or outer_select(right)
     if choice is not None:
         condition, x, y = choice.args
         yes = compare(op, left.xreplace({choice: x}), right.xreplace({choice: x}))
@@ -126,13 +126,13 @@ def compare(op: str, left: Value, right: Value) -> Boolean:
     return _COMPARISONS[op](difference, ZERO, evaluate=False)
 
 
-def _outer_select(expression: sympy.Expr) -> Any:
+def outer_select(expression: sympy.Expr) -> Any:
     """A Select that stands in `expression` outside any other function."""
     if isinstance(expression, Select):
         return expression
     if isinstance(expression, sympy.Add | sympy.Mul | sympy.Abs | sympy.Max | sympy.Min):
         for arg in expression.args:
-            found = _outer_select(arg)  # type: ignore[arg-type]
+            found = outer_select(arg)  # type: ignore[arg-type]
             if found is not None:
                 return found
     return None

@@ -16,6 +16,7 @@ import sympy
 from .predicate_values import ONE, TOKENS
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
+STARTS = sympy.Symbol("S", integer=True)  # how many of the batch's document starts are at Q; for ADJACENT tokens
 Linear = dict[sympy.Expr, sympy.Expr]  # term -> coefficient; ONE -> the constant
 Span = tuple[float, float]  # inclusive bounds
 EVERYTHING: Span = (-math.inf, math.inf)
@@ -106,7 +107,7 @@ def _compare(op: str, low: float, high: float) -> bool | None:
     return True if always[op] else False if always[opposite[op]] else None
 
 
-_STARTS, _IDS = sympy.symbols("starts ids", integer=True)  # start(q) - start(k); id(q) - id(k)
+_APART, _IDS = sympy.symbols("starts ids", integer=True)  # start(q) - start(k); id(q) - id(k)
 
 
 def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int) -> Linear:
@@ -125,7 +126,7 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int
         elif term == PQ and world in (World.SAME, World.DIFFERENT):
             add(PK, c), add(D, c)
             if world is World.DIFFERENT:
-                add(_STARTS, -c)
+                add(_APART, -c)
         elif term == IQ and world is World.SAME:
             add(IK, c)
         elif term == IQ and linear.get(IK) == -c:
@@ -145,14 +146,15 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[sympy.Exp
     row: Span = (0, math.inf)
     spans: dict[sympy.Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
     spans |= {Q: (max(0, cell.span[0]), math.inf), K: (max(0, -cell.span[1]), math.inf), PK: row, PQ: row}
-    spans[_STARTS] = apart
+    spans[_APART] = apart
     spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
     if cell.world is World.SAME:
         spans |= {PQ: (max(0, cell.span[0]), math.inf), PK: (max(0, -cell.span[1]), math.inf), IQ: row, IK: row}
+        spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING
     elif cell.world is World.DIFFERENT:
         spans |= {IQ: row}
     elif cell.world is World.ADJACENT:
-        spans |= {PQ: (0, 0)}
+        spans |= {PQ: (0, 0), STARTS: (1, math.inf)}
     else:
         spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: row}
     return spans
@@ -176,11 +178,8 @@ def _highest(form: Linear, spans: Mapping[sympy.Expr, Span]) -> float:
             continue
         low, high = spans.get(term, EVERYTHING)
         edge = high if c > 0 else low
-        if math.isinf(edge) and (term in _IN_ROW or term == D) and spans.get(term, EVERYTHING) != EVERYTHING:
+        if math.isinf(edge) and (term == D or (term in _IN_ROW and (low, high) != EVERYTHING)):
             # Indices reach T - 1; distances reach T - 1 either way.
-            per_token += abs(c)
-            constant -= abs(c)
-        elif math.isinf(edge) and term == D:
             per_token += abs(c)
             constant -= abs(c)
         else:
