@@ -1,83 +1,144 @@
-"""The `balanced` layout: equal tokens and equal attention work on every rank."""
+"""Sharing documents out: every bin (a rank, or a node of ranks) gets its quota of tokens and the same work.
+
+Bins are filled one after another. Each leaves the rest with the same work per token, so the next one can be filled too:
+
+1. A document with too much work for the bin is cut near its end, where the work is. Else the bin takes whole documents,
+   the biggest first, as long as the sparsest tokens there are could still fill it up within its share of work.
+2. The tokens that are then missing are one run of the line of all other documents, ordered from the sparsest (least
+   work per token) to the densest; where the run starts decides how much work it does. Only its ends cut documents, and
+   these are short ones as long as there are any:
+
+       sparse ....[ run )........................ dense [ whole documents, or the end of a long one )
+
+On a single causal document this is the zigzag of `dual_chunk`.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .documents import Documents
-from .intervals import Int
-from .layouts import TokenOrder
 from .masks import PackedMask
+from .parts import Line, Parts
 
 
-def visible(length: float, x: float, mask: PackedMask) -> float:
-    """Keys that the first x queries of a document of `length` tokens see, all together."""
-    left = length if mask.left is None else mask.left
-    right = length if mask.right is None else mask.right
+@dataclass(frozen=True)
+class Style:
+    """How to fill bins.
 
-    def ramp(y: float, limit: float) -> float:
-        """Sum of min(i, limit) for i in [0, y)."""
-        if y <= limit + 1:
-            return y * (y - 1) / 2
-        return limit * (limit + 1) / 2 + (y - limit - 1) * limit
+    Args:
+        slack: share of a bin's work that is not worth a cut.
+        whole: take whole documents first. False: only the ends of the line, which balances best.
+    """
 
-    return x + ramp(x, left) + ramp(length, right) - ramp(length - x, right)
-
-
-def balanced(documents: Documents, world_size: int, mask: PackedMask) -> TokenOrder:
-    """Each rank takes one run from the sparse and one from the dense end of the documents sorted by length."""
-    total = documents.total
-    starts, lengths = _parts(documents, mask.packed)
-    order = np.lexsort((starts, lengths))
-    starts, sizes = starts[order].tolist(), np.abs(lengths[order]).tolist()
-    padding = (lengths[order] < 0).tolist()
-    line = np.concatenate([[0], np.cumsum(np.abs(lengths[order]))]).tolist()
-    work = [0.0]
-    for size, empty in zip(sizes, padding, strict=True):
-        work.append(work[-1] + (0.0 if empty else visible(size, size, mask)))
-
-    def area(x: int) -> float:
-        i = min(bisect_right(line, x), len(sizes)) - 1
-        return work[i] + (0.0 if padding[i] else visible(sizes[i], x - line[i], mask))
-
-    low, high = 0, total
-    cuts: list[tuple[int, int, int]] = []
-    capacity = -(-total // world_size)
-    for rank in range(world_size):
-        tokens = min(capacity, high - low)
-        share = (area(high) - area(low)) / (world_size - rank)
-        few, many = 0, tokens
-        while few < many:
-            top = (few + many) // 2
-            taken = area(high) - area(high - top) + area(low + tokens - top) - area(low)
-            few, many = (few, top) if taken >= share else (top + 1, many)
-        cuts += [(low, low + tokens - few, rank), (high - few, high, rank)]
-        low, high = low + tokens - few, high - few
-    return _to_row(cuts, line, starts, sizes, world_size, total)
+    slack: float = 0.004
+    whole: bool = True
 
 
-def _parts(documents: Documents, packed: bool) -> tuple[Int, Int]:
-    """Starts and lengths of all parts of the row, those of padding negated."""
-    if not packed:
-        return np.zeros(1, dtype=np.int64), np.array([documents.total])
-    gaps = np.concatenate([documents.starts, [documents.total]]) - np.concatenate([[0], documents.ends])
-    starts = np.concatenate([documents.starts, [0], documents.ends])
-    lengths = np.concatenate([documents.lengths, -gaps])
-    return starts[lengths != 0], lengths[lengths != 0]
+def share_out(
+    parts: Parts, quotas: Sequence[int], extra: Sequence[float], mask: PackedMask, style: Style
+) -> list[Parts]:
+    """Give every bin its quota of tokens and the same work per token.
+
+    Args:
+        parts: what there is to share.
+        quotas: tokens per bin; their sum is the parts'.
+        extra: per bin, tiles that it spends on top of its parts' work, as cuts cost them.
+        mask: what attention sees.
+        style: how to fill each bin.
+    """
+    bins: list[Parts] = []
+    total = sum(quotas)
+    for b, quota in enumerate(quotas):
+        if b == len(quotas) - 1 or quota == total:
+            bins.append(parts)
+            bins += [parts.take(slice(0, 0))] * (len(quotas) - 1 - b)
+            break
+        share = (float(parts.work.sum()) + sum(extra[b:])) * quota / total - extra[b]
+        taken, parts = _fill(parts, quota, share, mask, style)
+        bins.append(taken)
+        total -= quota
+    return bins
 
 
-def _to_row(
-    cuts: list[tuple[int, int, int]], line: list[int], starts: list[int], sizes: list[int], world_size: int, total: int
-) -> TokenOrder:
-    pieces: list[tuple[int, int]] = []
-    for lo, hi, rank in cuts:
-        i = min(bisect_right(line, lo), len(sizes)) - 1
-        while lo < hi:
-            pieces.append((starts[i] + lo - line[i], rank))
-            lo = min(hi, line[i + 1])
-            i += 1
-    pieces.sort()
-    bounds = np.array([start for start, _ in pieces] + [total], dtype=np.int64)
-    return TokenOrder.from_cuts(bounds, np.array([rank for _, rank in pieces], dtype=np.int64), world_size)
+def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style) -> tuple[Parts, Parts]:
+    """(what one bin takes, what is left): `tokens` tokens that do `work`."""
+    line, slack = _line_up(parts, mask), style.slack * work
+    taken: list[Parts] = []
+    chosen: list[int] = []
+    biggest = int(line.parts.size[-1])
+    whole_fits = biggest <= tokens and float(line.parts.work[-1]) + line.work(tokens - biggest) <= work + slack
+    if style.whole and whole_fits:
+        chosen = _choose_whole(line, tokens, work + slack)
+    else:
+        dense = _dense_run(line, tokens, work)
+        dense = line.size - line.aligned(line.size - dense) if style.whole else dense
+        tail, others = line.split([(line.size - dense, line.size)])
+        taken, line = [tail], Line(others, mask)
+        tokens, work = tokens - dense, work - float(tail.work.sum())
+    # Too many short documents may leave few tokens and much work missing: give some back until a run can fill the gap.
+    for back in (0, 1, 2, 4, 8, 16, 32):
+        whole, others = line.pick(chosen[: max(0, len(chosen) - back)])
+        left, missing = tokens - int(whole.size.sum()), work - float(whole.work.sum())
+        rest = Line(others, mask)
+        if not left:
+            return Parts.join([*taken, whole]), others
+        if back >= len(chosen) or missing - slack <= rest.work(rest.size) - rest.work(rest.size - left):
+            break
+    at = _run_position(rest, left, missing, slack)
+    run, others = rest.split([(at, at + left)])
+    return Parts.join([*taken, whole, run]), others
+
+
+def _line_up(parts: Parts, mask: PackedMask) -> Line:
+    """From the sparsest to the densest; the part with the most work comes last in any case."""
+    density = parts.work / parts.size
+    density[int(np.argmax(parts.work))] = np.inf
+    return Line(parts.take(np.lexsort((parts.start, parts.first, density))), mask)
+
+
+def _dense_run(line: Line, tokens: int, work: float) -> int:
+    """How many of `tokens` come from the dense end, the others from the sparse end, so that `work` is met."""
+    base = line.work(line.size)
+    few, many = 0, tokens
+    while few < many:
+        mid = (few + many) // 2
+        taken = base - line.work(line.size - mid) + line.work(tokens - mid)
+        few, many = (few, mid) if taken >= work else (mid + 1, many)
+    return few
+
+
+def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
+    """Whole parts, the biggest first, that leave room for the sparsest tokens as a filling."""
+    parts = line.parts
+    order = np.argsort(-parts.work, kind="stable")
+    size, cost = parts.size[order], parts.work[order]
+    fits = cost + np.interp(tokens - size, line.bounds, line.before) <= work
+    candidates = order[fits & (size <= tokens)].tolist()
+    sizes, costs = parts.size.tolist(), parts.work.tolist()
+    chosen: list[int] = []
+    for i in candidates:
+        if sizes[i] <= tokens and costs[i] <= work and costs[i] + line.work(tokens - sizes[i]) <= work:
+            chosen.append(i)
+            tokens -= sizes[i]
+            work -= costs[i]
+    return chosen
+
+
+def _run_position(line: Line, tokens: int, work: float, slack: float) -> int:
+    """Where a run of `tokens` starts that does `work`: work grows along the line.
+
+    A start that cuts fewer documents, or cuts between tiles, is taken instead if its work is as good as the same.
+    """
+    low, high = 0, line.size - tokens
+    while low < high:
+        mid = (low + high) // 2
+        low, high = (low, mid) if line.work(mid + tokens) - line.work(mid) >= work else (mid + 1, high)
+    i, j = line.index(low), line.index(low + tokens)
+    starts = [0, line.bounds[i], line.bounds[i + 1], line.bounds[j] - tokens, line.bounds[j + 1] - tokens]
+    for at in (*starts, line.aligned(low)):
+        if 0 <= at <= line.size - tokens and abs(line.work(at + tokens) - line.work(at) - work) <= slack:
+            return at
+    return low

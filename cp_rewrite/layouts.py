@@ -113,7 +113,7 @@ def order_tokens(documents: Documents, world_size: int, layout: str, mask: Packe
     if layout == "dual_chunk":
         return dual_chunk(documents.spans, world_size)
     if layout == "balanced":
-        from .balance import balanced
+        from .balanced import balanced
 
         return balanced(documents, world_size, mask)
     raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")

@@ -1,0 +1,132 @@
+"""The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .balance import Style, share_out
+from .cost import Device, Model, least_seconds, load_of, needed_seconds
+from .documents import Documents
+from .layouts import TokenOrder, contiguous, dual_chunk
+from .masks import PackedMask
+from .parts import Parts, part_tiles
+from .schedule import build
+from .tiles import Float, imbalance
+
+ENOUGH = 1.012
+"""Imbalance that is not worth another round."""
+LIMIT = 1.02
+"""Imbalance up to which traffic decides between plans."""
+ROUNDS = 4
+
+
+class Candidate(NamedTuple):
+    """A way to share out a row, and what it costs."""
+
+    unbalanced: bool
+    seconds: float
+    order: TokenOrder
+
+
+def balanced(
+    documents: Documents,
+    world_size: int,
+    mask: PackedMask,
+    *,
+    ranks_per_node: int | None = None,
+    device: Device | None = None,
+    model: Model | None = None,
+) -> TokenOrder:
+    """The best order found: balanced within 2%, then cheapest; never dearer than one of the simple layouts.
+
+    Every rank gets total / world_size tokens, rounded up or down. Pure: the same on every rank.
+
+    Args:
+        documents: the row's documents.
+        world_size: ranks.
+        mask: what attention sees.
+        ranks_per_node: ranks that share a node's fast links; documents then stay inside nodes where they can.
+        device, model: what the cost model plans for; by default an H200, 64/8 heads of 128.
+    """
+    device, model = device or Device.named("h200"), model or Model()
+    parts = Parts.of_row(documents, mask)
+    per_node = ranks_per_node or world_size
+    quotas = [documents.total // world_size + (r < documents.total % world_size) for r in range(world_size)]
+
+    def cost(order: TokenOrder) -> Candidate:
+        load = load_of(build([documents], [order], mask))
+        return Candidate(imbalance(load.tiles) > LIMIT, needed_seconds(load, device, model, per_node), order)
+
+    best: Candidate | None = None
+    for ranks in _ways(parts, quotas, mask, per_node):
+        candidate = cost(_to_order(ranks, documents.total))
+        best = candidate if best is None else min(best, candidate, key=lambda c: c[:2])
+    assert best is not None
+    for order in _simple_orders(documents, world_size):
+        if least_seconds(documents, order, mask, device, model) < best.seconds:
+            best = min(best, cost(order), key=lambda c: c.seconds)
+    return best.order
+
+
+def _ways(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int) -> Iterator[list[Parts]]:
+    """Balanced ways to share out, from few rows moved to many."""
+    shared = _balance(parts, quotas, mask, per_node, Style())
+    yield shared
+    if _imbalance(shared, mask) > ENOUGH:
+        yield _balance(parts, quotas, mask, per_node, Style(slack=0.001))
+        yield _balance(parts, quotas, mask, per_node, Style(slack=0.0, whole=False))
+    if per_node == len(quotas) and len(quotas) % 2 == 0 and len(quotas) > 2 and _too_big(parts, quotas) > 1:
+        yield _balance(parts, quotas, mask, len(quotas) // 2, Style())
+
+
+def _too_big(parts: Parts, quotas: list[int]) -> int:
+    """Documents that do more work than a rank should: they will be cut, best within half of the ranks."""
+    return int((parts.work > 1.5 * parts.work.sum() / len(quotas)).sum())
+
+
+def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, style: Style) -> list[Parts]:
+    """Share out, then again with what the cuts have cost each rank, until it is balanced. First over nodes."""
+    if per_node < len(quotas):
+        groups = [quotas[i : i + per_node] for i in range(0, len(quotas), per_node)]
+        nodes = _balance(parts, [sum(group) for group in groups], mask, len(groups), style)
+        return [
+            rank
+            for node, group in zip(nodes, groups, strict=True)
+            for rank in _balance(node, group, mask, len(group), style)
+        ]
+    best, least, extra = [parts], np.inf, np.zeros(len(quotas))
+    for _ in range(ROUNDS):
+        ranks = share_out(parts, quotas, extra.tolist(), mask, style)
+        tiles = _tiles(ranks, mask)
+        if imbalance(tiles) < least:
+            best, least = ranks, imbalance(tiles)
+        if least < ENOUGH:
+            break
+        extra = tiles - np.array([float(part.work.sum()) for part in ranks])
+    return best
+
+
+def _tiles(ranks: list[Parts], mask: PackedMask) -> Float:
+    owner = np.repeat(np.arange(len(ranks)), [len(part.size) for part in ranks])
+    return np.bincount(owner, part_tiles(Parts.join(ranks), mask), len(ranks)).astype(np.float64)
+
+
+def _imbalance(ranks: list[Parts], mask: PackedMask) -> float:
+    return imbalance(_tiles(ranks, mask))
+
+
+def _simple_orders(documents: Documents, world_size: int) -> Iterator[TokenOrder]:
+    yield contiguous(documents.total, world_size)
+    yield dual_chunk(np.array([0, documents.total]), world_size)
+    yield dual_chunk(documents.spans, world_size)
+
+
+def _to_order(ranks: list[Parts], total: int) -> TokenOrder:
+    """The token order in which rank r owns ranks[r]."""
+    start = np.concatenate([parts.start for parts in ranks])
+    owner = np.repeat(np.arange(len(ranks)), [len(parts.start) for parts in ranks])
+    order = np.argsort(start, kind="stable")
+    return TokenOrder.from_cuts(np.append(start[order], total), owner[order], len(ranks))
