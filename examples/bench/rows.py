@@ -1,0 +1,124 @@
+"""Bandwidth of the row kernels, beside a device-to-device copy of the same payload measured in the same run.
+
+python examples/bench/rows.py [--sweep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.kernels import rows
+
+SETS = 4
+"""Payloads take turns, so that no run finds its data in the L2 cache."""
+
+
+def milliseconds(run: Callable[[int], object], repeats: int = 40) -> float:
+    """Median device time of `run(i)`, i counting up."""
+    for i in range(SETS):
+        run(i)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    torch.cuda.synchronize()
+    # The host stays ahead of the device: launches cost nothing inside the events.
+    torch.cuda._sleep(20_000_000)
+    for i, (start, stop) in enumerate(events):
+        start.record()
+        run(i)
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+
+
+def row_set(count: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(count, columns, device="cuda").to(dtype) for _ in range(SETS)]
+
+
+def copy_rate(count: int, columns: int, dtype: torch.dtype) -> float:
+    """GB/s, read plus written."""
+    src, dst = row_set(count, columns, dtype), row_set(count, columns, dtype)
+    time = milliseconds(lambda i: dst[i % SETS].copy_(src[i % SETS]))
+    return 2 * src[0].nbytes / time / 1e6
+
+
+def gather_rate(src: list[Tensor], index: Tensor) -> float:
+    time = milliseconds(lambda i: rows.gather_rows(src[i % SETS], index))
+    return (2 * index.numel() * src[0][0].nbytes + index.nbytes) / time / 1e6
+
+
+def sum_rate(x: list[Tensor], ptr: Tensor, index: Tensor, dtype: torch.dtype) -> float:
+    time = milliseconds(lambda i: rows.sum_rows(x[i % SETS], ptr, index, dtype))
+    written = (len(ptr) - 1) * x[0].shape[1] * torch.empty(0, dtype=dtype).element_size()
+    return (len(index) * x[0][0].nbytes + written + ptr.nbytes + index.nbytes) / time / 1e6
+
+
+def runs(count: int, length: int) -> Tensor:
+    """A permutation of rows that keeps runs of `length` together, as pieces of documents do."""
+    order = torch.randperm(count // length)
+    return (order[:, None] * length + torch.arange(length)).reshape(-1).int().cuda()
+
+
+def report(name: str, rate: float, copy: float) -> None:
+    print(f"| {name} | {rate:.0f} | {copy:.0f} | {100 * rate / copy:.1f} % |", flush=True)
+
+
+def table() -> None:
+    print("| kernel, payload | GB/s | copy GB/s | of copy |\n|---|---|---|---|")
+    bf16 = torch.bfloat16
+    for count, columns in ((16384, 2048), (65536, 2048), (65536, 1024), (131072, 512)):
+        src, copy = row_set(count, columns, bf16), copy_rate(count, columns, bf16)
+        size = f"{count} rows x {2 * columns} B ({src[0].nbytes >> 20} MB)"
+        report(f"gather, runs of 128, {size}", gather_rate(src, runs(count, 128)), copy)
+        report(f"gather, any order, {size}", gather_rate(src, runs(count, 1)), copy)
+        one = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+        report(f"sum of 1, {size}", sum_rate(src, one, runs(count, 128), bf16), copy)
+        two = torch.arange(0, count + 1, 2, dtype=torch.int32, device="cuda")
+        report(f"sum of 2, {size}", sum_rate(src, two, runs(count, 1), bf16), copy)
+        report(f"sum of 2 into fp32, {size}", sum_rate(src, two, runs(count, 1), torch.float32), copy)
+    # TransformerEngine's published case: 16 documents of 4096, 16 heads x 64.
+    cu = torch.arange(0, 65536 + 1, 4096, dtype=torch.int32, device="cuda")
+    src, copy = row_set(65536, 1024, bf16), copy_rate(65536, 1024, bf16)
+    for cp in (2, 4, 8):
+        slots = rows.dual_chunk_gathered(cu, 65536 // cp, cp)
+        report(f"dual_chunk reorder, cp {cp}, 16 x 4096 x 16 x 64", gather_rate(src, slots), copy)
+    time = milliseconds(lambda i: rows.dual_chunk_gathered(cu, 65536 // 4, 4))
+    print(f"dual_chunk metadata on the device: {1e3 * time:.1f} us")
+    merge_table()
+
+
+def merge_table() -> None:
+    for steps, dtype in ((2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float32)):
+        shape = steps, 8192, 32, 128
+        outs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(SETS)]
+        lses = [torch.randn(steps, 32, 8192, device="cuda") for _ in range(SETS)]
+        time = milliseconds(lambda i, o=outs, x=lses: rows.merge_steps(o[i % SETS], x[i % SETS]))
+        moved = outs[0].nbytes * (1 + 1 / steps) + lses[0].nbytes * (1 + 1 / steps)
+        copy = copy_rate(steps * 8192, 4096, dtype)
+        report(f"merge of {steps} steps, {str(dtype)[6:]}, 8192 x 32 x 128", moved / time / 1e6, copy)
+
+
+def sweep() -> None:
+    """How many independent accesses per thread."""
+    for count, columns in ((16384, 2048), (65536, 1024)):
+        src, copy = row_set(count, columns, torch.bfloat16), copy_rate(count, columns, torch.bfloat16)
+        two = torch.arange(0, count + 1, 2, dtype=torch.int32, device="cuda")
+        one = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+        for unroll in (1, 2, 4, 8):
+            rows._GATHER_UNROLL = rows._SUM_UNROLL = unroll
+            report(f"unroll {unroll}: gather", gather_rate(src, runs(count, 128)), copy)
+            report(f"unroll {unroll}: sum of 1", sum_rate(src, one, runs(count, 128), torch.bfloat16), copy)
+            report(f"unroll {unroll}: sum of 2", sum_rate(src, two, runs(count, 1), torch.bfloat16), copy)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="vary the unrolling first")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if parser.parse_args().sweep:
+        sweep()
+    else:
+        table()

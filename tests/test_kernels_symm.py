@@ -1,0 +1,129 @@
+"""Rows through symmetric memory on the GPUs of one host, against the route on plain tensors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.pull import pull_kv, return_kv
+from cp_rewrite.pull import NAMES, pull_route
+from cp_rewrite.schedule import Schedule
+from tests.packed import make_schedule
+
+pytestmark = pytest.mark.gpu
+
+HEADS, DIM, DIM_V = 3, 16, 24
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+def test_exchange_over_symmetric_memory() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    mp.spawn(_rank, (world_size, _free_port()), nprocs=world_size)  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    from cp_rewrite.kernels import symm
+
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    assert symm.reasons(name) == ()
+    for lengths, layout, mask in (
+        ([3000, 70, 1, 900], "balanced", PackedMask()),
+        ([5000], "dual_chunk", PackedMask()),  # grows the channels
+        ([300] * 20, "contiguous", PackedMask(False, (50, 20))),
+        ([8192], "balanced", PackedMask(False)),
+    ):
+        schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
+        for dtype in (torch.bfloat16, torch.float32):
+            _check(schedule, rank, world_size, name, dtype)
+    _replay(rank, world_size, name)
+    dist.destroy_process_group()
+
+
+def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """kv rows (R, C) and gradients of expanded rows (E, C) of every rank, the same in all processes."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    columns = HEADS * (DIM + DIM_V)
+
+    def draw(rows: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device="cuda").to(dtype)
+
+    kv = [draw(schedule.rows) for _ in range(schedule.world_size)]
+    return kv, [draw(max(2, int(size))) for size in schedule.expanded]
+
+
+def _tensors(schedule: Schedule, rank: int) -> list[torch.Tensor]:
+    route = pull_route(schedule, rank)
+    return [torch.from_numpy(route[n]) if n == "capacity" else torch.from_numpy(route[n]).cuda() for n in NAMES]
+
+
+def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = kv.split([HEADS * DIM, HEADS * DIM_V], 1)
+    return k.unflatten(1, (HEADS, DIM)), v.unflatten(1, (HEADS, DIM_V))
+
+
+def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: torch.dtype) -> None:
+    route = _tensors(schedule, rank)
+    for call in range(5):  # slots take turns
+        kv, grads = _inputs(schedule, dtype, call)
+        k, v = _split(kv[rank])
+        used = int(schedule.expanded[rank])
+        expected = torch.cat(kv)[torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()]
+        if call % 2:  # ranks out of step
+            torch.cuda._sleep(3_000_000 * rank)
+        got = pull_kv(k, v, route, group)
+        assert torch.equal(got[:used], expected[:used])
+        dk, dv = return_kv(grads[rank], k, v, route, group)
+        total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
+        for reader in range(world_size):
+            size = int(schedule.expanded[reader])
+            slots = torch.from_numpy(schedule.route("all_gather", reader)["kv_rows"]).cuda().long()[:size]
+            total.index_add_(0, slots, grads[reader][:size].float())
+        want = total[rank * schedule.rows : (rank + 1) * schedule.rows]
+        again = return_kv(grads[rank], k, v, route, group)
+        for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
+            torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
+            assert torch.equal(got_grad, repeat)
+
+
+def _replay(rank: int, world_size: int, group: str) -> None:
+    """Both directions in a CUDA graph: calls are numbered on the device, so replays meet as eager calls do."""
+    schedule, _ = make_schedule([Documents.from_lengths([2000, 48])], world_size, "balanced", PackedMask())
+    route = _tensors(schedule, rank)
+    kv, grads = _inputs(schedule, torch.bfloat16, 0)
+    k, v = (x.contiguous() for x in _split(kv[rank]))
+
+    def step() -> tuple[Any, Any]:
+        return pull_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    used = int(schedule.expanded[rank])
+    for seed in range(1, 4):
+        kv, new = _inputs(schedule, torch.bfloat16, seed)
+        for target, source in zip((k, v, grads[rank]), (*_split(kv[rank]), new[rank]), strict=True):
+            target.copy_(source)
+        graph.replay()
+        slots = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()[:used]
+        assert torch.equal(captured[0][:used], torch.cat(kv)[slots])
+        expected = return_kv(grads[rank], k, v, route, group)
+        assert all(torch.equal(a, b) for a, b in zip(captured[1], expected, strict=True))

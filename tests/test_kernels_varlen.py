@@ -1,0 +1,123 @@
+"""Launches and padding of the flash backends, with a plain kernel that is as easily poisoned as a real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import reference, varlen
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.masks import PackedMask
+from tests.kernel_cases import Case, make_case
+from tests.packs import documents, masks
+from tests.tolerances import assert_close
+
+PARAMS = Params(0.25)
+
+
+def _entries(launch: varlen.Launch) -> Tables:
+    """A launch's running sums as pieces, which the reference understands."""
+    q, k = launch.cu_seqlens_q.long(), launch.cu_seqlens_k.long()
+    left, right = (-1 if side is None else side for side in launch.window)
+    rest = torch.tensor([left, right, 0]).expand(len(q) - 1, 3)
+    return Tables(q, k, torch.cat([torch.stack([q[:-1], q[1:], k[:-1], k[1:]], 1), rest], 1), q)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+    assert q.shape[0] == launch.stop == int(launch.cu_seqlens_q[-1])
+    assert k.shape[0] == int(launch.cu_seqlens_k[-1])
+    computed = reference.forward(q, k, v, _entries(launch), params)
+    # Rows without a key are garbage when their query is.
+    unseen = (computed[1] == -torch.inf).T[..., None] & q.isnan().any()
+    out.copy_(computed[0].masked_fill(unseen, torch.nan))
+    lse.copy_(computed[1])
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    launch: varlen.Launch,
+    params: Params,
+) -> None:
+    # A tile of such rows would poison its neighbours.
+    assert not q.isnan().any()
+    assert not dout.isnan().any()
+    for target, grad in zip(
+        (dq, dk, dv), reference.backward(dout, q, k, v, out, lse, _entries(launch), params), strict=True
+    ):
+        target.copy_(grad)
+
+
+def _run(case: Case) -> tuple[Tensor, ...]:
+    out, lse = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS)
+    grads = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, out, lse, case.tables, PARAMS)
+    return out, lse, *grads
+
+
+@given(documents(60), masks(), st.integers(1, 3), st.data())
+def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    layout = data.draw(st.sampled_from(("contiguous", "dual_chunk", "balanced")))
+    case = make_case(row, mask, world_size=world_size, rank=rank, layout=layout)
+    expected = case.oracle(PARAMS)
+    clean = _run(case.poisoned(0.0))
+    poisoned = _run(case.poisoned(torch.nan))
+    for name, want, first, second in zip(("out", "lse", "dq", "dk", "dv"), expected, clean, poisoned, strict=True):
+        assert torch.equal(first, second), name
+        if name == "lse":
+            torch.testing.assert_close(first, want)
+        else:
+            assert_close(first, want, what=name)
+    out, lse, dq = poisoned[:3]
+    assert not out[case.padding].any()
+    assert not dq[case.padding].any()
+    assert (lse[:, case.padding] == -torch.inf).all()
+
+
+def test_padding_at_the_end_is_left_out_without_a_copy() -> None:
+    case = make_case(Documents.from_lengths([20, 13], 50), PackedMask(), world_size=1)
+    (launch,) = varlen.launches_of(case.tables, case.q.shape[0])
+    assert (launch.stop, launch.gaps, launch.dirty) == (33, False, False)
+    assert launch.cu_seqlens_q.tolist() == [0, 20, 33]
+
+
+def test_windows_that_a_documents_end_clips_get_a_launch() -> None:
+    case = make_case(Documents.from_lengths([200]), PackedMask(False, (8, 4)), layout="dual_chunk")
+    first, *others = varlen.launches_of(case.tables, case.q.shape[0])
+    assert first.rows is None
+    assert others
+    assert all(launch.rows is not None and launch.window != first.window for launch in others)
+    assert not first.dirty
+
+
+def test_launches_are_made_once_per_batch() -> None:
+    case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
+    assert varlen.launches_of(case.tables, 32) is varlen.launches_of(case.tables, 32)
+
+
+def test_gradients_of_keys_share_one_buffer() -> None:
+    case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
+    *_, dk, dv = _run(case)
+    assert dk._base is dv._base is not None
+    assert dk._base.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", [PackedMask(), PackedMask(False, (3, 3))])
+def test_no_document(mask: PackedMask) -> None:
+    case = make_case(Documents.from_lengths([], 12), mask, world_size=2).poisoned(torch.nan)
+    out, lse, dq, dk, dv = _run(case)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in (dq, dk, dv))

@@ -1,0 +1,59 @@
+"""The pull route, carried out in numpy for all ranks at once, gives what the gathered route says."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.pull import NAMES, pull_route
+from tests.packed import make_schedule
+from tests.packs import batches, masks
+
+
+@given(batches(), masks(), st.integers(1, 5), st.sampled_from(("contiguous", "head_tail", "dual_chunk", "balanced")))
+def test_pull_and_return_reach_every_row(
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
+) -> None:
+    schedule, _ = make_schedule(rows, world_size, layout, mask)
+    size = schedule.rows
+    routes = [pull_route(schedule, rank) for rank in range(world_size)]
+    published = np.zeros((world_size, size), dtype=np.bool_)
+    sent = np.zeros((world_size, int(routes[0]["capacity"][0])), dtype=np.bool_)
+    for rank, route in enumerate(routes):
+        published[rank, route["publish_rows"]] = True
+        sent[rank, route["return_rows"]] = True
+        assert tuple(route) == NAMES
+        assert all(len(array) >= 2 for array in route.values())
+    for rank, route in enumerate(routes):
+        expanded = int(schedule.expanded[rank])
+        got = np.full(max(expanded, 2), -1)
+        for job, source in enumerate(route["job_source"]):
+            targets = route["job_rows"][slice(*route["job_ptr"][job : job + 2])]
+            if len(targets):
+                assert source // size == rank or published[source // size, source % size]
+                assert (got[targets] == -1).all()
+                got[targets] = source
+        np.testing.assert_array_equal(got[:expanded], schedule.route("all_gather", rank)["kv_rows"][:expanded])
+        for row in range(size):
+            for entry in route["pull_rows"][slice(*route["pull_ptr"][row : row + 2])]:
+                reader, expanded_row = entry >> 32, entry & 0xFFFFFFFF
+                assert reader == rank or sent[reader, expanded_row]
+                kv_rows = schedule.route("all_gather", int(reader))["kv_rows"]
+                assert kv_rows[expanded_row] == rank * size + row
+
+
+def test_owners_take_turns() -> None:
+    """Jobs of all owners are spread over the list: no peer is read by everyone at once."""
+    schedule, _ = make_schedule([Documents.from_lengths([4096])], 4, "contiguous", PackedMask())
+    owners = pull_route(schedule, 3)["job_source"] // schedule.rows
+    for window in owners.reshape(16, -1):
+        assert np.bincount(window, minlength=4).min() == len(window) // 4
+
+
+def test_each_row_is_pulled_once() -> None:
+    schedule, _ = make_schedule([Documents.from_lengths([256])], 4, "dual_chunk", PackedMask())
+    route = pull_route(schedule, 1)
+    assert len(np.unique(route["job_source"])) == len(route["job_source"]) < len(route["job_rows"])
