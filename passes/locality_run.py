@@ -1,0 +1,174 @@
+"""Run one node of a Dynamo graph on its fake inputs under the trace; nodes that look alike are run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cp_rewrite.refusal import Reason
+
+from .locality_liveness import memory_of
+from .locality_state import REPLICATED, UNKNOWN, Mixes, TensorState
+from .locality_trace import Events, Found, Trace, written_state
+
+States = Any
+"""A tensor's state, or a list of states for a node that gives several tensors."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a node did; the same for every node that looks alike."""
+
+    states: States
+    events: Events
+
+
+class NodeRunner:
+    """Runs nodes. `env` holds the states of the nodes walked so far; a node that writes in place changes it."""
+
+    def __init__(self, trace: Trace, mode: FakeTensorMode, env: dict[fx.Node, States]) -> None:
+        self.trace, self.mode, self.env = trace, mode, env
+        self._memo: dict[Any, Outcome] = {}
+        self._signatures: dict[fx.Node, Any] = {}
+        self._autocasts: list[tuple[Any, Any]] = []
+
+    def running(self) -> ExitStack:
+        """Fake tensors, no autograd, no new guards: the shapes are those that Dynamo saw already."""
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        shape_env = self.mode.shape_env
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.callback(setattr, self.mode, "allow_non_fake_inputs", self.mode.allow_non_fake_inputs)
+        self.mode.allow_non_fake_inputs = True
+        stack.callback(self._leave_autocasts)
+        return stack
+
+    def toggle(self, node: fx.Node) -> None:
+        """Autocast changes which ops run below a node, so it is entered for real; other toggles change no state."""
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            self._autocasts.append((node.args, torch.amp.autocast_mode._enter_autocast(*node.args)))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            torch.amp.autocast_mode._exit_autocast(self._autocasts.pop()[1])
+
+    def outcome(self, node: fx.Node) -> Outcome:
+        key = self._key(node)
+        if key is not None and key in self._memo:
+            return self._memo[key]
+        outcome = self._run(node)
+        if key is not None and not self.trace.written and outcome.events.table is None:
+            self._memo[key] = outcome
+        return outcome
+
+    def _run(self, node: fx.Node) -> Outcome:
+        known: list[tuple[Tensor, TensorState]] = []
+        sources: dict[int, fx.Node] = {}
+
+        def load(source: fx.Node) -> Any:
+            first = len(known)
+            value = _aliased(value_of(source), self.env.get(source, REPLICATED), known)
+            sources.update({id(tensor): source for tensor, _ in known[first:]})
+            return value
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), load)
+        self.trace.start(node, known)
+        target: Any = node.target
+        run: Callable[..., Any] = getattr(args[0], target) if node.op == "call_method" else target
+        try:
+            with self.mode, self.trace:
+                out = run(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        except Exception as error:
+            detail = f"{node.target} can't be run on fake tensors ({type(error).__name__}: {error})"
+            self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
+            return Outcome(unknown_like(node), self.trace.events)
+        for tensor, state in self.trace.written:
+            if id(tensor) in sources:
+                self._written(sources[id(tensor)], state)
+        return Outcome(self._states_of(out), self.trace.events)
+
+    def _written(self, node: fx.Node, new: TensorState) -> None:
+        """A node's tensor got new content: so did every node that shares its memory."""
+        before, memory = self.env.get(node, REPLICATED), memory_of(node)
+        for other, state in [(n, s) for n, s in self.env.items() if memory is not None and memory_of(n) == memory]:
+            try:
+                self.env[other] = written_state(value_of(node), before, new, value_of(other), state)
+            except Mixes as mixes:
+                self.trace.events.refusals.append(Found(mixes.reason, mixes.detail))
+                self.env[other] = UNKNOWN
+
+    def _states_of(self, out: Any) -> States:
+        if isinstance(out, Tensor):
+            return self.trace.state(out)
+        return [self._states_of(item) for item in out] if isinstance(out, list | tuple) else REPLICATED
+
+    def _leave_autocasts(self) -> None:
+        while self._autocasts:
+            torch.amp.autocast_mode._exit_autocast(self._autocasts.pop()[1])
+
+    def _key(self, node: fx.Node) -> Any:
+        """What an outcome depends on; None when that can't be hashed."""
+        parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
+        # A position generator is known by its node.
+        own = node if node.target is torch.arange else None
+        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.trace.nested, own)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _part(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            if arg not in self._signatures:
+                self._signatures[arg] = self._signature(value_of(arg))
+            state = self.env.get(arg, REPLICATED)
+            return (self._signatures[arg], tuple(state) if isinstance(state, list) else state)
+        if isinstance(arg, list | tuple):
+            return tuple(self._part(item) for item in arg)
+        if isinstance(arg, slice):
+            return ("slice", self._part(arg.start), self._part(arg.stop), self._part(arg.step))
+        return (type(arg), arg)
+
+    def _signature(self, value: Any) -> Any:
+        size = self.trace.extents.size
+        if isinstance(value, Tensor):
+            return (value.dtype, tuple(size(length) for length in value.shape))
+        if isinstance(value, list | tuple):
+            return tuple(self._signature(item) for item in value)
+        return size(value) if hasattr(value, "node") else (type(value), value)
+
+
+def _aliased(value: Any, state: States, known: list[tuple[Tensor, TensorState]]) -> Any:
+    """A node's value for one run: its tensors as aliases, so that nothing done to them touches the graph's own."""
+    if isinstance(value, Tensor):
+        alias = value.detach()
+        known.append((alias, state))
+        return alias
+    if isinstance(value, list | tuple) and isinstance(state, list):
+        return type(value)(_aliased(v, s, known) for v, s in zip(value, state, strict=True))
+    return value
+
+
+def value_of(node: fx.Node) -> Any:
+    """A node's fake value; a constant's real one."""
+    if "example_value" in node.meta:
+        return node.meta["example_value"]
+    if node.op == "get_attr":
+        owner: Any = node.graph.owning_module
+        for name in str(node.target).split("."):
+            owner = getattr(owner, name)
+        return owner
+    return None
+
+
+def unknown_like(node: fx.Node) -> States:
+    value = node.meta.get("example_value")
+    return [UNKNOWN] * len(value) if isinstance(value, list | tuple) else UNKNOWN

@@ -1,0 +1,134 @@
+"""One small packed model whose parts tests replace, and what the passes say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cp_rewrite as cp
+from cp_rewrite.passes.locality import LocalityReport, check_locality
+from cp_rewrite.passes.match import match_sites
+from cp_rewrite.passes.sites import Site
+from cp_rewrite.passes.sources import argument_names
+
+VOCAB, WIDTH, HEADS = 19, 24, 2
+TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "labels": 1}
+SHARDING = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"))
+
+
+class PackedModel(nn.Module):
+    """Embedding, one attention block, a head and a loss. It is right under sharding; subclasses change one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.extra()
+
+    def extra(self) -> None:
+        """More parameters."""
+
+    def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.embed(input_ids)
+
+    def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
+        return position_ids[..., None].float()
+
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor | None:
+        index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+        same = doc_ids[:, :, None] == doc_ids[:, None, :]
+        return (same & (index[:, None] >= index[None, :]))[:, None]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total / num_items
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
+    ) -> Any:
+        h = self.inputs(input_ids, position_ids)
+        mask = self.mask(h, doc_ids, position_ids, input_ids)
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        angles = self.angles(h, position_ids)[:, None]
+        q, k = q * angles.cos(), k * angles.cos()
+        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.loss(self.head(self.mix(h)), labels, num_items)
+
+
+def packed_batch(rows: int = 1, tokens: int = 14) -> dict[str, Tensor]:
+    """(B, T) rows of three documents each."""
+    generator = torch.Generator().manual_seed(1)
+    cuts = [0, 5, 9, tokens]
+    doc_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(cuts).diff()).expand(rows, -1).contiguous()
+    position_ids = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:], strict=False)]).expand(rows, -1)
+    input_ids = torch.randint(0, VOCAB, (rows, tokens), generator=generator)
+    labels = torch.randint(0, VOCAB, (rows, tokens), generator=generator)
+    labels[:, :4] = -100
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids.contiguous(),
+        "doc_ids": doc_ids,
+        "labels": labels,
+        "num_items": (labels != -100).sum().float(),
+    }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the passes that only read found in a model's graph."""
+
+    sites: Sequence[Site]
+    refusals: Sequence[cp.Refusal]
+    locality: LocalityReport
+
+    @property
+    def reasons(self) -> set[str]:
+        return {refusal.reason.name for refusal in self.refusals}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.refusals)) or "no refusals"
+
+
+def judge(
+    model: Callable[..., Any],
+    batch: dict[str, Any] | None = None,
+    sharding: cp.Sharding = SHARDING,
+    *,
+    dynamic: bool = True,
+) -> Verdict:
+    """Capture a model and run matching and the locality check on its graph. `dynamic`: symbolic token counts."""
+    verdicts: list[Verdict] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names = argument_names(gm)
+        sites, refusals = match_sites(gm, sharding, names)
+        report = check_locality(gm, sharding, sites, names)
+        verdicts.append(Verdict(sites, [*refusals, *report.refusals], report))
+        return gm.forward
+
+    torch._dynamo.reset()
+    values = {name: v.clone() if isinstance(v, Tensor) else v for name, v in (batch or packed_batch()).items()}
+    if dynamic:
+        for name, dim in sharding.tokens.items():
+            if isinstance(values.get(name), Tensor):
+                torch._dynamo.mark_dynamic(values[name], dim)
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)(**values)
+    assert len(verdicts) == 1
+    return verdicts[0]
+
