@@ -48,7 +48,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: 
     )
     out.copy_(result[0])
     # +inf is what this kernel writes for a row that sees no key.
-    torch.where(result[1] == torch.inf, -torch.inf, result[1], out=lse)
+    lse.copy_(result[1].masked_fill_(result[1] == torch.inf, -torch.inf))
 
 
 def _backward(
