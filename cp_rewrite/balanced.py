@@ -40,9 +40,10 @@ def balanced(
     device: Device | None = None,
     model: Model | None = None,
 ) -> TokenOrder:
-    """The best order found: balanced within 2%, then cheapest; never dearer than one of the simple layouts.
+    """The best order found: balanced within 2%, then cheapest.
 
-    Every rank gets total / world_size tokens, rounded up or down. Pure: the same on every rank.
+    Never dearer than a simple layout that gives ranks equal tokens, as this one always does: a rank has
+    ceil(total / world_size) tokens or (so that only the row's end is padded) fewer. Pure: the same on every rank.
 
     Args:
         documents: the row's documents.
@@ -66,7 +67,8 @@ def balanced(
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:2])
     assert best is not None
     for order in _simple_orders(documents, world_size):
-        if least_seconds(documents, order, mask, device, model) < best.seconds:
+        equal = order.local_size == best.order.local_size
+        if equal and least_seconds(documents, order, mask, device, model) < best.seconds:
             best = min(best, cost(order), key=lambda c: c.seconds)
     return best.order
 

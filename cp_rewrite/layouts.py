@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .documents import Documents
 from .intervals import Int, expand_ranges
 from .masks import PackedMask
+
+if TYPE_CHECKING:
+    from .cost import Device, Model
 
 LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 
@@ -93,14 +97,25 @@ class TokenOrder:
         return cls(int(bounds[-1]), tuple(np.split(parts[by_rank], splits)))
 
 
-def order_tokens(documents: Documents, world_size: int, layout: str, mask: PackedMask) -> TokenOrder:
+def order_tokens(
+    documents: Documents,
+    world_size: int,
+    layout: str,
+    mask: PackedMask,
+    *,
+    ranks_per_node: int | None = None,
+    device: Device | None = None,
+    model: Model | None = None,
+) -> TokenOrder:
     """The token order of one row.
 
     Args:
         documents: the row's documents.
         world_size: ranks, >= 1.
         layout: one of LAYOUTS.
-        mask: what attention sees; only `balanced` depends on it.
+        mask: what attention sees. Only `balanced` depends on it and on what follows.
+        ranks_per_node: ranks that share fast links; None: all.
+        device, model: what the cost model plans for.
     Raises:
         ValueError: an unknown layout, or world_size < 1.
     """
@@ -113,9 +128,9 @@ def order_tokens(documents: Documents, world_size: int, layout: str, mask: Packe
     if layout == "dual_chunk":
         return dual_chunk(documents.spans, world_size)
     if layout == "balanced":
-        from .balanced import balanced
+        from .balanced import balanced  # which itself weighs the layouts of this file
 
-        return balanced(documents, world_size, mask)
+        return balanced(documents, world_size, mask, ranks_per_node=ranks_per_node, device=device, model=model)
     raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
 
 

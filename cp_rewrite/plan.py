@@ -1,17 +1,25 @@
-"""Plans: who owns which tokens of a batch, and what each mask's attention then does."""
+"""Plans: who owns which tokens of a batch, what each mask's attention then does, and what that costs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .cost import Device, Load, Model, exchange_seconds, ideal_seconds, load_of, same_node
 from .documents import Documents
 from .intervals import Int
-from .layouts import TokenOrder, common_local_size, order_tokens
+from .layouts import LAYOUTS, TokenOrder, common_local_size, order_tokens
 from .masks import PackedMask
+from .parts import Parts
 from .schedule import Schedule, build
+from .tiles import imbalance
+
+Float = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,3 +77,187 @@ def plan_batch(
     mask = PackedMask() if mask is None else mask
     orders = tuple(order_tokens(documents, world_size, layout, mask) for documents in rows)
     return BatchPlan(tuple(rows), orders, world_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan of one row under one mask, and what it costs. Pickles; made by `plan`.
+
+    Args:
+        documents: of the row.
+        layout: its name.
+        order: who owns which tokens.
+        mask: what attention sees.
+        model, device: what costs are predicted for.
+        ranks_per_node: ranks that share fast links.
+    """
+
+    documents: Documents
+    layout: str
+    order: TokenOrder
+    mask: PackedMask
+    model: Model
+    device: Device
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.order.world_size
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Pieces and row tables of all ranks."""
+        return build([self.documents], [self.order], self.mask)
+
+    @cached_property
+    def load(self) -> Load:
+        """What ranks, device and links have to do."""
+        whole = float(Parts.of_row(self.documents, self.mask).work.sum())
+        return load_of(self.schedule, whole)
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the slowest rank over the mean of ranks; work in kernel tiles."""
+        return imbalance(self.load.tiles)
+
+    @property
+    def area_imbalance(self) -> float:
+        """The same with work in pairs of a query and a key that it sees: what a kernel without tiles would feel."""
+        return imbalance(self.schedule.seen_pairs())
+
+    @property
+    def recv_rows(self) -> Int:
+        """(P,) KV rows that each rank receives from others, each row once."""
+        return self.load.received.sum(1)
+
+    @property
+    def node_rows(self) -> Int:
+        """(P,) of `recv_rows`, those from other nodes."""
+        near = same_node(self.world_size, self.ranks_per_node)
+        return np.where(near, 0, self.load.received).sum(1)
+
+    @property
+    def recv_fraction(self) -> tuple[float, float]:
+        """Rows received over the rows that an all-gather would receive: mean and maximum over ranks."""
+        gathered = max(1, (self.world_size - 1) * self.order.local_size)
+        return float(self.recv_rows.mean()) / gathered, float(self.recv_rows.max()) / gathered
+
+    @property
+    def expanded_rows(self) -> Int:
+        """(P,) KV rows that each rank's kernel reads, copies included."""
+        return self.load.expanded
+
+    @property
+    def pieces(self) -> Int:
+        """(P,) pieces of each rank."""
+        return np.diff(self.schedule.piece_bounds)
+
+    @property
+    def padding_rows(self) -> int:
+        """Local rows, over all ranks, that hold no token of the row."""
+        return self.order.padding_rows
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """Predicted seconds of one layer's attention, forward and backward, per exchange."""
+        return exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
+
+    @property
+    def exchange(self) -> str:
+        """The exchange with the least predicted time."""
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def efficiency(self) -> float:
+        """Time of an even share of uncut kernels, with nothing moved, over the predicted time of `needed`."""
+        return ideal_seconds(self.load, self.device, self.model) / self.seconds["needed"]
+
+    @property
+    def rank_of(self) -> Int:
+        """(T,) the owner of each token."""
+        return self.order.rank_of()
+
+    def local_order(self, rank: int) -> Int:
+        """(T_l,) position in the row of each of a rank's tokens, -1 for padding at the end."""
+        return self.order.local_indices(rank)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw who owns what, work and rows received per rank, into an image file. Needs matplotlib."""
+        from .plot import draw_plan
+
+        draw_plan(self, path)
+
+    def __str__(self) -> str:
+        tiles = self.load.tiles / max(1e-9, float(self.load.tiles.mean()))
+        mean, worst = self.recv_fraction
+        lines = [
+            f"{self.layout}: {len(self.documents.lengths)} documents, {self.documents.total} tokens on "
+            f"{self.world_size} ranks, {self.mask}",
+            f"imbalance {self.imbalance:.3f}, received {mean:.1%} of an all-gather (worst rank {worst:.1%}), "
+            f"{self.padding_rows} padding rows",
+            "rank   tokens     work  received  expanded  pieces",
+        ]
+        columns = zip(self.order.sizes, tiles, self.recv_rows, self.expanded_rows, self.pieces, strict=True)
+        for rank, (tokens, work, received, expanded, pieces) in enumerate(columns):
+            lines.append(f"{rank:4d} {tokens:8d} {work:8.3f} {received:9d} {expanded:9d} {pieces:7d}")
+        predicted = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in self.seconds.items())
+        lines.append(f"predicted ms per layer on {self.device.name}: {predicted}; best: {self.exchange}")
+        return "\n".join(lines)
+
+
+def plan(
+    lengths: Sequence[int] | Documents,
+    world_size: int,
+    layout: str = "balanced",
+    mask: PackedMask | None = None,
+    heads: tuple[int, int] = (64, 8),
+    head_dim: int = 128,
+    *,
+    total: int | None = None,
+    device: str | Device = "h200",
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """Plan one row of packed documents. Host code only: no GPU, no process group.
+
+    Args:
+        lengths: document lengths in tokens, one after another from the row's start; or Documents.
+        world_size: ranks.
+        layout: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
+        mask: what attention sees; by default causal within documents.
+        heads: (query heads, key/value heads), for predicted times.
+        head_dim: of queries, keys and values.
+        total: tokens of the row where it is longer than its documents: the rest is padding.
+        device: name of a device, a file made by `calibrate`, or a Device.
+        ranks_per_node: ranks that share fast links; None: all.
+    Raises:
+        ValueError: lengths that are negative or exceed `total`, no tokens, an unknown layout or device, bad heads.
+    """
+    documents = lengths if isinstance(lengths, Documents) else Documents.from_lengths(lengths, total)
+    if documents.total < 1:
+        raise ValueError("lengths hold no token: nothing to plan")
+    if heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
+        raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads}")
+    if ranks_per_node is not None and (ranks_per_node < 1 or world_size % ranks_per_node):
+        raise ValueError(f"ranks_per_node must divide world_size {world_size}, got {ranks_per_node}")
+    mask = PackedMask() if mask is None else mask
+    model = Model(heads, head_dim)
+    speeds = device if isinstance(device, Device) else Device.named(device)
+    order = order_tokens(documents, world_size, layout, mask, ranks_per_node=ranks_per_node, device=speeds, model=model)
+    return Plan(documents, layout, order, mask, model, speeds, ranks_per_node or world_size)
+
+
+def compare(plans: Mapping[str, Plan]) -> str:
+    """A table of plans of one row, the cheapest first, with the best exchange for each and why."""
+    lines = ["layout      imbalance  received  worst  expanded  pieces  padding  exchange        ms  why"]
+    for name, p in sorted(plans.items(), key=lambda item: min(item[1].seconds.values())):
+        mean, worst = p.recv_fraction
+        best = p.exchange
+        others = ", ".join(f"{e} {1e3 * s:.2f}" for e, s in p.seconds.items() if e != best)
+        lines.append(
+            f"{name:10s} {p.imbalance:10.3f} {mean:9.1%} {worst:6.1%} {p.expanded_rows.max():9d} "
+            f"{p.pieces.max():7d} {p.padding_rows:8d}  {best:10s} {1e3 * p.seconds[best]:7.3f}  against {others}"
+        )
+    return "\n".join(lines)
+
+
+__all__ = ["LAYOUTS", "BatchPlan", "Plan", "compare", "plan", "plan_batch"]

@@ -1,0 +1,115 @@
+"""Command line: `python -m cp_rewrite plan …` and `python -m cp_rewrite calibrate …`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .cost import DEVICES
+from .layouts import LAYOUTS
+from .masks import PackedMask
+from .plan import compare, plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, or 2 after one line on stderr about a bad argument."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"cp_rewrite {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cp_rewrite", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("plan", help="plan one row of packed documents and compare layouts and exchanges")
+    p.add_argument("--lengths", required=True, help="document lengths in tokens: 3104,3200,… or a file of them")
+    p.add_argument("--world-size", type=int, required=True, help="ranks")
+    p.add_argument("--layout", default="all", help=f"one of {', '.join(LAYOUTS)}, or all (default)")
+    p.add_argument("--total", type=int, help="tokens of the row, if more than the lengths' sum")
+    p.add_argument("--full", action="store_true", help="attention sees the whole document, not only its past")
+    p.add_argument("--window", help="left,right in tokens; -1: no limit")
+    p.add_argument("--heads", default="64,8", help="query heads, key/value heads (default 64,8)")
+    p.add_argument("--head-dim", type=int, default=128)
+    p.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    p.add_argument("--ranks-per-node", type=int, help="ranks that share fast links (default: all)")
+    p.add_argument("--plot", help="write a picture of the cheapest plan to this file")
+    p.set_defaults(run=_plan)
+    c = commands.add_parser("calibrate", help="measure kernel, memory and link speeds for the cost model, once")
+    c.add_argument("--output", default="device.json", help="file to write (default device.json)")
+    c.add_argument("--name", help="name of the device (default: what torch calls it)")
+    c.set_defaults(run=_calibrate)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    lengths = _lengths(arguments.lengths)
+    heads = _pair("--heads", arguments.heads)
+    window = None if arguments.window is None else _pair("--window", arguments.window)
+    mask = PackedMask(causal=not arguments.full, window=window)
+    if arguments.world_size < 1:
+        raise ValueError(f"--world-size must be >= 1, got {arguments.world_size}")
+    layouts = LAYOUTS if arguments.layout == "all" else (arguments.layout,)
+    plans = {
+        layout: plan(
+            lengths,
+            arguments.world_size,
+            layout,
+            mask,
+            heads,
+            arguments.head_dim,
+            total=arguments.total,
+            device=arguments.device,
+            ranks_per_node=arguments.ranks_per_node,
+        )
+        for layout in layouts
+    }
+    best = min(plans.values(), key=lambda p: min(p.seconds.values()))
+    print(best)
+    if len(plans) > 1:
+        print()
+        print(compare(plans))
+    if arguments.plot:
+        best.plot(arguments.plot)
+        print(f"\npicture: {arguments.plot}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from .calibrate import measure
+
+    device = measure(arguments.name)
+    if device is None:  # another rank writes
+        return 0
+    device.save(arguments.output)
+    print(Path(arguments.output).read_text(), end="")
+    print(f"wrote {arguments.output}: use it as --device {arguments.output}")
+    return 0
+
+
+def _lengths(text: str) -> list[int]:
+    """Lengths written out, or in a file, separated by commas or blanks."""
+    if Path(text).is_file():
+        text = Path(text).read_text()
+    words = text.replace(",", " ").split()
+    bad = [word for word in words if not word.lstrip("-").isdigit()]
+    if bad or not words:
+        found = repr(bad[0]) if bad else "nothing"
+        raise ValueError(f"--lengths must be whole numbers such as 3104,3200, or a file of them; got {found}")
+    return [int(word) for word in words]
+
+
+def _pair(name: str, text: str) -> tuple[int, int]:
+    try:
+        first, second = (int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name} must be two whole numbers such as 64,8; got {text!r}") from error
+    return first, second
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""PackedMask against its definition, pair by pair."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+
+from .packs import batches, masks
+
+
+@given(batches(max_rows=1, max_total=24), masks())
+def test_materialize_by_definition(rows: tuple[Documents, ...], mask: PackedMask):
+    documents = rows[0]
+    ids = documents.document_ids().tolist()
+    table = mask.materialize(documents)
+    for q in range(documents.total):
+        for k in range(documents.total):
+            keep = not mask.packed or (ids[q] == ids[k] != -1)
+            keep &= mask.left is None or q - k <= mask.left
+            keep &= mask.right is None or k - q <= mask.right
+            assert table[q, k] == keep
+
+
+def test_equal_masks_are_equal():
+    assert PackedMask(causal=False, window=(None, 0)) == PackedMask()
+    assert PackedMask(causal=False, window=(4, 0)) == PackedMask(window=(4, 7)) == PackedMask(window=(4, None))
+    assert PackedMask(window=(-1, -1)) == PackedMask()
+    assert PackedMask(causal=False, window=(None, None)) == PackedMask(causal=False) != PackedMask()
+    assert hash(PackedMask(window=(-1, 3))) == hash(PackedMask())
+
+
+def test_says_what_it_is():
+    assert str(PackedMask()) == "same document & causal"
+    assert str(PackedMask(causal=False, packed=False)) == "whole row & full"
+    assert str(PackedMask(causal=False, window=(2, None))) == "same document & window (2, ∞)"
+    assert str(PackedMask(window=(3, 0))) == "same document & causal & window (3, 0)"
+
+
+def test_bad_windows_are_errors():
+    with pytest.raises(ValueError, match=">= 0 tokens"):
+        PackedMask(window=(-2, 0))
+    with pytest.raises(ValueError, match="must be a pair"):
+        PackedMask(window=(1, 2, 3))  # type: ignore[arg-type]
