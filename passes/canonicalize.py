@@ -126,7 +126,7 @@ def canonicalize(scope: Scope, node: fx.Node, stop: Callable[[Scope, fx.Node], b
     return _Tracer(stop).trace(scope, node)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Writes down every ATen call that reaches the bottom of the dispatcher."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class _Tracer:
                 self._run_scope(outer, env, recorder)
             return self._value(scope, node, env)
 
-        mutates = any(_mutated(n) is not None for nodes in self.needed.values() for n in nodes)
+        mutates = any(mutated(n) is not None for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
             # Dynamo's tracing context holds a fresh mode while backends run: only the tensors' own mode fits them.
             fake_mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
@@ -250,7 +250,7 @@ class _Tracer:
             for node in scope.gm.graph.nodes:
                 if node in mine or node in self.leaves:
                     continue
-                target = _mutated(node)
+                target = mutated(node)
                 updates = isinstance(target, fx.Node) and bool(storages & set(_storages(target)))
                 if updates or (has_vmap and getattr(node.target, "__name__", "") in _VMAP_BRACKETS):
                     work.append((scope, node))
@@ -329,7 +329,7 @@ def _storages(node: fx.Node) -> list[int]:
     return [t.untyped_storage()._cdata for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
 
 
-def _mutated(node: fx.Node) -> Any:
+def mutated(node: fx.Node) -> Any:
     """The node whose tensor `node` changes in place, None for a pure op."""
     first = node.args[0] if node.args else None
     if node.op == "call_method":

@@ -231,7 +231,7 @@ def _check_heads(node: fx.Node, args: dict[str, Any], query: Any, key: Any, valu
 
 def shape_of(node: Any) -> tuple[Any, ...] | None:
     """The fake shape of a node's tensor."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    value: Any = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 

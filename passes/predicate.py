@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
 
@@ -15,9 +15,9 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, Sharding
 
 from .canonicalize import CanonicalizeError, Scope, canonicalize
-from .predicate_aten import Evaluator, Leaf
+from .predicate_aten import Evaluator
 from .predicate_documents import Pair, Reader, Trouble, relations
-from .predicate_values import TOKENS, ZERO, SymTensor, Value, is_bool
+from .predicate_values import TOKENS, ZERO, Expr, SymTensor, Value, is_bool
 from .predicate_worlds import Cell, Span, World, distances, turning_points
 
 # At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype: the additive masks in use
@@ -34,7 +34,7 @@ def prove(
     query_shape: Sequence[Any],
     sharding: Sharding,
     name_of: Callable[[fx.Node], str],
-    local_tokens: frozenset[sympy.Expr],
+    local_tokens: frozenset[Expr],
     stop: Stop,
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
@@ -63,7 +63,7 @@ def prove(
     return decide(reader, value, static, mask, site)
 
 
-def read_mask(evaluator: Evaluator, tensor: SymTensor, sizes: Sequence[sympy.Expr]) -> tuple[Any, Pair]:
+def read_mask(evaluator: Evaluator, tensor: SymTensor, sizes: Sequence[Expr]) -> tuple[Any, Pair]:
     """The mask's element at (b, h, q, k), or a Refusal when its shape does not broadcast to (B, H, T, T)."""
     batch, heads, tokens = sizes
     names = ("b", "h", "q", "k")
@@ -140,7 +140,7 @@ def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:
     numbers = reader.numbers(value, cell)
     if numbers is None:
         return f"the mask adds a bias that varies among {cell}"
-    if numbers == {0.0}:
+    if numbers == frozenset({0.0}):
         return True
     if all(v <= DROPPED_AT for v in numbers):
         return False
@@ -161,10 +161,7 @@ def _window(spans: list[Span]) -> tuple[int | None, int | None] | None:
     """(left, right) of a run of distances that holds 0; None for any other set."""
     if not any(low <= 0 <= high for low, high in spans):
         return None
-    if any(after[0] != before[1] + 1 for before, after in zip(spans, spans[1:], strict=False)):
+    if any(after[0] != before[1] + 1 for before, after in pairwise(spans)):
         return None
     low, high = spans[0][0], spans[-1][1]
     return (None if math.isinf(high) else int(high)), (None if math.isinf(low) else int(-low))
-
-
-__all__ = ["Leaf", "Mapping", "prove"]

@@ -17,6 +17,7 @@ from .predicate_values import (
     ONE,
     TOKENS,
     ZERO,
+    Expr,
     Index,
     RepeatIndex,
     RunningMax,
@@ -43,7 +44,7 @@ class Leaf:
 
     name: str
     node: fx.Node | None
-    shape: tuple[sympy.Expr, ...]
+    shape: tuple[Expr, ...]
     function: Any
     trouble: str = ""  # for what has no meaning of its own: why
 
@@ -57,10 +58,10 @@ class Evaluator:
         name_of: what a leaf node is called; its elements are applications of a function of that name.
     """
 
-    local_tokens: frozenset[sympy.Expr]
+    local_tokens: frozenset[Expr]
     name_of: Callable[[fx.Node], str]
     leaves: dict[Any, Leaf] = field(default_factory=dict)
-    sizes: dict[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
+    sizes: dict[Expr, Expr] = field(default_factory=dict)
     tensors: dict[int, Output | None] = field(default_factory=dict)
     _call: Call | None = None
 
@@ -91,7 +92,7 @@ class Evaluator:
 
         return SymTensor(shape, ref.dtype, read)
 
-    def size(self, value: Any) -> sympy.Expr:
+    def size(self, value: Any) -> Expr:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             expression = value.node.expr
@@ -102,13 +103,13 @@ class Evaluator:
             return sympy.expand(expression.xreplace({**renamed, **swaps}))
         return number(value)
 
-    def symbol(self, name: str, size: sympy.Expr) -> sympy.Symbol:
+    def symbol(self, name: str, size: Expr) -> sympy.Symbol:
         """The index symbol of a dim, remembered with the dim's size."""
         symbol = sympy.Symbol(name, integer=True, nonnegative=True)
         self.sizes[symbol] = size
         return symbol
 
-    def dummy(self, size: sympy.Expr, index: Index) -> sympy.Symbol:
+    def dummy(self, size: Expr, index: Index) -> sympy.Symbol:
         """A bound variable that the index expressions don't use; equal sums get equal ones."""
         used = {s.name for e in index for s in e.free_symbols}
         depth = next(n for n in range(len(used) + 1) if f"j{n}" not in used)
@@ -160,7 +161,7 @@ class Evaluator:
         return ref
 
     @property
-    def shape(self) -> tuple[sympy.Expr, ...]:
+    def shape(self) -> tuple[Expr, ...]:
         return tuple(self.size(s) for s in self.out.shape)
 
     def pointwise(self, function: Callable[..., Value], *args: Any) -> SymTensor:
@@ -254,7 +255,7 @@ def _unbind(ev: Evaluator, x: SymTensor, dim: int = 0) -> tuple[SymTensor, ...]:
 def _split(ev: Evaluator, x: SymTensor, sizes: Any, dim: int = 0) -> tuple[SymTensor, ...]:
     assert ev._call is not None
     parts: list[SymTensor] = []
-    start: sympy.Expr = ZERO
+    start: Expr = ZERO
     for ref in ev._call.outputs:
         assert ref is not None
         shape = tuple(ev.size(s) for s in ref.shape)
@@ -326,7 +327,7 @@ def _index(ev: Evaluator, x: SymTensor, indices: Sequence[SymTensor | None]) -> 
     return views.view_of(x, shape, index_map)
 
 
-def _from_end(place: sympy.Expr, size: sympy.Expr) -> sympy.Expr:
+def _from_end(place: Expr, size: Expr) -> Expr:
     return place + size if place.is_number and place.is_negative else place
 
 
@@ -365,7 +366,7 @@ def _triangle(ev: Evaluator, x: SymTensor, diagonal: Any = 0) -> SymTensor:
 
 @_rule("arange")
 def _arange(ev: Evaluator, *args: Any, **_: Any) -> SymTensor:
-    bounds = [ev.size(a) for a in args[:3] if isinstance(a, int | float | sympy.Expr)]
+    bounds = [ev.size(a) for a in args[:3] if isinstance(a, int | float | sympy.Basic)]
     if ev.out.dtype in NARROW:
         raise Undecidable(f"token indices in {ev.out.dtype} merge in long rows")
     start = bounds[0] if len(bounds) > 1 else ZERO
@@ -527,7 +528,7 @@ def _cast(ev: Evaluator, x: SymTensor, *_: Any, **__: Any) -> SymTensor:
     return ev.pointwise(numeric, x)
 
 
-def _small(value: sympy.Expr, dtype: torch.dtype) -> sympy.Expr:
+def _small(value: Expr, dtype: torch.dtype) -> Expr:
     """The value as `dtype` holds it: only choices between constants are known to survive a narrow type."""
     try:
         return _on_constants(value, lambda v: torch.tensor(v).to(dtype).item())
@@ -604,7 +605,7 @@ def _searchsorted(ev: Evaluator, a: Any, b: Any, *, right: bool = False, side: A
 
 @_rule("repeat_interleave")
 def _repeat_interleave(ev: Evaluator, repeats: SymTensor, *args: Any, **_: Any) -> SymTensor:
-    if args and not isinstance(args[0], int | sympy.Expr):
+    if args and not isinstance(args[0], int | sympy.Basic):
         raise Undecidable("repeat_interleave by a tensor, not decomposed")
 
     def at(index: Index) -> Value:
@@ -701,7 +702,7 @@ def _log(ev: Evaluator, x: SymTensor) -> SymTensor:
     return ev.pointwise(lambda a: _on_constants(numeric(a), lambda v: math.log(v) if v > 0 else -math.inf), x)
 
 
-def _on_constants(value: sympy.Expr, function: Callable[[float], float]) -> sympy.Expr:
+def _on_constants(value: Expr, function: Callable[[float], float]) -> Expr:
     choice = outer_select(value)
     if choice is not None:
         branches = (value.xreplace({choice: branch}) for branch in choice.args[1:])

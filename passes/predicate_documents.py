@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch.fx as fx
@@ -13,12 +13,13 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
+from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
 
 from .predicate_aten import Leaf
 from .predicate_values import (
     ONE,
     TOKENS,
+    Expr,
     RepeatIndex,
     RunningMax,
     RunningSum,
@@ -44,10 +45,10 @@ class Trouble:
 class Pair:
     """The index expressions that stand for the query token, the key token and the batch row."""
 
-    query: sympy.Expr
-    key: sympy.Expr
-    batch: sympy.Expr
-    others: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    query: Expr
+    key: Expr
+    batch: Expr
+    others: Mapping[Expr, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,14 +58,14 @@ class Reader:
     sharding: Sharding
     leaves: Mapping[Any, Leaf]
     pair: Pair
-    token_size: frozenset[sympy.Expr]
-    ordinals: dict[sympy.Expr, Ordinal] = field(default_factory=dict)
-    troubles: dict[sympy.Expr, Trouble] = field(default_factory=dict)
+    token_size: frozenset[Expr]
+    ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
+    troubles: dict[Expr, Trouble] = field(default_factory=dict)
     skips_end: bool = False  # marks of starts leave out where the last document ends
 
     # -- values in a cell ------------------------------------------------------------------------------------
 
-    def linear(self, difference: sympy.Expr) -> Linear:
+    def linear(self, difference: Expr) -> Linear:
         out: Linear = {}
         for term, coefficient in sympy.expand(difference).as_coefficients_dict().items():
             for part, factor in self._term(term).items():
@@ -82,7 +83,7 @@ class Reader:
         if isinstance(condition, sympy.Not):
             return frozenset(not v for v in values[0])
         absorbing = isinstance(condition, sympy.Or)
-        if any(v == {absorbing} for v in values):
+        if frozenset({absorbing}) in values:
             return frozenset({absorbing})
         return frozenset(v for options in values for v in options)
 
@@ -118,7 +119,7 @@ class Reader:
 
     # -- terms -----------------------------------------------------------------------------------------------
 
-    def _term(self, term: sympy.Expr) -> Linear:
+    def _term(self, term: Expr) -> Linear:
         if term == 1:
             return {ONE: sympy.S.One}
         if term in (TOKENS,):
@@ -134,13 +135,13 @@ class Reader:
             return ordinal if ordinal is not None else self._trouble(term, self._generator_trouble(term))
         return self._trouble(term, self._plain_trouble(term))
 
-    def _trouble(self, term: sympy.Expr, trouble: Trouble) -> Linear:
+    def _trouble(self, term: Expr, trouble: Trouble) -> Linear:
         # The same thing said of the query and of the key is one trouble.
         detail = re.sub(rf"\b{self.pair.key}\b", str(self.pair.query), trouble.detail)
         self.troubles[term] = replace(trouble, detail=detail)
         return {term: sympy.S.One}
 
-    def _plain_trouble(self, term: sympy.Expr) -> Trouble:
+    def _plain_trouble(self, term: Expr) -> Trouble:
         for symbol, name in self.pair.others.items():
             if symbol in term.free_symbols:
                 return Trouble(Reason.MASK_WRONG_DIM, f"the mask varies with the {name}, not with tokens alone")
@@ -151,7 +152,7 @@ class Reader:
                 return troubles[0]
         return Trouble(Reason.MASK_NOT_PACKED, f"a term `{term}` is no difference of indices or positions")
 
-    def _side(self, index: sympy.Expr) -> tuple[sympy.Expr, ...] | None:
+    def _side(self, index: Expr) -> tuple[Expr, ...] | None:
         """(index, position, id) symbols of the token that an index expression names."""
         if sympy.expand(index - self.pair.query) == 0:
             return Q, PQ, IQ
@@ -189,7 +190,7 @@ class Reader:
             f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",
         )
 
-    def _token_of(self, term: Any, leaf: Leaf) -> tuple[sympy.Expr, ...] | None:
+    def _token_of(self, term: Any, leaf: Leaf) -> tuple[Expr, ...] | None:
         dim = self.sharding.tokens[leaf.name]
         if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
             return None
@@ -200,7 +201,7 @@ class Reader:
 
     # -- numberings of documents -----------------------------------------------------------------------------
 
-    def _ordinal(self, key: sympy.Expr, side: sympy.Expr, with_padding: bool) -> Linear:
+    def _ordinal(self, key: Expr, side: Expr, with_padding: bool) -> Linear:
         if key not in self.ordinals:
             n = len(self.ordinals)
             names = sympy.symbols(f"G{n}q G{n}k", integer=True)
@@ -210,7 +211,7 @@ class Reader:
 
     def _generator(self, term: Any) -> Linear | None:
         if isinstance(term, RunningSum):
-            inner, j, at = term.args
+            inner, j, at = cast(tuple[Any, Any, Any], term.args)
             side = self._side(at)
             sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
             if side is None or not sub.marks_starts(inner):
@@ -233,7 +234,7 @@ class Reader:
         """0 inside a document, positive at its first token. What it is at the row's start shifts all numbers alike."""
         inside = self.numbers(inner, Cell(World.SAME, (1, 1)))
         first = self.numbers(inner, Cell(World.ADJACENT, (1, 1)))
-        return inside == {0.0} and first is not None and all(0 < v < float("inf") for v in first)
+        return inside == frozenset({0.0}) and first is not None and all(0 < v < float("inf") for v in first)
 
     def _bounds_leaf(self, term: Any) -> Leaf | None:
         """The leaf, if `term` reads the offsets where documents start."""
@@ -269,10 +270,10 @@ class Reader:
         with_padding = self._padded or without_end
         return self._ordinal(term.xreplace({self._at(side): _TOKEN}), side, with_padding)
 
-    def _at(self, side: sympy.Expr) -> sympy.Expr:
+    def _at(self, side: Expr) -> Expr:
         return self.pair.query if side == Q else self.pair.key
 
-    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, sympy.Expr, bool] | None:
+    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, Expr, bool] | None:
         inner, i, count = term.args
         if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
             return None
@@ -308,7 +309,8 @@ class Reader:
         return None
 
     def _generator_trouble(self, term: Any) -> Trouble:
-        inner, bound = term.args[0], term.args[1]
+        inner: Any = term.args[0]
+        bound: Any = term.args[1]
         pair = Pair(bound, bound - 1, self.pair.batch, self.pair.others)
         sub = Reader(self.sharding, self.leaves, pair, self.token_size)
         troubles = sub.blame(inner)
@@ -339,4 +341,4 @@ def relations(value: Any) -> Iterator[Relational]:
             yield from relations(arg)
 
 
-__all__ = ["DocumentIds", "Pair", "Reader", "Trouble", "maximal_terms", "relations"]
+__all__ = ["Pair", "Reader", "Trouble", "maximal_terms", "relations"]

@@ -10,8 +10,10 @@ import sympy
 import torch
 from sympy.logic.boolalg import Boolean
 
-Index = tuple[sympy.Expr, ...]
-Value = Any  # a sympy Expr, or a sympy Boolean for bool tensors
+# sympy ships partial types, and its own operators disagree with them.
+Expr = Any
+Index = tuple[Expr, ...]
+Value = Any  # an Expr, or a sympy Boolean for bool tensors
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)  # tokens of the global row
 
@@ -65,7 +67,7 @@ class RepeatIndex(sympy.Function):
 class SymTensor:
     """A tensor as a function of its index. `shape` holds local sizes as sympy expressions."""
 
-    shape: tuple[sympy.Expr, ...]
+    shape: tuple[Expr, ...]
     dtype: torch.dtype
     function: Callable[[Index], Value]
     _known: dict[Index, Value] = field(default_factory=dict)
@@ -86,12 +88,12 @@ ZERO = sympy.Integer(0)
 ONE = sympy.Integer(1)
 
 
-def number(value: Any) -> sympy.Expr:
+def number(value: Any) -> Expr:
     """A Python or sympy number; infinities become sympy's."""
     if isinstance(value, float):
         if value in (float("inf"), float("-inf")):
             return sympy.oo if value > 0 else -sympy.oo
-        return sympy.Integer(int(value)) if value == int(value) and abs(value) < 2**53 else sympy.Float(value)
+        return sympy.Integer(int(value)) if value.is_integer() and abs(value) < 2**53 else sympy.Float(value)
     return sympy.sympify(value)
 
 
@@ -99,17 +101,17 @@ def is_bool(value: Value) -> bool:
     return isinstance(value, Boolean) and not isinstance(value, sympy.Symbol)
 
 
-def truth(value: Value) -> Boolean:
+def truth(value: Value) -> Any:
     """A value read as true where nonzero."""
     return value if is_bool(value) else compare("ne", value, ZERO)
 
 
-def numeric(value: Value) -> sympy.Expr:
+def numeric(value: Value) -> Expr:
     """A value read as a number: true is 1."""
     return Select(value, ONE, ZERO) if is_bool(value) else value
 
 
-def compare(op: str, left: Value, right: Value) -> Boolean:
+def compare(op: str, left: Value, right: Value) -> Any:
     """`left op right` in one normal form: Boolean algebra over relations `difference op 0` free of Selects."""
     left, right = numeric(left), numeric(right)
     choice = outer_select(left) or outer_select(right)
@@ -126,7 +128,7 @@ def compare(op: str, left: Value, right: Value) -> Boolean:
     return _COMPARISONS[op](difference, ZERO, evaluate=False)
 
 
-def outer_select(expression: sympy.Expr) -> Any:
+def outer_select(expression: Expr) -> Any:
     """A Select that stands in `expression` outside any other function."""
     if isinstance(expression, Select):
         return expression

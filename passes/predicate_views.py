@@ -7,10 +7,10 @@ from typing import Any
 
 import sympy
 
-from .predicate_values import ONE, ZERO, Index, Select, SymTensor, compare
+from .predicate_values import ONE, ZERO, Expr, Index, Select, SymTensor, compare
 
-Shape = tuple[sympy.Expr, ...]
-Sizes = Mapping[sympy.Symbol, sympy.Expr]
+Shape = tuple[Expr, ...]
+Sizes = Mapping[Expr, Expr]
 
 
 class Undecidable(Exception):
@@ -27,7 +27,7 @@ def view_of(x: SymTensor, shape: Shape, index_map: Callable[[Index], Index]) -> 
     return SymTensor(shape, x.dtype, lambda index: x.at(index_map(index)))
 
 
-def expand(x: SymTensor, sizes: Sequence[sympy.Expr]) -> SymTensor:
+def expand(x: SymTensor, sizes: Sequence[Expr]) -> SymTensor:
     lead = len(sizes) - len(x.shape)
     shape = tuple(x.shape[i - lead] if size == -1 else size for i, size in enumerate(sizes))
     return SymTensor(shape, x.dtype, x.broadcast_at)
@@ -56,13 +56,13 @@ def squeeze(x: SymTensor, dims: Sequence[int] | None) -> SymTensor:
     return view_of(x, tuple(s for d, s in enumerate(x.shape) if d not in gone), index_map)
 
 
-def select(x: SymTensor, dim: int, at: sympy.Expr) -> SymTensor:
+def select(x: SymTensor, dim: int, at: Expr) -> SymTensor:
     d = wrap(dim, len(x.shape))
     place = at + x.shape[d] if at.is_negative else at
     return view_of(x, (*x.shape[:d], *x.shape[d + 1 :]), lambda i: (*i[:d], place, *i[d:]))
 
 
-def slice_(x: SymTensor, shape: Shape, dim: int, start: sympy.Expr, step: sympy.Expr) -> SymTensor:
+def slice_(x: SymTensor, shape: Shape, dim: int, start: Expr, step: Expr) -> SymTensor:
     """`shape` is the result's: the end of a slice says nothing else."""
     d = wrap(dim, len(x.shape))
     if start.is_negative:
@@ -77,7 +77,7 @@ def flip(x: SymTensor, dims: Sequence[int]) -> SymTensor:
     return view_of(x, x.shape, lambda i: tuple(x.shape[d] - 1 - e if d in flipped else e for d, e in enumerate(i)))
 
 
-def roll(x: SymTensor, shift: sympy.Expr, dim: int) -> SymTensor:
+def roll(x: SymTensor, shift: Expr, dim: int) -> SymTensor:
     d = wrap(dim, len(x.shape))
 
     def function(index: Index) -> Any:
@@ -108,8 +108,8 @@ def cat(parts: Sequence[SymTensor], shape: Shape, dim: int) -> SymTensor:
     parts = [p for p in parts if len(p.shape) == len(shape)]  # cat skips empty 1-d tensors
 
     def function(index: Index) -> Any:
-        offset: sympy.Expr = ZERO
-        pieces: list[tuple[sympy.Expr, Any]] = []
+        offset: Expr = ZERO
+        pieces: list[tuple[Expr, Any]] = []
         for part in parts:
             pieces.append((offset + part.shape[d], part.at((*index[:d], index[d] - offset, *index[d + 1 :]))))
             offset = offset + part.shape[d]
@@ -121,7 +121,7 @@ def cat(parts: Sequence[SymTensor], shape: Shape, dim: int) -> SymTensor:
     return SymTensor(shape, parts[0].dtype, function)
 
 
-def pad(x: SymTensor, shape: Shape, widths: Sequence[sympy.Expr], fill: sympy.Expr) -> SymTensor:
+def pad(x: SymTensor, shape: Shape, widths: Sequence[Expr], fill: Expr) -> SymTensor:
     before = {len(shape) - 1 - i // 2: widths[i] for i in range(0, len(widths), 2)}
 
     def function(index: Index) -> Any:
@@ -144,7 +144,7 @@ def reshape(x: SymTensor, shape: Shape, sizes: Sizes) -> SymTensor:
     groups = _groups(x.shape, shape)
 
     def index_map(index: Index) -> Index:
-        place: list[sympy.Expr] = []
+        place: list[Expr] = []
         for old, new in groups:
             flat = _flatten([index[d] for d in new], [shape[d] for d in new])
             place += _unflatten(flat, [x.shape[d] for d in old], sizes)
@@ -172,35 +172,35 @@ def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
     return groups
 
 
-def _divides(left: sympy.Expr, right: sympy.Expr) -> bool:
+def _divides(left: Expr, right: Expr) -> bool:
     if left.is_Integer and right.is_Integer:
         return bool(left < right)
     return not sympy.cancel(right / left).as_numer_denom()[1].free_symbols
 
 
-def _flatten(index: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> sympy.Expr:
-    flat: sympy.Expr = ZERO
+def _flatten(index: Sequence[Expr], shape: Sequence[Expr]) -> Expr:
+    flat: Expr = ZERO
     for e, size in zip(index, shape, strict=True):
         flat = flat * size + e
     return sympy.expand(flat)
 
 
-def _unflatten(flat: sympy.Expr, shape: Sequence[sympy.Expr], sizes: Sizes) -> list[sympy.Expr]:
+def _unflatten(flat: Expr, shape: Sequence[Expr], sizes: Sizes) -> list[Expr]:
     if len(shape) == 1:
         return [flat]
-    index: list[sympy.Expr] = []
+    index: list[Expr] = []
     for size in reversed(shape[1:]):
         flat, rest = split_index(flat, size, sizes)
         index.insert(0, rest)
     return [flat, *index] if shape else []
 
 
-def split_index(flat: sympy.Expr, size: sympy.Expr, sizes: Sizes) -> tuple[sympy.Expr, sympy.Expr]:
+def split_index(flat: Expr, size: Expr, sizes: Sizes) -> tuple[Expr, Expr]:
     """(flat // size, flat % size): exact where the terms of `flat` fall apart, else as floor and Mod."""
     if size == 1:
         return flat, ZERO
-    high: sympy.Expr = ZERO
-    low: sympy.Expr = ZERO
+    high: Expr = ZERO
+    low: Expr = ZERO
     for term in sympy.Add.make_args(flat):
         quotient = sympy.cancel(term / size)
         whole = not (quotient.as_numer_denom()[1] - 1)
@@ -210,9 +210,9 @@ def split_index(flat: sympy.Expr, size: sympy.Expr, sizes: Sizes) -> tuple[sympy
     return high, low
 
 
-def _fits(low: sympy.Expr, size: sympy.Expr, sizes: Sizes) -> bool:
+def _fits(low: Expr, size: Expr, sizes: Sizes) -> bool:
     """0 <= low < size, from the sizes of the dims that its index symbols run over."""
-    top: sympy.Expr = ZERO
+    top: Expr = ZERO
     for term in sympy.Add.make_args(low):
         coefficient, symbols = term.as_coeff_mul()
         known = [s for s in symbols if s in sizes]

@@ -13,11 +13,11 @@ from enum import Enum
 
 import sympy
 
-from .predicate_values import ONE, TOKENS
+from .predicate_values import ONE, TOKENS, Expr
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 STARTS = sympy.Symbol("S", integer=True)  # how many of the batch's document starts are at Q; for ADJACENT tokens
-Linear = dict[sympy.Expr, sympy.Expr]  # term -> coefficient; ONE -> the constant
+Linear = dict[Expr, Expr]  # term -> coefficient; ONE -> the constant
 Span = tuple[float, float]  # inclusive bounds
 EVERYTHING: Span = (-math.inf, math.inf)
 _IN_ROW = frozenset({Q, K, PQ, PK})
@@ -114,23 +114,26 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int
     """The relation in the distance D and what the world says of query minus key."""
     out: Linear = {}
 
-    def add(term: sympy.Expr, coefficient: sympy.Expr) -> None:
+    def add(term: Expr, coefficient: Expr) -> None:
         out[term] = out.get(term, sympy.S.Zero) + coefficient
 
     ordinal_of = {o.query: o for o in ordinals}
     for term, c in linear.items():
         if term == Q:
-            add(K, c), add(D, c)
+            add(K, c)
+            add(D, c)
         elif term == PQ and world is World.ADJACENT:
             continue
         elif term == PQ and world in (World.SAME, World.DIFFERENT):
-            add(PK, c), add(D, c)
+            add(PK, c)
+            add(D, c)
             if world is World.DIFFERENT:
                 add(_APART, -c)
         elif term == IQ and world is World.SAME:
             add(IK, c)
         elif term == IQ and linear.get(IK) == -c:
-            add(IK, c), add(_IDS, c)
+            add(IK, c)
+            add(_IDS, c)
         elif term in ordinal_of:
             ordinal = ordinal_of[term]
             add(ordinal.key, c)
@@ -141,10 +144,10 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int
     return {term: c for term, c in out.items() if c != 0}
 
 
-def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[sympy.Expr, Span]:
+def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[Expr, Span]:
     apart: Span = (1, math.inf) if sign > 0 else (-math.inf, -1) if sign < 0 else EVERYTHING
     row: Span = (0, math.inf)
-    spans: dict[sympy.Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
+    spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
     spans |= {Q: (max(0, cell.span[0]), math.inf), K: (max(0, -cell.span[1]), math.inf), PK: row, PQ: row}
     spans[_APART] = apart
     spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
@@ -164,11 +167,11 @@ def _is_multiple_of_nonzero(form: Linear, world: World) -> bool:
     return world in (World.DIFFERENT, World.ADJACENT) and set(form) == {_IDS}
 
 
-def _bounds(form: Linear, spans: Mapping[sympy.Expr, Span]) -> Span:
+def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:
     return -_highest({t: -c for t, c in form.items()}, spans), _highest(form, spans)
 
 
-def _highest(form: Linear, spans: Mapping[sympy.Expr, Span]) -> float:
+def _highest(form: Linear, spans: Mapping[Expr, Span]) -> float:
     """The largest value: a bound e*T + c over all row lengths T, where indices and positions end at T - 1."""
     per_token, constant = 0.0, 0.0
     for term, coefficient in form.items():
