@@ -1,0 +1,185 @@
+"""Attention over packed documents on several GPUs: ours in every layout and exchange, beside other ways around the
+same kernel.
+
+    torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32]
+
+Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
+the whole pack, divided by the ranks) and the TFLOP/s of each GPU; the slowest rank counts. "graph" is both, replayed
+from a CUDA graph, where the host costs nothing, against the same ideal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from methods import Alone, Gathered, Method, Ours, Setup, Ulysses
+from packs import Pack, packs
+from rivals import RingLlama3, RingZigzag, TorchContextParallel
+
+Factory = Callable[[Pack, Setup], Method]
+
+
+def ours(layout: str, exchange: str, **options: bool) -> Factory:
+    return lambda pack, setup: Ours(pack, setup, layout, exchange, **options)
+
+
+OURS: tuple[Factory, ...] = (
+    ours("balanced", "pull"),
+    ours("balanced", "pull", keep=True),
+    ours("balanced", "pull", alone=True),
+    ours("balanced", "needed"),
+    ours("balanced", "all_gather"),
+    ours("dual_chunk", "pull"),
+    ours("dual_chunk", "all_gather"),
+    ours("head_tail", "pull"),
+    ours("contiguous", "pull"),
+)
+OTHERS: tuple[Factory, ...] = (Gathered, Ulysses, RingLlama3, RingZigzag, TorchContextParallel)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the slowest rank. graph: None where a method can't be captured. memory: peak, in MiB."""
+
+    forward: float
+    backward: float
+    both: float
+    graph: float | None
+    memory: float
+
+
+def slowest(value: float) -> float:
+    holder = torch.tensor([value], device="cuda", dtype=torch.float64)
+    dist.all_reduce(holder, dist.ReduceOp.MAX)
+    return float(holder)
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Per call, of a queue of calls that the host fills ahead as far as it can; the best of three, slowest rank."""
+    best = float("inf")
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start.record()
+        for _ in range(repeats):
+            run()
+        stop.record()
+        torch.cuda.synchronize()
+        best = min(best, slowest(start.elapsed_time(stop) / repeats))
+    return best
+
+
+def measure(method: Method, repeats: int, capture: bool) -> Times:
+    def both() -> None:
+        method.forward()
+        method.backward()
+
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    memory = slowest((torch.cuda.max_memory_allocated() - before) / 2**20)
+    forward = milliseconds(method.forward, repeats)
+    backward = milliseconds(method.backward, repeats)
+    together = milliseconds(both, repeats)
+    replay = milliseconds(captured(both), repeats) if capture else None
+    return Times(forward, backward, together, replay, memory)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+        run()  # an even number of calls per direction, as a step of many layers has
+    half = [True]
+
+    def replay() -> None:
+        # One replay is two calls.
+        half[0] = not half[0]
+        if half[0]:
+            graph.replay()
+
+    return replay
+
+
+def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times) -> str:
+    flops = 4 * setup.heads * setup.dim * pack.pairs / setup.world_size
+    pairs = ((times.forward, ideal.forward), (times.backward, ideal.backward), (times.both, ideal.both))
+    cells = [f"{time:.3f}" for time, _ in pairs]
+    cells += [" / ".join(f"{100 * best / time:.0f}" for time, best in pairs)]
+    cells += [f"{100 * ideal.both / times.graph:.0f}" if times.graph else "–"]
+    cells += [" / ".join(f"{f * flops / time / 1e9:.0f}" for f, (time, _) in zip((1, 2.5, 3.5), pairs, strict=True))]
+    cells += [f"{times.memory:.0f}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def scaled(times: Times, ranks: int) -> Times:
+    graph = times.graph / ranks if times.graph else None
+    return Times(times.forward / ranks, times.backward / ranks, times.both / ranks, graph, times.memory)
+
+
+def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
+    if setup.rank == 0:
+        print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
+        print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
+        print("|---|---|---|---|---|---|---|---|")
+    repeats = 20 if pack.tokens <= 65536 else 6
+    alone = Alone(pack, setup)
+    ideal = scaled(measure(alone, 6, capture=True), setup.world_size)
+    if setup.rank == 0:
+        print(line("ideal", pack, setup, ideal, ideal), flush=True)
+    del alone
+    for factory in factories:
+        try:
+            method = factory(pack, setup)
+            times = measure(method, repeats, capture=isinstance(method, Ours) and method.where[0] == "pull")
+            text = line(method.name, pack, setup, times, ideal)
+        except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+            # Decided alike on all ranks: these are refusals, not accidents of one rank.
+            method, text = None, f"| {getattr(factory, '__name__', 'ours')} | can't run: {str(error).splitlines()[0]} |"
+        if setup.rank == 0:
+            print(text, flush=True)
+        del method
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--heads-kv", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--kernel", default="fa4")
+    parser.add_argument("--only", default="", help="packs whose name holds this text")
+    parser.add_argument("--quick", action="store_true", help="balanced + pull and its kernel alone only")
+    parser.add_argument("--ours", action="store_true", help="leave the others out")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD.group_name
+    shape = options.heads, options.heads_kv, options.dim
+    setup = Setup(dist.get_rank(), dist.get_world_size(), group, *shape, torch.bfloat16, options.kernel)
+    torch.manual_seed(setup.rank)
+    if setup.rank == 0:
+        name, count = torch.cuda.get_device_name(), setup.world_size
+        print(
+            f"{count} x {name}, torch {torch.__version__}, heads {setup.heads}/{setup.heads_kv}, head dim {setup.dim}"
+        )
+    factories = OURS[:3] if options.quick else OURS if options.ours else OURS + OTHERS
+    for pack in packs(setup.world_size):
+        if any(text in pack.name for text in options.only.split(",")):
+            run_pack(pack, setup, factories)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""What the attention benchmark compares: ours in every layout and exchange, and plain NCCL ways around one kernel.
+
+A method holds one rank's tensors and runs `forward()` and `backward()`; all ranks call them together.
+Shapes: R local rows, E expanded rows, P ranks, H query heads, K key heads, D head dim, C = 2 K D.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from packs import Pack
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
+from cp_rewrite.ops.rows import split_kv
+from cp_rewrite.plan import plan_batch
+from cp_rewrite.pull import pull_route
+from cp_rewrite.schedule import Schedule
+
+HOST = ("pieces", "launches", "splits", "capacity")
+CAUSAL = PackedMask()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Args: rank, world_size, group (name). heads, heads_kv, dim, dtype: of the attention. kernel: a backend's name."""
+
+    rank: int
+    world_size: int
+    group: str
+    heads: int
+    heads_kv: int
+    dim: int
+    dtype: torch.dtype
+    kernel: str
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"cp_rewrite.kernels.{self.kernel}")
+
+    @property
+    def params(self) -> Params:
+        return Params(self.dim**-0.5)
+
+    def draw(self, rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, self.dim, device="cuda").to(self.dtype)
+
+
+class Method(Protocol):
+    """One way to run a pack's attention."""
+
+    name: str
+
+    def forward(self) -> object: ...
+    def backward(self) -> object: ...
+
+
+def on_device(arrays: dict[str, np.ndarray[Any, Any]], names: tuple[str, ...] | None = None) -> list[Tensor]:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return [tensors[n] if n in HOST else tensors[n].cuda() for n in names or tuple(tensors)]
+
+
+def plan(pack: Pack, world_size: int, layout: str) -> Schedule:
+    return plan_batch([Documents.from_lengths(pack.lengths)], world_size, layout).schedule(CAUSAL)
+
+
+class Alone:
+    """The whole pack on one GPU: what "ideal" is a P-th of."""
+
+    def __init__(self, pack: Pack, setup: Setup) -> None:
+        self.name, self.setup = "one GPU", setup
+        schedule = plan(pack, 1, "contiguous")
+        self.tables = Tables(*on_device(schedule.attention(0)))
+        self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
+        self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
+
+    def forward(self) -> object:
+        self.out, self.lse = self.setup.module.forward(self.q, self.k, self.v, self.tables, self.setup.params)
+        return self.out
+
+    def backward(self) -> object:
+        return self.setup.module.backward(
+            self.dout, self.q, self.k, self.v, self.out, self.lse, self.tables, self.setup.params
+        )
+
+
+class Ours:
+    """A layout and an exchange of this package. `keep` keeps the expanded rows for the backward; `alone` leaves the
+    exchange out of the time: what the kernel takes."""
+
+    def __init__(
+        self, pack: Pack, setup: Setup, layout: str, exchange: str, *, keep: bool = False, alone: bool = False
+    ) -> None:
+        self.name = f"{layout} + {exchange}{' kept' if keep else ''}{', kernel alone' if alone else ''}"
+        self.setup, self.keep, self.alone = setup, keep, alone
+        schedule = plan(pack, setup.world_size, layout)
+        route = pull_route(schedule, setup.rank) if exchange == "pull" else schedule.route(exchange, setup.rank)
+        self.tables = Tables(*on_device(schedule.attention(setup.rank)))
+        self.route = on_device(route, ROUTES[exchange])
+        self.where = exchange, setup.group, setup.world_size
+        self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
+        self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
+        self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, *self.where) if alone else None
+        expanded = int(schedule.expanded[setup.rank])
+        self.dkv = torch.zeros(max(expanded, 2), 2 * setup.heads_kv * setup.dim, device="cuda", dtype=setup.dtype)
+
+    def _rows(self, kept: bool) -> Tensor:
+        if kept and self.kv is not None:
+            return self.kv
+        return exchange_kv(self.k, self.v, self.route, *self.where)
+
+    def forward(self) -> object:
+        kv = self._rows(self.alone)
+        if self.keep:
+            self.kv = kv
+        keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
+        self.out, self.lse = self.setup.module.forward(self.q, keys, values, self.tables, self.setup.params)
+        return self.out
+
+    def backward(self) -> object:
+        kv = self._rows(self.keep or self.alone)
+        keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
+        dq, dk, _ = self.setup.module.backward(
+            self.dout, self.q, keys, values, self.out, self.lse, self.tables, self.setup.params
+        )
+        if self.alone:
+            return dq
+        dk, dv = return_kv(dk._base, self.k, self.v, self.route, *self.where)
+        return dq, dk.to(self.k.dtype), dv.to(self.v.dtype)
+
+
+class Gathered:
+    """All-gather written plainly: contiguous chunks of the row, all KV gathered, one launch over the slice that the
+    rank's documents need, gradients reduce-scattered in the storage dtype."""
+
+    def __init__(self, pack: Pack, setup: Setup) -> None:
+        self.name, self.setup = "plain all-gather", setup
+        rows = pack.tokens // setup.world_size
+        start, stop = setup.rank * rows, (setup.rank + 1) * rows
+        ends = np.cumsum(pack.lengths)
+        begins = ends - np.array(pack.lengths)
+        mine = np.flatnonzero((ends > start) & (begins < stop))
+        q0, q1 = np.maximum(begins[mine], start) - start, np.minimum(ends[mine], stop) - start
+        first = int(begins[mine[0]])
+        k0, k1 = begins[mine] - first, np.minimum(ends[mine], stop) - first
+        self.keys = slice(first, stop)
+        full = np.stack([q0, q1, k0, k1, 0 * q0 - 1, 0 * q0, 0 * q0], 1).astype(np.int64)
+        cu_q, cu_k = (torch.tensor([0, *x.tolist()], dtype=torch.int32, device="cuda") for x in (q1, k1))
+        most = torch.tensor([[-1, 0, int((q1 - q0).max()), int((k1 - k0).max())]])
+        self.tables = Tables(cu_q, cu_k, torch.from_numpy(full), most)
+        self.q, self.dout = (setup.draw(rows, setup.heads) for _ in range(2))
+        self.kv = setup.draw(rows, 2 * setup.heads_kv)
+        self.all = self.kv.new_empty(pack.tokens, 2 * setup.heads_kv, setup.dim)
+        self.grad = torch.empty_like(self.all)
+
+    def _views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = rows[self.keys].split(self.setup.heads_kv, 1)
+        return k, v
+
+    def forward(self) -> object:
+        dist.all_gather_into_tensor(self.all, self.kv)
+        self.out, self.lse = self.setup.module.forward(self.q, *self._views(self.all), self.tables, self.setup.params)
+        return self.out
+
+    def backward(self) -> object:
+        dist.all_gather_into_tensor(self.all, self.kv)
+        dq, dk, dv = self.setup.module.backward(
+            self.dout, self.q, *self._views(self.all), self.out, self.lse, self.tables, self.setup.params
+        )
+        self.grad.zero_()
+        for target, grad in zip(self._views(self.grad), (dk, dv), strict=True):
+            target.copy_(grad)
+        mine = torch.empty_like(self.kv)
+        dist.reduce_scatter_tensor(mine, self.grad)
+        return dq, mine
+
+
+class Ulysses:
+    """Heads for tokens by all-to-all, the whole row on H / P heads, and back. Keys are repeated when K < P."""
+
+    def __init__(self, pack: Pack, setup: Setup) -> None:
+        self.name, self.setup = "plain Ulysses", setup
+        world_size = setup.world_size
+        rows = pack.tokens // world_size
+        schedule = plan(pack, 1, "contiguous")
+        self.tables = Tables(*on_device(schedule.attention(0)))
+        self.q, self.dout = (setup.draw(rows, setup.heads) for _ in range(2))
+        self.k, self.v = (setup.draw(rows, max(setup.heads_kv, world_size)) for _ in range(2))
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """(T / P, H, D) -> (T, H / P, D)."""
+        rows, heads, dim = x.shape
+        send = x.view(rows, self.setup.world_size, heads // self.setup.world_size, dim).transpose(0, 1).contiguous()
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send)
+        return received.flatten(0, 1)
+
+    def _collect(self, x: Tensor) -> Tensor:
+        """(T, H / P, D) -> (T / P, H, D)."""
+        send = x.contiguous().unflatten(0, (self.setup.world_size, -1))
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def forward(self) -> object:
+        self.spread = tuple(self._spread(x) for x in (self.q, self.k, self.v))
+        self.out, self.lse = self.setup.module.forward(*self.spread, self.tables, self.setup.params)
+        return self._collect(self.out)
+
+    def backward(self) -> object:
+        grads = self.setup.module.backward(
+            self._spread(self.dout), *self.spread, self.out, self.lse, self.tables, self.setup.params
+        )
+        return tuple(self._collect(grad) for grad in grads)

@@ -1,0 +1,112 @@
+"""How fast rows come from peers: the pull and return kernels beside the copy engine, measured in the same run.
+
+    torchrun --nproc-per-node 4 examples/bench/peers.py [--sweep]
+
+All ranks read at once. "one peer": each rank reads all rows of the next; "all peers": an equal part of each. GB/s are
+bytes that arrive per rank over the time of the whole call, its copy-in and its meeting included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from attention import milliseconds
+from torch import Tensor
+
+from cp_rewrite.kernels import cuda, symm
+from cp_rewrite.kernels.rows import gather_rows
+
+COLUMNS = 2048
+
+
+def index(values: Tensor) -> Tensor:
+    return values.int().cuda()
+
+
+def remote_rows(rank: int, world_size: int, rows: int, spread: bool) -> Tensor:
+    """(rows,) gathered rows to read: all of the next rank, or every rank's equal part but its own."""
+    peers = [(rank + step) % world_size for step in range(1, world_size if spread else 2)]
+    part = rows // len(peers)
+    sources = torch.stack([peer * rows + torch.arange(part) for peer in peers], 1).reshape(-1)
+    return torch.cat([sources, sources[: rows - len(sources)]])
+
+
+def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str) -> tuple[float, float]:
+    """GB/s of pull and of return."""
+    k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
+    sources = remote_rows(rank, world_size, rows, spread)
+    everything = index(torch.arange(rows))
+    pointers = index(torch.arange(rows + 1))
+
+    def pull() -> Tensor:
+        return symm.pull_rows(k, v, everything, index_of_sources, pointers, everything, group)
+
+    index_of_sources = index(sources)
+    nbytes = rows * COLUMNS * 2
+    pulled = nbytes / milliseconds(pull, 10) / 1e6
+    grad = torch.randn(rows, COLUMNS, device="cuda").bfloat16()
+    contributions = ((sources // rows) << 32 | (sources % rows)).cuda()
+
+    def back() -> object:
+        return symm.return_rows(grad, everything, pointers, contributions, rows, 8, (128, 128), group)
+
+    return pulled, nbytes / milliseconds(back, 10) / 1e6
+
+
+def copy_engine_rate(rank: int, world_size: int, rows: int, group: str) -> float:
+    """GB/s of a plain copy from the next rank's memory."""
+    mine = symmetric.empty(rows, COLUMNS, dtype=torch.bfloat16, device=torch.device("cuda", rank))
+    handle = symmetric.rendezvous(mine, group)
+    peer = handle.get_buffer((rank + 1) % world_size, (rows, COLUMNS), torch.bfloat16)
+    target = torch.empty_like(mine)
+    return mine.nbytes / milliseconds(lambda: target.copy_(peer), 10) / 1e6
+
+
+def plain_read_rate(rank: int, world_size: int, rows: int, group: str) -> float:
+    """GB/s of the row gather kernel reading the next rank's memory: no copy-in, no meeting."""
+    mine = symmetric.empty(rows, COLUMNS, dtype=torch.bfloat16, device=torch.device("cuda", rank))
+    handle = symmetric.rendezvous(mine, group)
+    peer = handle.get_buffer((rank + 1) % world_size, (rows, COLUMNS), torch.bfloat16)
+    order = index(torch.arange(rows))
+    return mine.nbytes / milliseconds(lambda: gather_rows(peer, order), 10) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="vary the number of blocks")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    rows = []
+    for count in (4096, 32768):
+        engine = copy_engine_rate(rank, world_size, count, group)
+        plain = plain_read_rate(rank, world_size, count, group)
+        rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
+        rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
+        for blocks in (1, 2, 3) if options.sweep else (symm._BLOCKS_PER_SM,):
+            symm._BLOCKS_PER_SM = blocks
+            for spread in (False, True):
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {blocks} blocks per SM"
+                rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
+    empty = index(torch.zeros(2))
+    k = torch.randn(2, 8, 128, device="cuda").bfloat16()
+    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, index(torch.zeros(3)), empty, group), 50)
+    if rank == 0:
+        print(
+            f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.multiprocessors(device)} SMs"
+        )
+        print("| rows of 4 KB | pull GB/s | return GB/s |\n|---|---|---|")
+        for name, pulled, returned in rows:
+            print(f"| {name} | {pulled:.0f} | {returned:.0f} |")
+        print(f"an empty pull (launch and meeting): {1e3 * meeting:.1f} us")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
