@@ -20,7 +20,7 @@ struct Source {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(512) pull_rows(
+extern "C" __global__ void __launch_bounds__(512, RESIDENT) pull_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* publish_rows,
     u32 publish_count, const int* job_source, const int* job_ptr, const int* job_rows, u32 jobs, u32 local_rows,
     chunk* out, const u64* peers, u32* state, int rank, int world, u64 slot_bytes) {

@@ -6,6 +6,12 @@
 #pragma once
 #include "rows.cuh"
 
+// Blocks per multiprocessor that are sure to run at once. All blocks of a launch must: one that waits for a peer would
+// otherwise keep out one that has yet to publish.
+#ifndef RESIDENT
+#define RESIDENT 2
+#endif
+
 struct Meeting {
   const u64* peers;  // base address of every rank's symmetric memory
   u32* state;        // this rank's own memory: calls done, blocks published, blocks left

@@ -134,7 +134,7 @@ def pull_rows(
     out = k.new_empty(job_rows.shape[0], (width * 16) // size)
     way = channel(group, "pull", k.shape[0] * width * 16, device)
     cuda.launch(
-        cuda.kernel("pull_rows", device),
+        cuda.kernel("pull_rows", device, _macros()),
         _grid(device),
         _BLOCK,
         device,
@@ -186,7 +186,7 @@ def return_rows(
     width = _chunks(grad)
     way = channel(group, "return", capacity * width * 16, device)
     cuda.launch(
-        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"),)),
+        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros())),
         _grid(device),
         _BLOCK,
         device,
@@ -207,6 +207,10 @@ def return_rows(
         cuda.u64(way.slot_bytes),
     )
     return dk, dv
+
+
+def _macros() -> cuda.Macros:
+    return (("RESIDENT", str(_BLOCKS_PER_SM)),)
 
 
 def _grid(device: torch.device) -> int:

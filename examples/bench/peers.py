@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric
 from attention import milliseconds
 from torch import Tensor
 
-from cp_rewrite.kernels import cuda, symm
+from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048
@@ -94,9 +94,9 @@ def main() -> None:
             for spread in (False, True):
                 name = f"{'all peers' if spread else 'one peer'}, {count} rows, {blocks} blocks per SM"
                 rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
-    empty = index(torch.zeros(2))
+    empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
-    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, index(torch.zeros(3)), empty, group), 50)
+    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, group), 50)
     if rank == 0:
         print(
             f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.multiprocessors(device)} SMs"
