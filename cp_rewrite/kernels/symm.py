@@ -26,6 +26,7 @@ _HEADER = 1024
 _MAX_RANKS = 32
 _BLOCK = 512
 _BLOCKS_PER_SM = 2
+_IN_FLIGHT = 4
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
@@ -210,7 +211,7 @@ def return_rows(
 
 
 def _macros() -> cuda.Macros:
-    return (("RESIDENT", str(_BLOCKS_PER_SM)),)
+    return (("RESIDENT", str(_BLOCKS_PER_SM)), ("IN_FLIGHT", str(_IN_FLIGHT)))
 
 
 def _grid(device: torch.device) -> int:

@@ -77,7 +77,7 @@ def plain_read_rate(rank: int, world_size: int, rows: int, group: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="vary the number of blocks")
+    parser.add_argument("--sweep", action="store_true", help="vary blocks and loads in flight")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -89,18 +89,17 @@ def main() -> None:
         plain = plain_read_rate(rank, world_size, count, group)
         rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        for blocks in (1, 2, 3) if options.sweep else (symm._BLOCKS_PER_SM,):
-            symm._BLOCKS_PER_SM = blocks
+        default = symm._BLOCKS_PER_SM, symm._IN_FLIGHT
+        for setting in ((1, 8), (1, 4), (2, 4), (2, 2), (3, 2)) if options.sweep else (default,):
+            symm._BLOCKS_PER_SM, symm._IN_FLIGHT = setting
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {blocks} blocks per SM"
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {setting[0]} blocks per SM, {setting[1]} in flight"
                 rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
     empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
     meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, group), 50)
     if rank == 0:
-        print(
-            f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.multiprocessors(device)} SMs"
-        )
+        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print("| rows of 4 KB | pull GB/s | return GB/s |\n|---|---|---|")
         for name, pulled, returned in rows:
             print(f"| {name} | {pulled:.0f} | {returned:.0f} |")
