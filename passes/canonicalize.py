@@ -186,7 +186,8 @@ class _Tracer:
         mutates = any(mutated(n) is not None for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
             # Dynamo's tracing context holds a fresh mode while backends run: only the tensors' own mode fits them.
-            fake_mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+            made = [*tensors, *(n.meta.get("example_value") for n in (node, *self.leaves))]
+            fake_mode = next((t.fake_mode for t in made if isinstance(t, FakeTensor)), None)
             stack.enter_context(torch.no_grad())
             # Without it composite ops run their C++ code, which turns symbolic sizes into constants.
             stack.enter_context(enable_python_dispatcher())

@@ -214,9 +214,15 @@ class Reader:
             inner, j, at = cast(tuple[Any, Any, Any], term.args)
             side = self._side(at)
             sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
-            if side is None or not sub.marks_starts(inner):
+            inside, first = sub.steps(inner)
+            key = RunningSum(inner, j, _TOKEN)
+            if side is None or inside != frozenset({0.0}) or first is None:
                 return None
-            return self._ordinal(RunningSum(inner, j, _TOKEN), side[0], with_padding=sub.skips_end or self._padded)
+            if first == frozenset({0.0}):  # one number for the whole row
+                return {key: sympy.S.One}
+            if not all(0 < v < float("inf") for v in first):
+                return None
+            return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
         if isinstance(term, RepeatIndex):
             side = self._side(term.args[3])
             if side is None or not self._is_lengths(term):
@@ -230,11 +236,11 @@ class Reader:
     def _padded(self) -> bool:
         return isinstance(self.sharding.packing, CuSeqlens) and self.sharding.packing.padded_arg is not None
 
-    def marks_starts(self, inner: Any) -> bool:
-        """0 inside a document, positive at its first token. What it is at the row's start shifts all numbers alike."""
-        inside = self.numbers(inner, Cell(World.SAME, (1, 1)))
-        first = self.numbers(inner, Cell(World.ADJACENT, (1, 1)))
-        return inside == frozenset({0.0}) and first is not None and all(0 < v < float("inf") for v in first)
+    def steps(self, inner: Any) -> tuple[frozenset[float] | None, frozenset[float] | None]:
+        """What is added at a token inside a document, and at its first token: (0, positive) numbers the documents.
+        What is added at the row's start shifts all numbers alike."""
+        cells = Cell(World.SAME, (1, 1)), Cell(World.ADJACENT, (1, 1))
+        return self.numbers(inner, cells[0]), self.numbers(inner, cells[1])
 
     def _bounds_leaf(self, term: Any) -> Leaf | None:
         """The leaf, if `term` reads the offsets where documents start."""

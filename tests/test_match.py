@@ -127,8 +127,7 @@ def expand_reshape(x: Tensor) -> Tensor:
 )
 def test_expanded_heads_are_taken_back(expand: Callable[[Tensor], Tensor], dynamic: bool) -> None:
     site = the_site(grouped(expand), dynamic=dynamic)
-    assert site.key.name.startswith("add")
-    assert site.value.name.startswith("sub")
+    assert (site.key.name, site.value.name) == ("k", "v")
     assert site.key.meta["example_value"].shape[1] == 2
 
 
