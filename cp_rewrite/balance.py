@@ -21,7 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .masks import PackedMask
-from .parts import Line, Parts
+from .parts import Line, Parts, part_tiles
+
+MOST_GAPS = 24
+"""Times that a bin skips documents that don't fit; what is then missing a run can fill."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,14 @@ class Style:
     Args:
         slack: share of a bin's work that is not worth a cut.
         whole: take whole documents first. False: only the ends of the line, which balances best.
+        tries: fillings of each bin, to hit its share.
+        rounds: sharings of the whole row, each with what cuts cost in the last.
     """
 
-    slack: float = 0.004
+    slack: float = 0.006
     whole: bool = True
+    tries: int = 2
+    rounds: int = 4
 
 
 def share_out(
@@ -56,16 +63,32 @@ def share_out(
             bins.append(parts)
             bins += [parts.take(slice(0, 0))] * (len(quotas) - 1 - b)
             break
-        share = (float(parts.work.sum()) + sum(extra[b:])) * quota / total - extra[b]
-        taken, parts = _fill(parts, quota, share, mask, style)
+        share = (float(parts.work.sum()) + sum(extra[b:])) * quota / total
+        taken, parts = _fill_exactly(parts, quota, share, share - extra[b], mask, style)
         bins.append(taken)
         total -= quota
     return bins
 
 
+def _fill_exactly(
+    parts: Parts, tokens: int, share: float, aim: float, mask: PackedMask, style: Style
+) -> tuple[Parts, Parts]:
+    """`_fill`, aiming higher or lower until what the bin really costs, cuts included, is its share."""
+    best, least = (parts, parts), np.inf
+    for _ in range(style.tries):
+        got = _fill(parts, tokens, aim, mask, style)
+        error = float(part_tiles(got[0], mask).sum()) - share
+        if abs(error) < least:
+            best, least = got, abs(error)
+        if abs(error) <= style.slack * share:
+            break
+        aim -= error
+    return best
+
+
 def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style) -> tuple[Parts, Parts]:
     """(what one bin takes, what is left): `tokens` tokens that do `work`."""
-    line, slack = _line_up(parts, mask), style.slack * work
+    line, slack = _line_up(parts, mask, style), style.slack * work
     taken: list[Parts] = []
     chosen: list[int] = []
     biggest = int(line.parts.size[-1])
@@ -92,10 +115,12 @@ def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style
     return Parts.join([*taken, whole, run]), others
 
 
-def _line_up(parts: Parts, mask: PackedMask) -> Line:
-    """From the sparsest to the densest; the part with the most work comes last in any case."""
+def _line_up(parts: Parts, mask: PackedMask, style: Style) -> Line:
+    """From the sparsest to the densest. A part with most of the work comes last, though its start be sparse."""
     density = parts.work / parts.size
-    density[int(np.argmax(parts.work))] = np.inf
+    biggest = int(np.argmax(parts.work))
+    if style.whole and density[biggest] >= parts.work.sum() / parts.size.sum():
+        density[biggest] = np.inf
     return Line(parts.take(np.lexsort((parts.start, parts.first, density))), mask)
 
 
@@ -115,15 +140,19 @@ def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
     parts = line.parts
     order = np.argsort(-parts.work, kind="stable")
     size, cost = parts.size[order], parts.work[order]
-    fits = cost + np.interp(tokens - size, line.bounds, line.before) <= work
-    candidates = order[fits & (size <= tokens)].tolist()
-    sizes, costs = parts.size.tolist(), parts.work.tolist()
     chosen: list[int] = []
-    for i in candidates:
-        if sizes[i] <= tokens and costs[i] <= work and costs[i] + line.work(tokens - sizes[i]) <= work:
-            chosen.append(i)
-            tokens -= sizes[i]
-            work -= costs[i]
+    at = 0
+    for _ in range(MOST_GAPS):
+        fits = size[at:] <= tokens
+        fits &= cost[at:] + np.interp(tokens - size[at:], line.bounds, line.before) <= work
+        if not fits.any():
+            break
+        at += int(np.argmax(fits))
+        while at < len(order) and size[at] <= tokens and cost[at] + line.work(tokens - int(size[at])) <= work:
+            chosen.append(int(order[at]))
+            tokens -= int(size[at])
+            work -= float(cost[at])
+            at += 1
     return chosen
 
 

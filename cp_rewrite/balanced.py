@@ -8,19 +8,27 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import Style, share_out
-from .cost import Device, Model, least_seconds, load_of, needed_seconds
+from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, needed_seconds
 from .documents import Documents
 from .layouts import TokenOrder, contiguous, dual_chunk
 from .masks import PackedMask
 from .parts import Parts, part_tiles
 from .schedule import build
-from .tiles import Float, imbalance
+from .tiles import TILE, Float, imbalance
 
-ENOUGH = 1.012
-"""Imbalance that is not worth another round."""
+ENOUGH = 1.015
+"""Imbalance that is not worth another round. One document is balanced better than that at once."""
 LIMIT = 1.02
 """Imbalance up to which traffic decides between plans."""
-ROUNDS = 4
+STYLES = (
+    Style(),
+    Style(slack=0.003, whole=False, tries=1, rounds=2),
+    Style(slack=0.003),
+    Style(slack=0.012),
+    Style(slack=0.004, tries=3, rounds=6),
+    Style(slack=0.008, tries=3, rounds=6),
+)
+"""The first two are always tried: on few long documents either may move fewer rows."""
 
 
 class Candidate(NamedTuple):
@@ -59,7 +67,10 @@ def balanced(
 
     def cost(order: TokenOrder) -> Candidate:
         load = load_of(build([documents], [order], mask))
-        return Candidate(imbalance(load.tiles) > LIMIT, needed_seconds(load, device, model, per_node), order)
+        seconds = needed_seconds(load, device, model, per_node)
+        if per_node < world_size:  # there an all-gather, which enters each node once, may be the better exchange
+            seconds = min(seconds, all_gather_seconds(load, device, model, per_node))
+        return Candidate(imbalance(load.tiles) > LIMIT, seconds, order)
 
     best: Candidate | None = None
     for ranks in _ways(parts, quotas, mask, per_node):
@@ -75,11 +86,13 @@ def balanced(
 
 def _ways(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int) -> Iterator[list[Parts]]:
     """Balanced ways to share out, from few rows moved to many."""
-    shared = _balance(parts, quotas, mask, per_node, Style())
-    yield shared
-    if _imbalance(shared, mask) > ENOUGH:
-        yield _balance(parts, quotas, mask, per_node, Style(slack=0.001))
-        yield _balance(parts, quotas, mask, per_node, Style(slack=0.0, whole=False))
+    least = np.inf
+    for i, style in enumerate(STYLES):
+        if i >= 2 and least <= LIMIT:
+            break
+        shared = _balance(parts, quotas, mask, per_node, style)
+        least = min(least, imbalance(_tiles(shared, mask)))
+        yield shared
     if per_node == len(quotas) and len(quotas) % 2 == 0 and len(quotas) > 2 and _too_big(parts, quotas) > 1:
         yield _balance(parts, quotas, mask, len(quotas) // 2, Style())
 
@@ -99,13 +112,15 @@ def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, s
             for node, group in zip(nodes, groups, strict=True)
             for rank in _balance(node, group, mask, len(group), style)
         ]
-    best, least, extra = [parts], np.inf, np.zeros(len(quotas))
-    for _ in range(ROUNDS):
+    # A first guess at what a rank's cuts cost: a tile row.
+    extra = float(parts.work.sum() / parts.size.sum()) * TILE * (np.array(quotas) > 0)
+    best, least, enough = [parts], np.inf, ENOUGH if len(parts.size) > 1 else 1.005
+    for _ in range(style.rounds):
         ranks = share_out(parts, quotas, extra.tolist(), mask, style)
         tiles = _tiles(ranks, mask)
         if imbalance(tiles) < least:
             best, least = ranks, imbalance(tiles)
-        if least < ENOUGH:
+        if least < enough:
             break
         extra = tiles - np.array([float(part.work.sum()) for part in ranks])
     return best
@@ -116,14 +131,16 @@ def _tiles(ranks: list[Parts], mask: PackedMask) -> Float:
     return np.bincount(owner, part_tiles(Parts.join(ranks), mask), len(ranks)).astype(np.float64)
 
 
-def _imbalance(ranks: list[Parts], mask: PackedMask) -> float:
-    return imbalance(_tiles(ranks, mask))
-
-
 def _simple_orders(documents: Documents, world_size: int) -> Iterator[TokenOrder]:
+    """The simple layouts, and `head_tail` with chunks as equal as the row allows."""
     yield contiguous(documents.total, world_size)
     yield dual_chunk(np.array([0, documents.total]), world_size)
     yield dual_chunk(documents.spans, world_size)
+    ends = np.arange(1, world_size + 1) * documents.total // world_size
+    sizes = np.diff(ends, prepend=0)
+    chunks = np.concatenate([sizes - sizes // 2, (sizes // 2)[::-1]])
+    owners = np.concatenate([np.arange(world_size), np.arange(world_size)[::-1]])
+    yield TokenOrder.from_cuts(np.append(0, np.cumsum(chunks)), owners, world_size)
 
 
 def _to_order(ranks: list[Parts], total: int) -> TokenOrder:

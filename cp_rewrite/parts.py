@@ -85,17 +85,11 @@ class Line:
         self.before: list[float] = [0.0, *np.cumsum(parts.work).tolist()]
         self.size = self.bounds[-1]
         self._seen = SeenKeys(mask)
-        # Inside a part, work goes by the keys that its queries see.
-        base = self._seen.of(parts.document, parts.first)
-        seen = self._seen.of(parts.document, parts.first + parts.size) - base
-        self._base: list[float] = base.tolist()
-        self._scale: list[float] = (parts.work / seen).tolist()
-        self._document: list[int] = parts.document.tolist()
-        self._first: list[int] = parts.first.tolist()
+        self._rates: dict[int, tuple[int, int, float, float]] = {}
 
     def index(self, x: int) -> int:
         """The part that holds token x; the last one for the end of the line."""
-        return min(bisect_right(self.bounds, x), len(self.bounds) - 1) - 1
+        return bisect_right(self.bounds, x, 0, len(self.bounds) - 1) - 1
 
     def aligned(self, x: int) -> int:
         """The first position from x on where a cut does not add a tile row: between tiles, or between parts."""
@@ -110,8 +104,15 @@ class Line:
         return self.before[i] + (self._inside(i, inside) if inside else 0.0)
 
     def _inside(self, i: int, x: int) -> float:
-        """Work of the first x tokens of part i."""
-        return self._scale[i] * (self._seen.of_one(self._document[i], self._first[i] + x) - self._base[i])
+        """Work of the first x tokens of part i: it goes by the keys that their queries see."""
+        if i not in self._rates:
+            document, first = int(self.parts.document[i]), int(self.parts.first[i])
+            size = self.bounds[i + 1] - self.bounds[i]
+            base = self._seen.of_one(document, first)
+            seen = self._seen.of_one(document, first + size) - base
+            self._rates[i] = document, first, base, (self.before[i + 1] - self.before[i]) / seen
+        document, first, base, rate = self._rates[i]
+        return rate * (self._seen.of_one(document, first + x) - base)
 
     def split(self, runs: Sequence[tuple[int, int]]) -> tuple[Parts, Parts]:
         """(parts of the runs, all other parts). Runs ascend."""

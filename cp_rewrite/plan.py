@@ -169,8 +169,8 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """Time of an even share of uncut kernels, with nothing moved, over the predicted time of `needed`."""
-        return ideal_seconds(self.load, self.device, self.model) / self.seconds["needed"]
+        """Time of an even share of uncut kernels, with nothing moved, over the time of the best exchange."""
+        return ideal_seconds(self.load, self.device, self.model) / self.seconds[self.exchange]
 
     @property
     def rank_of(self) -> Int:
