@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,10 @@ _SDPA: frozenset[Any] = frozenset(
         torch.ops.aten.scaled_dot_product_attention.default,
     }
 )
+# What these make depends on no element of their input.
+_SHAPE_ONLY = frozenset(
+    f"{name}{end}" for name in ("zeros", "ones", "full", "empty") for end in ("_like",)
+) | frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "size", "dim"})
 _DEFAULTS: dict[str, Any] = {
     "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
     "scale": None, "enable_gqa": False,
@@ -100,13 +104,23 @@ class _Matcher:
     _weighed: dict[tuple[Scope, fx.Node], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes: set[sympy.Expr] = set()
+        """Find the sizes that count local tokens: one, under as many symbols as Dynamo gave it."""
+        first: tuple[str, Any] | None = None
+        self.local_tokens: frozenset[sympy.Expr] = frozenset()
         for node, name in self.source_of.items():
-            value = node.meta.get("example_value")
-            dim = self.sharding.tokens.get(name)
-            if isinstance(value, Tensor) and dim is not None and dim < value.ndim:
-                sizes.add(expression(value.shape[dim]))
-        self.local_tokens = frozenset(sizes)
+            value, dim = node.meta.get("example_value"), self.sharding.tokens.get(name)
+            if not isinstance(value, Tensor) or dim is None:
+                continue
+            if dim >= value.ndim:
+                detail = f"{name!r} has {value.ndim} dims, the annotation says that dim {dim} counts tokens"
+                self.unreachable.append(Refusal(Reason.TOKEN_INPUT, detail, node))
+                continue
+            size = value.shape[dim]
+            first = first or (name, size)
+            if not _equal(size, first[1]):
+                detail = f"{name!r} has {size} tokens in dim {dim}, {first[0]!r} has {first[1]}"
+                self.unreachable.append(Refusal(Reason.TOKEN_INPUT, detail, node))
+            self.local_tokens |= {expression(size)}
 
     def match(self, scope: Scope, node: fx.Node) -> Site | list[Refusal]:
         args = _arguments(node)
@@ -193,7 +207,8 @@ class _Matcher:
         return self._masks[key]
 
     def _name(self, node: fx.Node) -> str:
-        return self.source_of.get(node, node.name)
+        # A value inside the model may be called like an argument: only arguments go by their plain name.
+        return self.source_of.get(node, f"%{node.name}")
 
     def _holds_weights(self, scope: Scope, node: fx.Node) -> bool:
         """Whether a node's value comes from weights: no mask does, and tracing stops there."""
@@ -204,8 +219,9 @@ class _Matcher:
         if key not in self._weighed:
             for n in scope.gm.graph.nodes:
                 value = n.meta.get("example_value")
-                self._weighed[scope, n] = is_parameter(value) or any(
-                    self._holds_weights(scope, arg) for arg in n.all_input_nodes if arg.op != "get_attr"
+                self._weighed[scope, n] = is_parameter(value) or (
+                    getattr(n.target, "__name__", n.target) not in _SHAPE_ONLY
+                    and any(self._holds_weights(scope, arg) for arg in n.all_input_nodes if arg.op != "get_attr")
                 )
                 if n is node:
                     break
@@ -240,6 +256,14 @@ def expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
+def _equal(size: Any, other: Any) -> bool:
+    """Equal sizes; where two symbols happen to be equal, a guard makes sure that they stay so."""
+    if expression(size) == expression(other):
+        return True
+    hints = [s.node.hint if isinstance(s, torch.SymInt) else s for s in (size, other)]
+    return None not in hints and hints[0] == hints[1] and bool(size == other)
+
+
 def constant(value: Any) -> float | None:
     """A number that the graph fixes, or can be made to fix by a guard; None for anything else."""
     if isinstance(value, fx.Node):
@@ -247,6 +271,3 @@ def constant(value: Any) -> float | None:
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return float(value) if value.node.has_hint() else None
     return float(value) if isinstance(value, int | float) else None
-
-
-Callback = Callable[[fx.Node], str]

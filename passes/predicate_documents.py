@@ -185,6 +185,9 @@ class Reader:
         at = {self._side(i) for i in term.args}
         if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
             return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
+        if leaf.name.startswith("%"):
+            detail = f"the mask reads `{leaf.name[1:]}`, whose values come from the model, not from the batch"
+            return Trouble(Reason.MASK_OPAQUE, detail, leaf.node)
         return Trouble(
             Reason.MASK_WRONG_SOURCE,
             f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",

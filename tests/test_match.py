@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
@@ -208,7 +208,7 @@ def test_an_opaque_mask_needs_the_users_word() -> None:
 
 
 def test_a_stored_mask_is_opaque() -> None:
-    class Stored(torch.nn.Module):
+    class Stored(nn.Module):
         causal: Tensor
 
         def __init__(self) -> None:
@@ -223,10 +223,10 @@ def test_a_stored_mask_is_opaque() -> None:
 
 
 def test_a_learned_bias_is_refused() -> None:
-    class Biased(torch.nn.Module):
+    class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = torch.nn.Parameter(torch.zeros(64, 64))
+            self.table = nn.Parameter(torch.zeros(64, 64))
 
         def forward(self, **b: Tensor) -> Tensor:
             t = b["input_ids"].shape[1]
@@ -234,6 +234,46 @@ def test_a_learned_bias_is_refused() -> None:
             return F.scaled_dot_product_attention(*[heads(b)] * 3, attn_mask=bias.masked_fill(~PACKED(**b), -1e9))
 
     assert Reason.MASK_OPAQUE in reasons(Biased())
+
+
+def test_a_value_named_like_the_packing_is_not_the_packing() -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(64))
+
+        def forward(self, **b: Tensor) -> Tensor:
+            doc_ids = self.table[b["input_ids"]]
+            mask = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
+            return F.scaled_dot_product_attention(*[heads(b)] * 3, attn_mask=mask.tril())
+
+    assert reasons(Embeds()) == {Reason.MASK_OPAQUE}
+
+
+def test_factories_on_hidden_states_are_read() -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, **b: Tensor) -> Tensor:
+            x, d = heads(b) * self.scale, b["doc_ids"]
+            t = x.shape[2]
+            keep = x.new_ones(t, t).tril() * (d[:, :, None] == d[:, None, :])
+            return F.scaled_dot_product_attention(
+                x, x, x, attn_mask=torch.zeros_like(keep).masked_fill(keep == 0, -1e9)[:, None]
+            )
+
+    assert the_site(Causal()).mask == PackedMask()
+
+
+def test_inputs_of_other_lengths_are_refused() -> None:
+    def model(**b: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*[heads(b)] * 3, is_causal=True) + b["labels"].sum()
+
+    sharding = cp.Sharding(2, {"input_ids": 1, "labels": 1, "position_ids": 1}, POSITIONS)
+    found = match_model(model, sharding, batch={**BATCH, "labels": torch.zeros(2, 13)})
+    assert [f.reason for f in found if isinstance(f, Refusal)] == [Reason.TOKEN_INPUT]
 
 
 def test_two_dim_padding_mask_is_refused() -> None:
@@ -312,13 +352,13 @@ def test_one_region_with_two_masks_is_refused() -> None:
 
 
 def test_arguments_are_named_as_the_caller_names_them() -> None:
-    class Model(torch.nn.Module):
+    class Model(nn.Module):
         doc_ids: Tensor
 
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("doc_ids", torch.zeros(2, 12))
-            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.weight = nn.Parameter(torch.ones(1))
 
         def forward(self, input_ids: Tensor, nested: dict[str, Tensor], *rest: Tensor, **more: Tensor) -> Tensor:
             return input_ids * self.weight + nested["position_ids"] + rest[0] + more["labels"] + self.doc_ids
@@ -338,7 +378,7 @@ def test_arguments_are_named_as_the_caller_names_them() -> None:
 # -- transformers --------------------------------------------------------------------------------------------
 
 
-def llama(layers: int, family: str = "Llama", **options: Any) -> torch.nn.Module:
+def llama(layers: int, family: str = "Llama", **options: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(
         hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,

@@ -20,7 +20,6 @@ from cp_rewrite.passes.predicate_views import reshape, split_index
 from cp_rewrite.passes.predicate_worlds import PK, PQ, Cell, K, Q, World, distances, holds, turning_points
 from cp_rewrite.passes.sites import Site
 from cp_rewrite.passes.sources import argument_names
-
 from tests.mask_spellings import DOCUMENTS, OFFSETS, SPELLINGS, Spelling, annotate, attend, capture, kept, make_batch
 
 BATCH = make_batch([[5, 3, 4], [5, 1, 6]])
@@ -144,7 +143,7 @@ def test_slices_are_pure_aten() -> None:
 
 def test_comparisons_see_through_choices() -> None:
     x, c = sympy.symbols("x c", integer=True)
-    value = Select(sympy.Gt(c, 0), sympy.Integer(1), sympy.Integer(0))
+    value: Any = Select(sympy.Gt(c, 0), sympy.Integer(1), sympy.Integer(0))
     assert compare("ne", value, ZERO) == sympy.Gt(c, 0)
     assert compare("eq", value, ZERO) == sympy.Le(c, 0)
     assert outer_select(x + 2 * value) == value
