@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.fx as fx
-from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -21,10 +20,10 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
 from .locality_inputs import input_state, read_extents
-from .locality_liveness import live_nodes, nested_body, placeholders
+from .locality_liveness import is_attention, live_nodes, nested_body, placeholders
 from .locality_rules import find_rule
-from .locality_run import NodeRunner, Outcome, States, unknown_like
-from .locality_state import REPLICATED, UNKNOWN, B, Dims, Extents, Rows, T
+from .locality_run import NodeRunner, Outcome, States, needs_gradient, unknown_like
+from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, Rows, T
 from .locality_trace import Trace
 from .sites import Site
 
@@ -123,9 +122,10 @@ class _Walk:
                 self.env[node], refusal = input_state(node, self.source_of, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
         for leaf in self.graph(gm).all_input_nodes:
-            value = leaf.meta.get("example_value")
-            whole = self.env.get(leaf) is REPLICATED and leaf.op != "placeholder"
-            if whole and isinstance(value, Tensor) and value.requires_grad:
+            state = self.env.get(leaf)
+            if isinstance(state, Deferred):
+                self.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
+            if state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf.meta.get("example_value")):
                 detail = "every rank computes this output in full, so its gradient would count once per rank"
                 self.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
@@ -151,7 +151,7 @@ class _Walk:
         body = nested_body(node)
         if body is not None:
             return self.region(*body)
-        if _is_attention(node.target):
+        if is_attention(node.target):
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if isinstance(node.target, HigherOrderOperator):
             return self.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
@@ -208,8 +208,7 @@ class _Walk:
             self.refuse(node, Reason.POSITION_GENERATOR, detail)
         for node in () if padded_sums else self.padded_sums:
             detail = (
-                "sums over tokens whatever padding rows hold: "
-                "multiply by a mask that is 0 there, as labels != -100 is"
+                "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
             )
             self.refuse(node, Reason.TOKEN_MIXING, detail)
         shared = self.extents.batch != 1
@@ -227,12 +226,4 @@ def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-_TOGGLES = frozenset(
-    {"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"}
-)
-_ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention", "_varlen_attn"})
-
-
-def _is_attention(target: Any) -> bool:
-    called = target.name() if callable(getattr(target, "name", None)) else getattr(target, "__name__", "")
-    return str(called).split("::")[-1].split(".")[0] in _ATTENTION
+_TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})

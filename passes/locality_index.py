@@ -97,7 +97,8 @@ def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
         if has(axis, TOKEN):
             raise Mixes(f"indexes the token dim: {ROWS_HINT}")
         raise Mixes("indexes the batch dim while rows of the batch are cut in different orders")
-    assert rows is not None and rows.iota is not None
+    assert rows is not None
+    assert rows.iota is not None
     call.trace.events.indexed.append(rows.iota)
 
 

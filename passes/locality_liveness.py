@@ -72,6 +72,9 @@ class _Liveness:
             return [site.query, site.key, site.value]
         if node.op == "placeholder":
             return self.operands[node]
+        if is_attention(node.target):
+            # Refused elsewhere for its mask, which need not be looked at once more.
+            return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)] or node.all_input_nodes
         body = nested_body(node)
         if body is None:
             return node.all_input_nodes
@@ -82,6 +85,15 @@ class _Liveness:
                 if placeholder in self.live:
                     self.pending.append(operand)
         return []
+
+
+_ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention", "_varlen_attn"})
+
+
+def is_attention(target: Any) -> bool:
+    """Whether a node's target is one of the attention functions that a rewrite looks for."""
+    called = target.name() if callable(getattr(target, "name", None)) else getattr(target, "__name__", "")
+    return str(called).split("::")[-1].split(".")[0] in _ATTENTION
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cp_rewrite.refusal import Reason
 
@@ -15,6 +15,7 @@ from .locality_state import (
     MEAN_HINT,
     REPLICATED,
     B,
+    Deferred,
     Dim,
     Mixes,
     Partial,
@@ -58,7 +59,8 @@ def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
     if any(isinstance(state, Rows) for state in states):
         raise Mixes(f"{call.name} puts a sum over the shard's tokens back on tokens; {MEAN_HINT}")
     if all(part.reduced for part in parts):
-        if any(state is REPLICATED and x.requires_grad for state, x in zip(states, call.tensors, strict=True)):
+        whole = [x for state, x in zip(states, call.tensors, strict=True) if state is REPLICATED]
+        if any(call.trace.has_gradient(x) for x in whole):
             raise Mixes(
                 f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank"
             )
@@ -100,18 +102,41 @@ def _pad(call: Call, x: Tensor) -> Number | None:
 
 
 def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
-    """The op itself on one padding entry."""
+    """The op itself on one padding entry; None for ops not worth following."""
+    function = _ON_NUMBERS.get(call.name)
     given = iter(values)
-    with _disable_current_modes():
-        args = [torch.tensor(next(given), dtype=a.dtype) if isinstance(a, Tensor) else a for a in call.args]
-        try:
-            result = call.func(*args, **{k: v for k, v in call.kwargs.items() if k not in ("device", "layout")})
-        except Exception:  # an op that does not run on CPU scalars: the value just stays unknown
-            return None
-    return result.item() if isinstance(result, Tensor) and result.numel() == 1 else None
+    operands = [next(given) if isinstance(a, Tensor) else a for a in call.args]
+    if function is None or call.kwargs.keys() - {"dtype", "device", "layout", "non_blocking", "memory_format"}:
+        return None
+    if not all(isinstance(operand, int | float) for operand in operands):
+        return None
+    result = function(*operands)
+    return bool(result) if call.outs[0].dtype == torch.bool else result
 
 
-def reduce(call: Call) -> TensorState | list[TensorState]:
+_ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    "ne": operator.ne,
+    "eq": operator.eq,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "abs": abs,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_not": lambda x: not x if isinstance(x, bool) else ~x,
+    "logical_and": lambda x, y: bool(x and y),
+    "logical_or": lambda x, y: bool(x or y),
+    "logical_not": operator.not_,
+    "_to_copy": lambda x: x,
+    "clone": lambda x: x,
+}
+"""Ops by which masks are made from labels, on the value that padding rows have."""
+
+
+def reduce(call: Call) -> TensorState | Sequence[TensorState]:
     """Over features: per token. A plain sum over all tokens: a per-rank part. Anything else over tokens is refused."""
     x = call.tensors[0]
     state = call.state(x)
@@ -123,8 +148,11 @@ def reduce(call: Call) -> TensorState | list[TensorState]:
     assert isinstance(state, Rows)
     call.use_positions(x)
     if state.token_dim in dims:
+        detail = f"{call.name} reduces over tokens; {MEAN_HINT}"
+        if call.name in ("all", "any"):
+            return Deferred(detail)
         if call.name not in ("sum", "nansum", "count_nonzero"):
-            raise Mixes(f"{call.name} reduces over tokens; {MEAN_HINT}")
+            raise Mixes(detail)
         return sum_over_tokens(call, state.pad == 0)
     keep = bool(call.arg("keepdim"))
     for dim in dims:
@@ -148,7 +176,7 @@ def _dims(call: Call, x: Tensor) -> list[int]:
     return [dim % x.ndim for dim in dims] if dims else list(range(x.ndim))
 
 
-def along_dim(call: Call) -> TensorState | list[TensorState]:
+def along_dim(call: Call) -> TensorState | Sequence[TensorState]:
     """Ops that mix entries of one dim (or some) and keep the shape: softmax, cumsum, sort, topk, flip, roll."""
     x = call.tensors[0]
     state = call.state(x)
@@ -202,7 +230,7 @@ def linear(call: Call) -> TensorState:
     return Rows(state.dims)
 
 
-def trailing_norm(call: Call) -> TensorState | list[TensorState]:
+def trailing_norm(call: Call) -> TensorState | Sequence[TensorState]:
     """layer_norm, rms_norm: over the last dims."""
     x = call.tensors[0]
     state = call.state(x)
@@ -213,7 +241,7 @@ def trailing_norm(call: Call) -> TensorState | list[TensorState]:
     return [Rows(state.dims)] * len(call.outs)
 
 
-def leading_norm(call: Call) -> TensorState | list[TensorState]:
+def leading_norm(call: Call) -> TensorState | Sequence[TensorState]:
     """group_norm, instance_norm: over all dims but the first."""
     x = call.tensors[0]
     state = call.state(x)
@@ -222,14 +250,13 @@ def leading_norm(call: Call) -> TensorState | list[TensorState]:
     return [Rows(state.dims if i == 0 else (state.dims[0], None)) for i in range(len(call.outs))]
 
 
-def batch_norm(call: Call) -> TensorState | list[TensorState]:
+def batch_norm(call: Call) -> TensorState | Sequence[TensorState]:
     x = call.tensors[0]
     state = call.state(x)
     if (
         not isinstance(state, Rows)
         or call.arg("training", "train")
-        or "no_training" not in call.name
-        and call.arg("training") is None
+        or ("no_training" not in call.name and call.arg("training") is None)
     ):
         raise Mixes(f"{call.name} takes statistics over tokens of the shard")
     refuse_axis(call, state, 1, "has channels in")
@@ -249,7 +276,7 @@ def convolution(call: Call) -> TensorState:
     return Rows(state.dims)
 
 
-def pool(call: Call) -> TensorState | list[TensorState]:
+def pool(call: Call) -> TensorState | Sequence[TensorState]:
     x = call.tensors[0]
     state = call.state(x)
     spatial = next(int(c) for c in call.name if c.isdigit())

@@ -72,7 +72,7 @@ _INDEXING: dict[str, Rule] = {
 _LOSSES: dict[str, Rule] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), loss.nll_loss),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"), loss.elementwise_loss),
-    "binary_cross_entropy": loss.elementwise_loss,
+    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), loss.elementwise_loss),
     "cp_rewrite::token_mean": loss.token_mean,
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_rewrite.refusal import Reason
@@ -71,22 +72,27 @@ class NodeRunner:
     def _run(self, node: fx.Node) -> Outcome:
         known: list[tuple[Tensor, TensorState]] = []
         sources: dict[int, fx.Node] = {}
+        gradients: list[Tensor] = []
 
         def load(source: fx.Node) -> Any:
             first = len(known)
             value = _aliased(value_of(source), self.env.get(source, REPLICATED), known)
             sources.update({id(tensor): source for tensor, _ in known[first:]})
+            if needs_gradient(value_of(source)):
+                gradients.extend(tensor for tensor, _ in known[first:])
             return value
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), load)
-        self.trace.start(node, known)
+        self.trace.start(node, known, gradients)
         target: Any = node.target
         run: Callable[..., Any] = getattr(args[0], target) if node.op == "call_method" else target
         try:
-            with self.mode, self.trace:
+            # The dispatcher that Dynamo runs with: it decides into which ops a call falls apart.
+            with self.mode, enable_python_dispatcher(), self.trace:
                 out = run(*(args[1:] if node.op == "call_method" else args), **kwargs)
         except Exception as error:
-            detail = f"{node.target} can't be run on fake tensors ({type(error).__name__}: {error})"
+            first_line = str(error).partition("\n")[0]
+            detail = f"{node.target} can't be run on fake tensors ({type(error).__name__}: {first_line})"
             self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
             return Outcome(unknown_like(node), self.trace.events)
         for tensor, state in self.trace.written:
@@ -140,7 +146,7 @@ class NodeRunner:
     def _signature(self, value: Any) -> Any:
         size = self.trace.extents.size
         if isinstance(value, Tensor):
-            return (value.dtype, tuple(size(length) for length in value.shape))
+            return (value.dtype, value.requires_grad, tuple(size(length) for length in value.shape))
         if isinstance(value, list | tuple):
             return tuple(self._signature(item) for item in value)
         return size(value) if hasattr(value, "node") else (type(value), value)
@@ -167,6 +173,10 @@ def value_of(node: fx.Node) -> Any:
             owner = getattr(owner, name)
         return owner
     return None
+
+
+def needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def unknown_like(node: fx.Node) -> States:

@@ -66,13 +66,20 @@ class Partial:
     reduced: bool = False
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """The result of an op that is not the same on a shard, harmless until something but an assertion reads it."""
+
+    detail: str
+
+
 class Known(Enum):
     REPLICATED = "replicated"
     UNKNOWN = "unknown"
 
 
 REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
-TensorState = Rows | Partial | Known
+TensorState = Rows | Partial | Deferred | Known
 
 
 class Mixes(Exception):

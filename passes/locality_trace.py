@@ -21,11 +21,10 @@ from .locality_state import (
     MEAN_HINT,
     REPLICATED,
     UNKNOWN,
+    Deferred,
     Dims,
     Extents,
-    Known,
     Mixes,
-    Partial,
     Rows,
     Size,
     T,
@@ -139,7 +138,7 @@ class Call:
                 raise Mixes(f"{self.name} uses the number {value}; {DYNAMIC_HINT}", Reason.POSITION_GENERATOR)
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Carries states through the ATen ops that run while it is active, under a fake tensor mode.
 
     Args:
@@ -161,11 +160,19 @@ class Trace(TorchDispatchMode):
         self.numbers: dict[int, Any] = {}
         """Known values of tensors filled with one number."""
         self._states: dict[int, tuple[Tensor, TensorState]] = {}
+        self._gradients: set[int] = set()
 
-    def start(self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]]) -> None:
+    def start(
+        self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]], gradients: Sequence[Tensor] = ()
+    ) -> None:
+        """Watch one node. `states`: its tensors with what is known of them; `gradients`: those that need one."""
         self.node, self.events, self.written, self.numbers = node, Events(), [], {}
         self._states = {id(tensor): (tensor, state) for tensor, state in states}
         self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
+        self._gradients = {id(tensor) for tensor in gradients}
+
+    def has_gradient(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._gradients
 
     def state(self, tensor: Tensor) -> TensorState:
         held = self._states.get(id(tensor))
@@ -211,9 +218,11 @@ class Trace(TorchDispatchMode):
         except Mixes as mixes:
             self.events.refusals.append(Found(mixes.reason, mixes.detail))
             new = UNKNOWN
-        states = [new] * len(outs) if isinstance(new, Rows | Partial | Known) else list(new)
+        states = list(new) if isinstance(new, Sequence) else [new] * len(outs)
         for tensor, state in zip(outs, states, strict=True):
             self._states[id(tensor)] = (tensor, state)
+            if any(id(x) in self._gradients for x in call.tensors):
+                self._gradients.add(id(tensor))
         if func._schema.is_mutable:
             self._write(call, states)
         return out
@@ -222,6 +231,13 @@ class Trace(TorchDispatchMode):
         states = [self.state(tensor) for tensor in call.tensors]
         if UNKNOWN in states:
             return UNKNOWN
+        deferred = next((state for state in states if isinstance(state, Deferred)), None)
+        if deferred is not None:
+            if call.name in ("_assert_async", "_functional_assert_async"):
+                return REPLICATED
+            if call.name in ("logical_not", "bitwise_not", "logical_and", "bitwise_and", "clone", "detach", "alias"):
+                return deferred
+            raise Mixes(deferred.detail)
         if torch.Tag.nondeterministic_seeded in call.func.tags:
             raise Mixes(f"{call.name} draws other random numbers on a shard (dropout: set it to 0)", Reason.DROPOUT)
         cut = any(state is not REPLICATED for state in states)
@@ -325,6 +341,7 @@ def _made_from(value: float, extents: Extents) -> bool:
     if isinstance(extents.batch, int):
         counts.add(int(extents.tokens) * extents.batch)
     for n in counts:
-        if n > 2 and any(math.isclose(abs(value), c, rel_tol=1e-12) for c in (n, n - 1, 1 / n, n**0.5, n**-0.5)):
+        made = (n, n - 1, 1 / n, n**0.5, n**-0.5, math.log(n), math.log2(n), math.log10(n))
+        if n > 2 and any(math.isclose(abs(value), number, rel_tol=1e-12) for number in made):
             return True
     return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "labels": 1}
 SHARDING = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"))
 
 
-class PackedModel(nn.Module):
+class PackedModel(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
     """Embedding, one attention block, a head and a loss. It is right under sharding; subclasses change one part."""
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ def packed_batch(rows: int = 1, tokens: int = 14) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     cuts = [0, 5, 9, tokens]
     doc_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(cuts).diff()).expand(rows, -1).contiguous()
-    position_ids = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:], strict=False)]).expand(rows, -1)
+    position_ids = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cuts)]).expand(rows, -1)
     input_ids = torch.randint(0, VOCAB, (rows, tokens), generator=generator)
     labels = torch.randint(0, VOCAB, (rows, tokens), generator=generator)
     labels[:, :4] = -100
@@ -105,30 +107,57 @@ class Verdict:
         return "\n".join(map(str, self.refusals)) or "no refusals"
 
 
+class _Stop(Exception):
+    """The graph is known; nothing need run."""
+
+
+def capture(
+    model: Callable[..., Any],
+    batch: Mapping[str, Any],
+    look: Callable[[fx.GraphModule], Any],
+    dynamic: Mapping[str, int] | None,
+) -> Any:
+    """What `look` says of the model's graph. `dynamic`: argument -> its symbolic dim; None: fixed shapes."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(look(gm))
+        return stop
+
+    def stop(*_: Any) -> Any:
+        raise _Stop
+
+    torch._dynamo.reset()
+    values = {name: v.clone() if isinstance(v, Tensor) else v for name, v in batch.items()}
+    for name, dim in (dynamic or {}).items():
+        if isinstance(values.get(name), Tensor):
+            torch._dynamo.mark_dynamic(values[name], dim)
+    with contextlib.suppress(_Stop):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)(**values)
+    assert len(found) == 1
+    return found[0]
+
+
 def judge(
     model: Callable[..., Any],
-    batch: dict[str, Any] | None = None,
+    batch: Mapping[str, Any] | None = None,
     sharding: cp.Sharding = SHARDING,
     *,
     dynamic: bool = True,
+    also_dynamic: Sequence[str] = (),
+    **options: bool,
 ) -> Verdict:
-    """Capture a model and run matching and the locality check on its graph. `dynamic`: symbolic token counts."""
-    verdicts: list[Verdict] = []
+    """Run matching and the locality check on a model's graph.
 
-    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    `dynamic`: symbolic token counts, and a symbolic dim 1 of the arguments in `also_dynamic`.
+    `options`: for the locality check.
+    """
+
+    def look(gm: fx.GraphModule) -> Verdict:
         names = argument_names(gm)
         sites, refusals = match_sites(gm, sharding, names)
-        report = check_locality(gm, sharding, sites, names)
-        verdicts.append(Verdict(sites, [*refusals, *report.refusals], report))
-        return gm.forward
+        report = check_locality(gm, sharding, sites, names, **options)
+        return Verdict(sites, [*refusals, *report.refusals], report)
 
-    torch._dynamo.reset()
-    values = {name: v.clone() if isinstance(v, Tensor) else v for name, v in (batch or packed_batch()).items()}
-    if dynamic:
-        for name, dim in sharding.tokens.items():
-            if isinstance(values.get(name), Tensor):
-                torch._dynamo.mark_dynamic(values[name], dim)
-    torch.compile(model, backend=backend, fullgraph=True, dynamic=None if dynamic else False)(**values)
-    assert len(verdicts) == 1
-    return verdicts[0]
-
+    marks = {**sharding.tokens, **dict.fromkeys(also_dynamic, 1)}
+    return capture(model, batch or packed_batch(), look, marks if dynamic else None)

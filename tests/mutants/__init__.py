@@ -1,0 +1,33 @@
+"""Models that look right and are not the same on a shard, one change each.
+
+A class says what must happen: `reason` and a piece of the culprit's `line`, or `reason = None` where the passes make it
+right (then the numbers of two ranks are compared with one process).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tests.packed_model import PackedModel
+
+from . import losses, masks, positions, tokens
+
+
+class Mutant(PackedModel):
+    """What a mutant declares."""
+
+    reason: str | None
+    line: str
+
+
+def _of(module: ModuleType) -> dict[str, type[Mutant]]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, PackedModel) and hasattr(value, "reason")
+    }
+
+
+MUTANTS: dict[str, type[Mutant]] = {
+    name: mutant for module in (tokens, losses, positions, masks) for name, mutant in _of(module).items()
+}
