@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from . import agree, passes
 from .batch import ActivePlan, active_plan
 from .passes.diff import graph_lines
 from .passes.sources import argument_names
-from .refusal import RewriteRefused
+from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of
 
 log = logging.getLogger(__name__)
@@ -32,10 +31,13 @@ class Backend:
         self.sharding, self.mode = sharding, mode
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and (self.sharding, self.mode) == (other.sharding, other.mode)
+        return isinstance(other, Backend) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.sharding, self.mode))
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.sharding.graph_key, self.mode
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         sharding = self.sharding
@@ -52,11 +54,12 @@ class Backend:
         added = placeholders[len(placeholders) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra])
-        keys = state.inputs
+        keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
 
-        @functools.wraps(compiled)
         def run(*args: Any) -> Any:
             plan = active_plan(sharding)
+            if sums:
+                plan.check_full(sums)
             return compiled(*args, *(plan.tensor(key) for key in keys))
 
         return run
@@ -123,21 +126,23 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, nodes, return_output_node=True)
-    assert isinstance(result, tuple)
-    output = graph.output(result[0])
-    output.meta = dict(result[1].meta)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
+    copy = _copy(gm)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     return passes.State(copy, sharding, argument_names(copy), device, plan)
 
 
-def text_hash(lines: Sequence[str]) -> str:
-    """Short hash of a graph's normalised text."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph and those of its nested regions; tensors and other modules are shared."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    graph.output(result[0]).meta = dict(result[1].meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
+            setattr(copy, str(node.target), _copy(body))
+    return copy
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:

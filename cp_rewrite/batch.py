@@ -18,13 +18,11 @@ from .documents import Documents
 from .masks import PackedMask
 from .ops.exchange import ROUTES
 from .plan import BatchPlan, plan_batch
+from .pull import pull_route
 from .sharding import CuSeqlens, PositionIds, Sharding
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
-
-HOST_INPUTS = frozenset({"pieces", "launches", "splits"})
-"""Plan tensors that ops read on the host; all others live on the device."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,16 @@ class PlanInput:
     name: str
     mask: PackedMask | None = None
     exchange: str | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Read by ops on the host; all others live on the device."""
+        return self.name in ("pieces", "launches", "splits", "capacity")
+
+    @property
+    def is_static(self) -> bool:
+        """The size follows from the world size alone."""
+        return self.name in ("splits", "capacity")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
@@ -62,10 +70,7 @@ class ActivePlan:
             if key.name == "row_index":
                 self._keep(key, self._row_index())
             else:
-                assert key.mask is not None
-                schedule, rank = self.plan.schedule(key.mask), self.sharding.rank
-                arrays = schedule.route(key.exchange, rank) if key.exchange else schedule.attention(rank)
-                for name, array in arrays.items():
+                for name, array in self._arrays(key, self.sharding.rank).items():
                     self._keep(PlanInput(name, key.mask, key.exchange), array)
         return self._tensors[key]
 
@@ -74,18 +79,33 @@ class ActivePlan:
         for the backward, in which order to run), and must decide the same on all ranks."""
         if key.mask is None:
             return self.tensor(key)
-        schedule = self.plan.schedule(key.mask)
-        array = (schedule.route(key.exchange, 0) if key.exchange else schedule.attention(0))[key.name]
-        device = torch.device("cpu") if key.name in HOST_INPUTS else self.device
+        array = self._arrays(key, 0)[key.name]
+        device = torch.device("cpu") if key.on_host else self.device
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+
+    def check_full(self, sums: Sequence[str]) -> None:
+        """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
+        missing = self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
+        if missing:
+            raise ValueError(
+                f"{sums[0]} sums over tokens, and the {missing} rows that fill up this batch's ranks would be counted: "
+                f"pad rows to a multiple of {self.sharding.world_size} tokens, or mask the sum"
+            )
 
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
 
+    def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
+        assert key.mask is not None
+        schedule = self.plan.schedule(key.mask)
+        if key.exchange is None:
+            return schedule.attention(rank)
+        return pull_route(schedule, rank) if key.exchange == "pull" else schedule.route(key.exchange, rank)
+
     def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        self._tensors[key] = tensor if key.name in HOST_INPUTS else to_device(tensor, self.device)
+        self._tensors[key] = tensor if key.on_host else to_device(tensor, self.device)
 
     def _row_index(self) -> NDArray[np.int64]:
         indices = self.indices()
@@ -109,7 +129,7 @@ def active_plan(sharding: Sharding) -> ActivePlan:
     current = _current.get()
     if current is None or not current[1]:
         raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
-    if current[0].sharding != sharding:
+    if current[0].sharding.graph_key != sharding.graph_key:
         raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
     return current[0]
 
@@ -205,14 +225,12 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
         computed from it counts once, and parameter gradients are summed over the group as for local losses.
     """
     current = _current.get()
-    if current is None or current[0].sharding != sharding:
+    if current is None or current[0].sharding.graph_key != sharding.graph_key:
         raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
     plan = current[0].plan
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
-        raise ValueError(
-            f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}"
-        )
+        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
     return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
 
 
@@ -312,9 +330,7 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
     read = Documents.from_position_ids if isinstance(packing, PositionIds) else Documents.from_document_ids
     table = np.moveaxis(values, sharding.tokens[packing.arg], -1).reshape(-1, total)
     if len(table) != rows:
-        raise ValueError(
-            f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens"
-        )
+        raise ValueError(f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
     return [read(row) for row in table]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -116,6 +116,11 @@ class Sharding:
                 f"packing reads {self.packing.arg!r}, which has one value per token: name it in tokens too"
             )
         object.__setattr__(self, "local_ops", tuple(self.local_ops))
+
+    @property
+    def graph_key(self) -> tuple[object, ...]:
+        """All that a compiled graph depends on: every field but the layout, which only decides each batch's plan."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "layout")
 
     @property
     def world_size(self) -> int:

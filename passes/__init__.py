@@ -1,13 +1,15 @@
 """The passes over a captured graph, in order. Import as `cp_rewrite.passes` only."""
 
 if __name__ != "cp_rewrite.passes":
-    raise ImportError(f"import this package as cp_rewrite.passes, not as {__name__}: a second copy would register twice")
+    raise ImportError(
+        f"import this package as cp_rewrite.passes, not as {__name__}: a second copy would register twice"
+    )
 
 import logging
 import time
-
 from dataclasses import replace
 
+from .locality import check_locality
 from .match import match_sites
 from .plan_sites import plan_sites
 from .rewrite import rewrite_sites
@@ -25,12 +27,15 @@ def match_attention(state: State) -> State:
 
 def check_token_locality(state: State) -> State:
     """Prove that nothing but attention mixes tokens."""
-    try:
-        from .locality import check_locality
-    except ImportError:
-        return state
-    report = check_locality(state.graph_module, state.sharding, state.sites, state.source_of)
-    return replace(state, positions=tuple(report.positions), refusals=(*state.refusals, *report.refusals))
+    report = check_locality(
+        state.graph_module, state.sharding, state.sites, state.source_of, tables=True, padded_sums=True
+    )
+    return replace(
+        state,
+        positions=tuple(report.positions),
+        padded_sums=tuple(report.padded_sums),
+        refusals=(*state.refusals, *report.refusals),
+    )
 
 
 FIND = (match_attention, check_token_locality, plan_sites)

@@ -26,7 +26,7 @@ def graph_diff(before: list[str], after: list[str]) -> str:
     seen: dict[str, int] = {}
     shown: dict[str, list[str]] = {}
     for hunk in hunks:
-        shape = re.sub(r"\d+", "#", "\n".join(hunk))
+        shape = re.sub(r"_\d+\b|\d+", "", "\n".join(hunk))
         seen[shape] = seen.get(shape, 0) + 1
         shown.setdefault(shape, hunk)
     lines: list[str] = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
+from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts
 from cp_rewrite.refusal import Reason, Refusal
 
 from .sites import Site
@@ -16,7 +19,10 @@ def plan_sites(state: State) -> State:
     refusals: list[Refusal] = []
     for site in state.sites:
         decision = _decide(site, state)
-        (decisions if isinstance(decision, Decision) else refusals).append(decision)  # type: ignore[arg-type]
+        if isinstance(decision, Refusal):
+            refusals.append(decision)
+        else:
+            decisions.append(decision)
     return replace(state, decisions=tuple(decisions), refusals=state.refusals + tuple(refusals))
 
 
@@ -24,7 +30,30 @@ def _decide(site: Site, state: State) -> Decision | Refusal:
     exchange, why = _exchange(state)
     if exchange is None:
         return Refusal(Reason.EXCHANGE, why, site.node)
-    return Decision(site, exchange, "reference", (why,))
+    choice = choose(spec_of(site, state.sharding.deterministic), device_facts(state.device), state.sharding.kernel)
+    if choice.kernel is None:
+        return Refusal(Reason.KERNEL, str(choice), site.node)
+    rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
+    return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
+
+
+def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
+    """What the site asks of a kernel."""
+    query, key, value = (node.meta["example_value"] for node in (site.query, site.key, site.value))
+    out: Tensor = site.node.meta["example_value"]
+    window = site.mask.window or (None, None)
+    return AttentionSpec(
+        dtype=out.dtype,
+        head_dim=int(query.shape[3]),
+        head_dim_v=int(value.shape[3]),
+        heads=int(query.shape[1]),
+        heads_kv=int(key.shape[1]),
+        causal=site.mask.causal,
+        windowed=window[0] is not None or bool(window[1]),
+        needs_backward=out.requires_grad,
+        deterministic=deterministic,
+        softcap=site.softcap,
+    )
 
 
 def _exchange(state: State) -> tuple[str | None, str]:

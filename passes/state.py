@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -13,10 +12,8 @@ from cp_rewrite.batch import ActivePlan, PlanInput
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
+from .locality import PositionGenerator
 from .sites import Site
-
-if TYPE_CHECKING:
-    from .locality import PositionGenerator
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,8 @@ class State:
         source_of: placeholder -> argument name.
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
-        sites, positions, refusals: what was found. decisions: what was decided. inputs: what was added, in order.
+        sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
+        decisions: what was decided. inputs: what was added, in order.
     """
 
     graph_module: fx.GraphModule
@@ -49,6 +47,7 @@ class State:
     plan: ActivePlan
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
+    padded_sums: tuple[fx.Node, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()

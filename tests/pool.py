@@ -27,6 +27,7 @@ class Pool:
         self._tasks = [context.Queue() for _ in range(size)]
         self._results: Any = context.Queue()
         store = str(Path(self._folder.name) / "store")
+        self._world_size = 0
         self._processes = [
             context.Process(target=_serve, args=(rank, size, store, self._tasks[rank], self._results), daemon=True)
             for rank in range(size)
@@ -36,8 +37,10 @@ class Pool:
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank; raises AssertionError with the tracebacks when a rank raised."""
+        # Ranks of one group must have compiled the same before: sizes that only some have seen show in graphs.
+        fresh, self._world_size = world_size != self._world_size, world_size
         for rank in range(world_size):
-            self._tasks[rank].put((world_size, fn, args))
+            self._tasks[rank].put((world_size, fresh, fn, args))
         results: dict[int, Any] = {}
         errors: list[str] = []
         for _ in range(world_size):
@@ -56,12 +59,15 @@ class Pool:
 
 def _serve(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # one model is compiled for many annotations
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",)) for n in range(1, size + 1)}
     while True:
-        world_size, fn, args = tasks.get()
+        world_size, fresh, fn, args = tasks.get()
+        if fresh:
+            torch._dynamo.reset()
         try:
             results.put((rank, fn(meshes[world_size], *args), None))
         except Exception:

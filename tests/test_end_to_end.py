@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ def make_batch(lengths: list[list[int]], vocab: int = 64) -> dict[str, Tensor]:
 
 @functools.cache
 def compiled_model(name: str, sharding: cp.Sharding) -> tuple[nn.Module, Callable[..., Any]]:
-    """Compiled once per process: other lengths and token counts must not need another graph."""
+    """Compiled once per process: other lengths, token counts and layouts must not need another graph."""
     model = build_model(name)
     return model, torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
 
@@ -49,7 +50,7 @@ def sharded_step(
     mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: Any, exchange: Any, inner: Any = "aot_eager"
 ) -> tuple[float, dict[str, Tensor]]:
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), layout, exchange, inner=inner)
-    model, compiled = compiled_model(name, sharding)
+    model, compiled = compiled_model(name, dataclasses.replace(sharding, layout="contiguous"))
     model.zero_grad()
     with sharding.shard(batch, shift_labels=True) as local:
         loss = compiled(**local).loss

@@ -9,6 +9,7 @@ Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + Dv). `route` hold
     local       kv_rows, sum_ptr, sum_rows
     all_gather  kv_rows, sum_ptr, sum_rows
     needed      kv_rows, send_rows, splits, sum_ptr, sum_rows, return_ptr, return_rows
+    pull        `pull.NAMES`; moves what `needed` moves, by one-sided reads of the peers' memory
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
-from . import rows
+from cp_rewrite.pull import NAMES as PULL_NAMES
+
+from . import pull, rows
 from .rows import pack_kv, split_kv
 
 ROUTES: dict[str, tuple[str, ...]] = {
     "local": ("kv_rows", "sum_ptr", "sum_rows"),
     "all_gather": ("kv_rows", "sum_ptr", "sum_rows"),
     "needed": ("kv_rows", "send_rows", "splits", "sum_ptr", "sum_rows", "return_ptr", "return_rows"),
+    "pull": PULL_NAMES,
 }
 """Names of a route's tensors, per exchange, in the order in which ops take them."""
 
@@ -121,6 +125,8 @@ def exchange_kv(
     if exchange == "needed":
         kv_rows, send_rows, splits = route[:3]
         return _ops.exchange_rows.default(k, v, kv_rows, send_rows, splits, group, after)
+    if exchange == "pull":
+        return pull.pull_kv(k, v, route, group, after)
     kv = pack_kv(k, v) if after is None else _ops.pack_rows.default(k, v, after)
     if exchange == "all_gather":
         kv = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(kv, world_size, group))
@@ -132,6 +138,8 @@ def return_kv(
 ) -> tuple[Tensor, Tensor]:
     """fp32 gradients of k (R, Hkv, D) and v (R, Hkv, Dv) from those of the expanded rows (E, C) of all ranks."""
     size = k.shape[0]
+    if exchange == "pull":
+        return pull.return_kv(dkv, k, v, route, group)
     if exchange == "needed":
         total = _ops.return_rows(dkv, *route[1:], size, group)
     else:

@@ -25,11 +25,11 @@ def pull_rows(
     job_ptr: Tensor,
     job_rows: Tensor,
     group: str,
-    again: bool,
+    after: Tensor | None = None,
 ) -> Tensor:
     """(E, C) expanded rows from all ranks' k (R, Hkv, D) and v (R, Hkv, V); only rows that some piece needs travel.
 
-    `again` marks the backward's repeat: it keeps common subexpression elimination from joining the two calls.
+    `after` is not read: see `exchange_rows`.
     """
     from cp_rewrite.kernels import symm
 
@@ -45,7 +45,7 @@ def _(
     job_ptr: Tensor,
     job_rows: Tensor,
     group: str,
-    again: bool,
+    after: Tensor | None = None,
 ) -> Tensor:
     return k.new_empty(job_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
 
@@ -87,9 +87,9 @@ def _(
     return dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)
 
 
-def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, again: bool = False) -> Any:
+def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows. `route` is in the order of `pull.NAMES`. Works on tensors and on graph proxies."""
-    return _ops.pull_rows.default(k, v, *route[:4], group, again)
+    return _ops.pull_rows.default(k, v, *route[:4], group, after)
 
 
 def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:
