@@ -112,8 +112,9 @@ def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, s
             for node, group in zip(nodes, groups, strict=True)
             for rank in _balance(node, group, mask, len(group), style)
         ]
-    # A first guess at what a rank's cuts cost: a tile row.
-    extra = float(parts.work.sum() / parts.size.sum()) * TILE * (np.array(quotas) > 0)
+    # A first guess at what cuts cost: nothing for the first rank, two tile rows for the last, whose choice is least.
+    tile_row = float(parts.work.sum() / parts.size.sum()) * TILE
+    extra = np.linspace(0, 2, len(quotas)) * tile_row
     best, least, enough = [parts], np.inf, ENOUGH if len(parts.size) > 1 else 1.005
     for _ in range(style.rounds):
         ranks = share_out(parts, quotas, extra.tolist(), mask, style)

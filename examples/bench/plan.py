@@ -186,17 +186,20 @@ def show_never_worse(packs: int) -> None:
 
 
 def simulate() -> None:
-    print("\n| ranks | mix | layout | imbalance | MB in a node | across | exchange | ms per layer | efficiency |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for world_size in (8, 64, 512):
+    print("\n| ranks | tokens/rank | mix | layout | imbalance | MB in a node | across | exchange | ms | efficiency |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for world_size, local in ((8, 8192), (64, 8192), (64, 32768), (512, 8192), (512, 32768)):
+        layouts = (
+            ("contiguous", "dual_chunk", "balanced") if world_size * local <= 1 << 19 else ("contiguous", "balanced")
+        )
         for mix in MIXES:
-            lengths = draw_pack(mix, 8192 * world_size, 42)
-            for layout in ("contiguous", "dual_chunk", "balanced") if world_size < 512 else ("contiguous", "balanced"):
+            lengths = draw_pack(mix, local * world_size, 42)
+            for layout in layouts:
                 p = plan(lengths, world_size, layout, ranks_per_node=8)
                 across = p.node_rows.mean() * p.model.kv_bytes / 1e6
                 inside = (p.recv_rows - p.node_rows).mean() * p.model.kv_bytes / 1e6
                 print(
-                    f"| {world_size} | {mix} | {layout} | {p.imbalance:.3f} | {inside:.0f} | {across:.0f} "
+                    f"| {world_size} | {local} | {mix} | {layout} | {p.imbalance:.3f} | {inside:.0f} | {across:.0f} "
                     f"| {p.exchange} | {1e3 * p.seconds[p.exchange]:.2f} | {p.efficiency:.0%} |",
                     flush=True,
                 )
