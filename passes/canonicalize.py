@@ -97,7 +97,7 @@ def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
     """`op(body, *operands)` or `invoke_subgraph(body, "name", *operands)`; anything else is no plain call."""
     body = bodies[0]
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    if len(bodies) != 1 or node.target.__class__.__name__ == "FlexAttentionHOP":
+    if len(bodies) != 1:
         return None
     rest = list(node.args[1:])
     if rest and isinstance(rest[0], str | None) and len(rest) == len(placeholders) + 1:
@@ -109,7 +109,7 @@ def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
 
 def resolve(scope: Scope, node: Any) -> tuple[Scope, Any]:
     """The node that `node` is outside the regions it is merely passed into."""
-    while isinstance(node, fx.Node) and node.op == "placeholder" and scope.parent is not None:
+    while scope.parent is not None and isinstance(node, fx.Node) and node in scope.operands:
         scope, node = scope.parent, scope.operands[node]
     return scope, node
 
@@ -215,7 +215,7 @@ class _Tracer:
             mine = self.needed.setdefault(scope, set())
             if node in mine or node in self.leaves:
                 continue
-            if node.op == "placeholder" and scope.parent is not None:
+            if scope.parent is not None and node in scope.operands:
                 mine.add(node)
                 outer = scope.operands[node]
                 if isinstance(outer, fx.Node):
@@ -274,6 +274,9 @@ class _Tracer:
         try:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.target is operator.getitem and _indexes_by_scalars(args):
+                # Dynamo keeps such indices as tensors; plain indexing would read their values.
+                return torch.ops.aten.index(args[0], list(args[1]) if isinstance(args[1], tuple) else [args[1]])
             if node.op == "call_function" and callable(node.target):
                 return node.target(*args, **kwargs)
         except CanonicalizeError:
@@ -312,6 +315,14 @@ def _attribute(scope: Scope, node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
     return value
+
+
+def _indexes_by_scalars(args: Any) -> bool:
+    """Indexing by 0-d integer tensors alone, as mask functions of flex_attention do."""
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return isinstance(args[0], Tensor) and all(
+        isinstance(i, Tensor) and i.ndim == 0 and i.dtype is not torch.bool for i in indices
+    )
 
 
 def _unwind_vmaps(level: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from cp_rewrite.sharding import Sharding
 
 from .canonicalize import Scope, is_parameter, nested_scopes, resolve
 from .grouped_heads import ungroup
+from .match_flex import flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .predicate import prove
 from .sites import Site
 
@@ -72,7 +73,7 @@ def is_attention(node: fx.Node) -> bool:
 def _attention_nodes(scope: Scope, matcher: _Matcher) -> Iterator[tuple[Scope, fx.Node]]:
     calls = dict(nested_scopes(scope))
     for node in scope.gm.graph.nodes:
-        if is_attention(node):
+        if is_attention(node) or is_flex(node):
             yield scope, node
         elif node in calls:
             inner = calls[node]
@@ -123,6 +124,25 @@ class _Matcher:
             self.local_tokens |= {expression(size)}
 
     def match(self, scope: Scope, node: fx.Node) -> Site | list[Refusal]:
+        return self._match_flex(scope, node) if is_flex(node) else self._match_sdpa(scope, node)
+
+    def _match_flex(self, scope: Scope, node: fx.Node) -> Site | list[Refusal]:
+        args = flex_arguments(node)
+        output, softcap = output_of(node), softcap_of(scope, node, args, constant)
+        refusals = [*self._check_operands(node, args), *self._check_options(node, args)]
+        refusals += [r for r in (output, softcap) if isinstance(r, Refusal)]
+        shape, mask = shape_of(args["query"]), None
+        if shape is not None and len(shape) == 4:
+            body, result, indices = mask_function(scope, node, args)
+            found = self._prove(body, result, node, shape, indices)
+            mask = found if isinstance(found, PackedMask) else refusals.extend(found)
+        if refusals or mask is None or isinstance(output, Refusal) or isinstance(softcap, Refusal):
+            return refusals
+        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads)
+        scale = constant(args["scale"])
+        return Site(output, scope.gm, args["query"], key, value, mask, None, scale, softcap)
+
+    def _match_sdpa(self, scope: Scope, node: fx.Node) -> Site | list[Refusal]:
         args = _arguments(node)
         refusals = [*self._check_operands(node, args), *self._check_options(node, args)]
         mask, assumed = self._mask(scope, node, args)
@@ -187,7 +207,9 @@ class _Matcher:
             return self.sharding.assume_mask, True
         return found, False
 
-    def _prove(self, scope: Scope, mask: fx.Node, node: fx.Node, shape: Any) -> PackedMask | list[Refusal]:
+    def _prove(
+        self, scope: Scope, mask: fx.Node, node: fx.Node, shape: Any, indices: Sequence[fx.Node] = ()
+    ) -> PackedMask | list[Refusal]:
         # One mask feeds all layers, often through the regions of many checkpointed calls.
         outer, source = resolve(scope, mask)
         if not isinstance(source, fx.Node):
@@ -203,6 +225,7 @@ class _Matcher:
                 name_of=self._name,
                 local_tokens=self.local_tokens,
                 stop=self._holds_weights,
+                indices=indices,
             )
         return self._masks[key]
 

@@ -17,7 +17,7 @@ from cp_rewrite.sharding import CuSeqlens, Sharding
 from .canonicalize import CanonicalizeError, Scope, canonicalize
 from .predicate_aten import Evaluator
 from .predicate_documents import Pair, Reader, Trouble, relations
-from .predicate_values import TOKENS, ZERO, Expr, SymTensor, Value, is_bool
+from .predicate_values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .predicate_worlds import Cell, Span, World, distances, turning_points
 
 # At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype: the additive masks in use
@@ -36,6 +36,7 @@ def prove(
     name_of: Callable[[fx.Node], str],
     local_tokens: frozenset[Expr],
     stop: Stop,
+    indices: Sequence[fx.Node] = (),
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
 
@@ -46,15 +47,17 @@ def prove(
         name_of: the argument's name of a leaf node.
         local_tokens: the expressions that count this shard's tokens.
         stop: nodes that a mask is not computed from (they hold weights).
+        indices: placeholders that stand for b, h, q and k, when the mask is a function of them.
     """
     try:
         canonical = canonicalize(scope, mask, stop)
     except CanonicalizeError as error:
         return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the mask's computation can't be traced: {error}", error.node)]
     evaluator = Evaluator(local_tokens, name_of)
-    tensor = evaluator.run(canonical)
     sizes = [evaluator.size(s) for s in query_shape[:3]]
-    value, pair = read_mask(evaluator, tensor, sizes)
+    index = index_of(evaluator, sizes)
+    evaluator.given.update(zip(indices, index, strict=False))
+    value, pair = read_mask(evaluator.run(canonical), index, [*sizes, sizes[2]])
     if isinstance(value, Refusal):
         return [Refusal(value.reason, value.detail, mask)]
     token_size = frozenset({TOKENS, *(evaluator.size(s) for s in local_tokens)})
@@ -63,18 +66,18 @@ def prove(
     return decide(reader, value, static, mask, site)
 
 
-def read_mask(evaluator: Evaluator, tensor: SymTensor, sizes: Sequence[Expr]) -> tuple[Any, Pair]:
-    """The mask's element at (b, h, q, k), or a Refusal when its shape does not broadcast to (B, H, T, T)."""
+def index_of(evaluator: Evaluator, sizes: Sequence[Expr]) -> Index:
+    """The index symbols b, h, q, k; 0 for a dim of one."""
     batch, heads, tokens = sizes
-    names = ("b", "h", "q", "k")
-    index = tuple(
-        ZERO if size == 1 else evaluator.symbol(name, size)
-        for name, size in zip(names, (batch, heads, tokens, tokens), strict=True)
-    )
-    pair = Pair(
-        index[2], index[3], index[0], {s: n for s, n in ((index[0], "batch row"), (index[1], "head")) if s != 0}
-    )
-    shape = (batch, heads, tokens, tokens)[4 - len(tensor.shape) :]
+    named = zip(("b", "h", "q", "k"), (batch, heads, tokens, tokens), strict=True)
+    return tuple(ZERO if size == 1 else evaluator.symbol(name, size) for name, size in named)
+
+
+def read_mask(tensor: SymTensor, index: Index, sizes: Sequence[Expr]) -> tuple[Any, Pair]:
+    """The mask's element at (b, h, q, k), or a Refusal when its shape does not broadcast to `sizes`, (B, H, T, T)."""
+    others = {s: name for s, name in ((index[0], "batch row"), (index[1], "head")) if s != 0}
+    pair = Pair(index[2], index[3], index[0], others)
+    shape = sizes[4 - len(tensor.shape) :]
     if len(tensor.shape) > 4 or any(s not in (1, whole) for s, whole in zip(tensor.shape, shape, strict=True)):
         detail = f"the mask has shape {tuple(map(str, tensor.shape))}, attention needs {tuple(map(str, shape))}"
         return Refusal(Reason.MASK_WRONG_DIM, detail), pair

@@ -56,10 +56,12 @@ class Evaluator:
     Args:
         local_tokens: sizes (ints or symbols' expressions) that count this shard's tokens.
         name_of: what a leaf node is called; its elements are applications of a function of that name.
+        given: leaf nodes of one element whose value is known.
     """
 
     local_tokens: frozenset[Expr]
     name_of: Callable[[fx.Node], str]
+    given: dict[fx.Node, Expr] = field(default_factory=dict)
     leaves: dict[Any, Leaf] = field(default_factory=dict)
     sizes: dict[Expr, Expr] = field(default_factory=dict)
     tensors: dict[int, Output | None] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class Evaluator:
 
     def run(self, canonical: Canonical) -> SymTensor:
         for node, ref in canonical.leaves.items():
-            self.tensors[ref.index] = self.leaf(self.name_of(node), node, ref)
+            known = self.given.get(node)
+            self.tensors[ref.index] = self.leaf(self.name_of(node), node, ref) if known is None else _always(known, ref)
         for ref, value in canonical.constants.items():
             self.tensors[ref.index] = self._constant_tensor(ref, value)
         for call in canonical.calls:
@@ -176,6 +179,10 @@ class Evaluator:
         if isinstance(value, bool):
             return sympy.true if value else sympy.false
         return self.size(value)
+
+
+def _always(value: Expr, ref: Ref) -> SymTensor:
+    return SymTensor((), ref.dtype, lambda _: value)
 
 
 Rule = Callable[..., Any]

@@ -208,7 +208,7 @@ def test_an_opaque_mask_needs_the_users_word() -> None:
 
 
 def test_a_stored_mask_is_opaque() -> None:
-    class Stored(nn.Module):
+    class Stored(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         causal: Tensor
 
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def test_a_stored_mask_is_opaque() -> None:
 
 
 def test_a_learned_bias_is_refused() -> None:
-    class Biased(nn.Module):
+    class Biased(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Parameter(torch.zeros(64, 64))
@@ -237,7 +237,7 @@ def test_a_learned_bias_is_refused() -> None:
 
 
 def test_a_value_named_like_the_packing_is_not_the_packing() -> None:
-    class Embeds(nn.Module):
+    class Embeds(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Parameter(torch.zeros(64))
@@ -251,7 +251,7 @@ def test_a_value_named_like_the_packing_is_not_the_packing() -> None:
 
 
 def test_factories_on_hidden_states_are_read() -> None:
-    class Causal(nn.Module):
+    class Causal(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
@@ -352,7 +352,7 @@ def test_one_region_with_two_masks_is_refused() -> None:
 
 
 def test_arguments_are_named_as_the_caller_names_them() -> None:
-    class Model(nn.Module):
+    class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         doc_ids: Tensor
 
         def __init__(self) -> None:
@@ -433,3 +433,52 @@ def test_matching_32_layers_is_fast() -> None:
     sites, _ = match_sites(gm, sharding, argument_names(gm))
     assert len(sites) == 32
     assert time.perf_counter() - start < 0.5
+
+
+# -- flex_attention ------------------------------------------------------------------------------------------
+
+
+def flex(mask: str = "causal", score: Callable[..., Tensor] | None = None) -> Model:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def model(**b: Tensor) -> Tensor:
+        q, k = heads(b, 4) * 1.0, heads(b, 2) * 2.0
+        ids, t = b["doc_ids"] if mask != "tokens" else b["input_ids"], b["doc_ids"].shape[1]
+
+        def keep(row: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            same = ids[row, i] == ids[row, j]
+            return same & (i >= j) & (i - j < 4) if mask == "window" else same & (i >= j)
+
+        blocks = create_block_mask(keep, ids.shape[0], None, t, t, device="cpu")
+        return flex_attention(q, k, k, block_mask=blocks, score_mod=score, enable_gqa=True)  # type: ignore[return-value]
+
+    return model
+
+
+def test_flex_mask_functions() -> None:
+    site = the_site(flex(), dynamic=False)
+    assert site.mask == PackedMask()
+    assert site.node.meta["example_value"].shape == (2, 4, 12, 4)
+    assert site.key.meta["example_value"].shape[1] == 2
+    assert site.softcap == 0.0
+    assert the_site(flex("window"), dynamic=False).mask == PackedMask(window=(3, 0))
+
+
+def test_flex_soft_cap() -> None:
+    assert the_site(flex(score=lambda s, *_: 20.0 * torch.tanh(s / 20.0)), dynamic=False).softcap == 20.0
+
+
+def test_flex_refusals() -> None:
+    assert reasons(flex("tokens"), dynamic=False) == {Reason.MASK_WRONG_SOURCE}
+    assert reasons(flex(score=lambda s, *_: s + 1), dynamic=False) == {Reason.KERNEL}
+    assert reasons(flex(score=lambda s, _, h, i, j: s - (i - j)), dynamic=False) == {Reason.KERNEL}
+
+
+def test_sdpa_kernel_brackets_change_nothing() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def model(**b: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attention(heads(b), PACKED(**b))
+
+    assert the_site(model).mask == PackedMask()

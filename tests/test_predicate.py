@@ -31,7 +31,7 @@ def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options
     return [*sites, *refusals]
 
 
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 def test_every_spelling_means_what_it_says(spelling: Spelling, dynamic: bool) -> None:
     def model(**batch: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""Read `flex_attention`: its mask function says what a mask tensor says, its score function may cap the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cp_rewrite.refusal import Reason, Refusal
+
+from .canonicalize import Scope
+
+_OPERANDS = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",
+    "mask_mod_buffers",
+)  # fmt: skip
+_INDICES = 4  # b, h, q, k
+
+
+def is_flex(node: fx.Node) -> bool:
+    """Whether a node is the flex_attention higher-order op. It returns (out, logsumexp, max scores)."""
+    return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
+
+
+def flex_arguments(node: fx.Node) -> dict[str, Any]:
+    """The op's operands by name, and those of attention in general that flex always has."""
+    named = dict.fromkeys(_OPERANDS) | dict(zip(_OPERANDS, node.args, strict=False)) | dict(node.kwargs)
+    return named | {"enable_gqa": True, "dropout_p": 0.0, "is_causal": False, "attn_mask": None}
+
+
+def output_of(node: fx.Node) -> fx.Node | Refusal:
+    """The node of the attention output, when nothing else of the op is read."""
+    used = {user.args[1]: user for user in node.users if user.users}
+    if set(used) != {0}:
+        return Refusal(Reason.KERNEL, "flex_attention's logsumexp or max scores are used", node)
+    return used[0]
+
+
+def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Scope, fx.Node, list[fx.Node]]:
+    """The mask function's body as a scope, the node of its result, and its index placeholders b, h, q, k."""
+    body = getattr(scope.gm, str(args["block_mask"][-1].target))
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    captured = dict(zip(placeholders[_INDICES:], args["mask_mod_buffers"] or (), strict=True))
+    output = next(n for n in body.graph.nodes if n.op == "output")
+    result = output.args[0]
+    result = result[0] if isinstance(result, tuple | list) else result
+    return Scope(body, scope, node, captured), result, placeholders[:_INDICES]
+
+
+def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any], constant: Any) -> float | Refusal:
+    """c where the score function is c * tanh(score / c); 0.0 where it is the score; a Refusal for any other."""
+    body = getattr(scope.gm, str(args["score_mod"].target))
+    score = next(n for n in body.graph.nodes if n.op == "placeholder")
+    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    output = output[0] if isinstance(output, tuple | list) else output
+    if output is score:
+        return 0.0
+    outer, tanh = _times_constant(output, constant)
+    if tanh is not None and _name(tanh) == "tanh":
+        inner, argument = _times_constant(tanh.args[0], constant)
+        if argument is score and outer is not None and inner is not None and abs(outer * inner - 1) < 1e-6:
+            return outer
+    return Refusal(Reason.KERNEL, "the score function is neither the score nor a soft cap c * tanh(score / c)", node)
+
+
+def _times_constant(node: Any, constant: Any) -> tuple[float | None, fx.Node | None]:
+    """(c, x) when a node is c * x or x / (1 / c)."""
+    if not isinstance(node, fx.Node) or len(node.args) != 2:
+        return None, None
+    left, right = node.args
+    name = _name(node)
+    if name == "mul" and constant(left) is not None:
+        left, right = right, left
+    c = constant(right)
+    if name not in ("mul", "truediv", "div") or c is None or not c or not isinstance(left, fx.Node):
+        return None, None
+    return (c if name == "mul" else 1 / c), left
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
