@@ -146,3 +146,12 @@ def test_devices_are_named_or_measured(tmp_path: Path):
     assert Device.named(str(tmp_path / "mine.json")) == H200
     with pytest.raises(ValueError, match="h200, h100, a100, cpu, or a file"):
         Device.named("tpu")
+
+
+@pytest.mark.parametrize(("lengths", "measured"), [([32768], 648), ([512] * 64, 254)])
+def test_tiles_explain_the_speeds_they_were_fitted_to(lengths: list[int], measured: float):
+    load = plan(lengths, 1).load
+    model = Model()
+    useful = sum(length**2 / 2 for length in lengths) * 4 * model.head_dim * model.heads[0]
+    seconds = load.tiles.sum() * model.tile_flops / H200.forward
+    assert useful / seconds / 1e12 == pytest.approx(measured, rel=0.02)
