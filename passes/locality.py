@@ -71,6 +71,7 @@ def check_locality(
     *,
     tables: bool = False,
     padded_sums: bool = False,
+    fixed_tokens: bool = True,
 ) -> LocalityReport:
     """Prove that every op outside the attention of `sites` treats tokens alone, or say which does not.
 
@@ -82,11 +83,16 @@ def check_locality(
         tables: the caller can make positions of kind `table` global; otherwise they are refused.
         padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
             otherwise they are refused.
+        fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
+            window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
     """
     mode = _fake_mode(gm)
     extents, refusals = read_extents(source_of, sharding, mode.shape_env)
     if extents is None:
         return LocalityReport(refusals)
+    if extents.static and not fixed_tokens:
+        detail = f"the graph was captured for {extents.tokens} tokens a rank: mark the token dim dynamic"
+        return LocalityReport([*refusals, Refusal(Reason.TOKEN_INPUT, detail)], static=True)
     walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
     walk.refusals += refusals
     with walk.runner.running():

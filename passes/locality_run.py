@@ -98,6 +98,9 @@ class NodeRunner:
         for tensor, state in self.trace.written:
             if id(tensor) in sources:
                 self._written(sources[id(tensor)], state)
+        if self.trace.events.table is not None and id(out) not in self.trace.operands:
+            detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
+            self.trace.events.refusals.append(Found(Reason.POSITION_GENERATOR, detail))
         return Outcome(self._states_of(out), self.trace.events)
 
     def _written(self, node: fx.Node, new: TensorState) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -215,10 +216,12 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         call = Call(func, args, kwargs, outs, self)
         try:
             new = self._transfer(call)
+            states = list(new) if isinstance(new, Sequence) else [new] * len(outs)
+            for tensor, state in zip(outs, states, strict=True):
+                check_sizes(call, tensor, state)
         except Mixes as mixes:
             self.events.refusals.append(Found(mixes.reason, mixes.detail))
-            new = UNKNOWN
-        states = list(new) if isinstance(new, Sequence) else [new] * len(outs)
+            states = [UNKNOWN] * len(outs)
         for tensor, state in zip(outs, states, strict=True):
             self._states[id(tensor)] = (tensor, state)
             if any(id(x) in self._gradients for x in call.tensors):
@@ -267,6 +270,25 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
                         after = UNKNOWN
                     self._states[id(other)] = (other, after)
                 self.written.append((tensor, new))
+
+
+def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
+    """What every rule must keep: token and batch dims are as long as their axes, and no other dim has T in its size."""
+    extents = call.extents
+    dims = state.dims if isinstance(state, Rows) else [None] * tensor.ndim
+    if not isinstance(state, Rows) and (extents.static or state is UNKNOWN):
+        return
+    for dim, size in zip(dims, call.sizes(tensor), strict=True):
+        if dim is not None:
+            long: Any = 1
+            for factor in dim:
+                long = long * extents.of(factor)
+            assert long == size, f"{call.func}: {dim} of size {size}"
+        elif isinstance(size, sympy.Expr) and extents.tokens in size.free_symbols:
+            raise Mixes(
+                f"{call.name} makes a dim of {size} entries, which is another number on a shard",
+                Reason.POSITION_GENERATOR,
+            )
 
 
 def join_written(call: Call, tensor: Tensor) -> TensorState:

@@ -262,6 +262,26 @@ def test_tables_of_positions_are_refused_or_reported() -> None:
     assert (position.kind, position.dim) == ("table", 1)
 
 
+def test_a_table_is_taken_by_a_slice_alone() -> None:
+    class Both(Table):
+        def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return self.embed(input_ids) + self.places[0, : input_ids.shape[1], None].sum(1)
+
+    (refusal,) = judge(Both(), tables=True).refusals
+    assert refusal.reason is cp.Reason.POSITION_GENERATOR
+
+
+def test_a_dim_cut_to_the_token_count_is_refused() -> None:
+    verdict = judge(Mixed(lambda m, h: h + h.repeat(1, 1, 9)[..., : h.shape[1]].sum(-1, keepdim=True)))
+    assert verdict.reasons == {"POSITION_GENERATOR"}
+
+
+def test_graphs_of_fixed_shapes_can_be_refused() -> None:
+    (refusal,) = judge(PackedModel(), dynamic=False, fixed_tokens=False).refusals
+    assert refusal.reason is cp.Reason.TOKEN_INPUT
+    assert not judge(PackedModel(), fixed_tokens=False).refusals
+
+
 def test_sums_over_padding_are_refused_or_reported() -> None:
     (refusal,) = judge(PaddedSum()).refusals
     assert "padding rows" in refusal.detail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -17,8 +16,10 @@ from tests.mutants import MUTANTS
 from tests.packed_model import TOKENS, judge, packed_batch
 from tests.pool import Pool
 
+OPTIONS = {"tables": True, "padded_sums": True}
 pytestmark = pytest.mark.xdist_group("pool")
-REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is not None)
+REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not in (None, "padding"))
+PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
 RIGHT = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is None)
 
 
@@ -35,7 +36,7 @@ def test_mutant_is_refused_with_its_reason_and_line(name: str, dynamic: bool) ->
         with pytest.raises(ConstraintViolationError, match=re.escape(mutant.line)):
             judge(mutant(), batch)
         return
-    verdict = judge(mutant(), batch, dynamic=dynamic)
+    verdict = judge(mutant(), batch, dynamic=dynamic, **OPTIONS)
     named = [r for r in verdict.refusals if mutant.line in (r.node.stack_trace or "" if r.node else "")]
     assert any(refusal.reason.name.startswith(mutant.reason or "") for refusal in named), str(verdict)
 
@@ -57,9 +58,9 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor]) -> tuple
 @pytest.mark.parametrize("name", RIGHT)
 def test_mutant_is_made_right(pool: Pool, name: str) -> None:
     mutant = MUTANTS[name]
-    assert not judge(mutant(), packed_batch(getattr(mutant, "rows", 1))).refusals
     batch = packed_batch(getattr(mutant, "rows", 1))
-    model = copy.deepcopy(mutant())
+    assert not judge(mutant(), batch, **OPTIONS).refusals
+    model = mutant()
     loss = model(**batch)
     loss.backward()
     for total, grads in pool.run(2, sharded_step, name, batch):
@@ -69,7 +70,20 @@ def test_mutant_is_made_right(pool: Pool, name: str) -> None:
                 torch.testing.assert_close(torch.from_numpy(grads[key]), parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", PADDING)
+def test_mutant_is_refused_where_ranks_have_rows_without_a_token(pool: Pool, name: str) -> None:
+    mutant = MUTANTS[name]
+    verdict = judge(mutant(), **OPTIONS)
+    assert not verdict.refusals
+    assert any(mutant.line in (node.stack_trace or "") for node in verdict.locality.padded_sums)
+    with pytest.raises(AssertionError, match="sums over tokens"):
+        pool.run(2, sharded_step, name, packed_batch(tokens=13))
+
+
 def test_there_are_enough_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\n{len(MUTANTS)} mutants: {len(REFUSED)} refused, {len(RIGHT)} made right")
+        print(
+            f"\n{len(MUTANTS)} mutants: {len(REFUSED)} refused when compiled, "
+            f"{len(PADDING)} at run time, {len(RIGHT)} made right"
+        )
     assert len(MUTANTS) >= 60

@@ -1,7 +1,8 @@
 """Models that look right and are not the same on a shard, one change each.
 
 A class says what must happen: `reason` and a piece of the culprit's `line`, or `reason = None` where the passes make it
-right (then the numbers of two ranks are compared with one process).
+right (then the numbers of two ranks are compared with one process). The reason "padding" stands for a refusal at run
+time, of batches in which a rank has rows without a token.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ class WeightPenaltyApart(PackedModel):
 
 
 class PenaltyWithPadding(PackedModel):
-    """Padding rows would count in the sum."""
+    """Rows that fill up a rank would count in the sum: batches that have such rows are refused when they come."""
 
-    reason, line = "TOKEN_MIXING", "logsumexp"
+    reason, line = "padding", "logsumexp"
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
         return super().loss(logits, labels, num_items) + logits.logsumexp(-1).square().sum() / num_items
@@ -182,9 +182,9 @@ class KullbackMean(PackedModel):
 
 
 class OtherIgnoredLabel(PackedModel):
-    """Padding rows carry -100, which this loss takes for a target."""
+    """Rows that fill up a rank carry -100, which this loss takes for a target."""
 
-    reason, line = "TOKEN_MIXING", "ignore_index=0"
+    reason, line = "padding", "ignore_index=0"
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
         return F.cross_entropy(*flat(logits, labels), ignore_index=0, reduction="sum") / num_items

@@ -43,7 +43,9 @@ class ShiftedArange(PackedModel):
 
 
 class TableOfPositions(PackedModel):
-    reason, line = "POSITION_GENERATOR", "self.places[: input_ids.shape[1]]"
+    """Made right: the first T rows of a table become the rows of the global positions."""
+
+    reason, line = None, ""
 
     def extra(self) -> None:
         self.places = nn.Parameter(torch.randn(64, WIDTH))
@@ -53,7 +55,9 @@ class TableOfPositions(PackedModel):
 
 
 class CachedAngles(PackedModel):
-    reason, line = "POSITION_GENERATOR", "self.table[:, : h.shape[1]]"
+    """Made right, too."""
+
+    reason, line = None, ""
 
     def extra(self) -> None:
         self.register_buffer("table", torch.arange(64.0)[None, :, None])
@@ -101,6 +105,16 @@ class ReversedArange(PackedModel):
 
     def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
         return (h.shape[1] - 1 - torch.arange(h.shape[1]))[None, :, None].float()
+
+
+class TableFromOne(PackedModel):
+    reason, line = "POSITION_GENERATOR", "self.places[1 :"
+
+    def extra(self) -> None:
+        self.places = nn.Parameter(torch.randn(64, WIDTH))
+
+    def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.embed(input_ids) + self.places[1 : input_ids.shape[1] + 1]
 
 
 class ArangeFromOne(PackedModel):
