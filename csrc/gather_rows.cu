@@ -2,28 +2,31 @@
 // independent loads in flight before its first store.
 #include "rows.cuh"
 
+#ifndef BLOCK
+#define BLOCK 256
+#endif
 #ifndef UNROLL
 #define UNROLL 8
 #endif
 
-extern "C" __global__ void __launch_bounds__(256) gather_rows(
+extern "C" __global__ void __launch_bounds__(BLOCK) gather_rows(
     const chunk* __restrict__ src, chunk* __restrict__ dst, const int* __restrict__ rows, u32 count, u32 width,
     u64 src_stride) {
   const u64 total = (u64)count * width;
-  const u64 first = (u64)blockIdx.x * (256 * UNROLL) + threadIdx.x;
+  const u64 first = (u64)blockIdx.x * (BLOCK * UNROLL) + threadIdx.x;
   chunk held[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const u64 at = first + u * 256;
+    const u64 at = first + u * BLOCK;
     if (at < total) {
       // 64-bit division is slow and only huge payloads need it.
       const u32 row = total >> 32 ? (u32)(at / width) : (u32)at / width;
-      held[u] = src[(u64)rows[row] * src_stride + (at - (u64)row * width)];
+      held[u] = load_once(src + (u64)rows[row] * src_stride + (at - (u64)row * width));
     }
   }
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const u64 at = first + u * 256;
+    const u64 at = first + u * BLOCK;
     if (at < total) store_once(dst + at, held[u]);
   }
 }

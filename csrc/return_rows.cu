@@ -10,7 +10,7 @@
 #endif
 constexpr u32 SPAN = 32 * IN_FLIGHT;
 
-extern "C" __global__ void __launch_bounds__(512, RESIDENT) return_rows(
+extern "C" __global__ void __launch_bounds__(128, RESIDENT) return_rows(
     const chunk* grad, u32 width, const int* publish_rows, u32 publish_count, const int* ptr, const i64* contributions,
     u32 local_rows, chunk* dk, chunk* dv, u32 k_width, const u64* peers, u32* state, int rank, int world,
     u64 slot_bytes) {

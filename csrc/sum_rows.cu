@@ -2,20 +2,29 @@
 // OUT_FP32 keeps the sums in fp32; otherwise they are rounded once to the input's dtype.
 #include "rows.cuh"
 
+#ifndef SECOND
+#define SECOND 1
+#endif
+#ifndef RESIDENT
+#define RESIDENT 1
+#endif
+#ifndef BLOCK
+#define BLOCK 256
+#endif
 #ifndef UNROLL
 #define UNROLL 4
 #endif
 
-extern "C" __global__ void __launch_bounds__(256) sum_rows(
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) sum_rows(
     const chunk* __restrict__ x, void* __restrict__ out, const int* __restrict__ ptr, const int* __restrict__ rows,
     u32 count, u32 width) {
   const u64 total = (u64)count * width;
-  const u64 first = (u64)blockIdx.x * (256 * UNROLL) + threadIdx.x;
+  const u64 first = (u64)blockIdx.x * (BLOCK * UNROLL) + threadIdx.x;
   int begin[UNROLL], end[UNROLL];
   u32 column[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const u64 at = first + u * 256;
+    const u64 at = first + u * BLOCK;
     begin[u] = end[u] = 0;
     column[u] = 0;
     if (at < total) {
@@ -25,19 +34,22 @@ extern "C" __global__ void __launch_bounds__(256) sum_rows(
       end[u] = ptr[row + 1];
     }
   }
-  // Most rows have one contribution: these loads of all UNROLL chunks are in flight together.
-  chunk head[UNROLL];
+  // Most rows have one contribution or two: these loads of all UNROLL chunks are in flight together.
+  chunk head[UNROLL], next[UNROLL];
 #pragma unroll
-  for (int u = 0; u < UNROLL; ++u)
+  for (int u = 0; u < UNROLL; ++u) {
     if (begin[u] < end[u]) head[u] = load_once(x + (u64)rows[begin[u]] * width + column[u]);
+    if (SECOND && begin[u] + 1 < end[u]) next[u] = load_once(x + (u64)rows[begin[u] + 1] * width + column[u]);
+  }
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     float sum[PER_CHUNK];
 #pragma unroll
     for (int i = 0; i < PER_CHUNK; ++i) sum[i] = 0.f;
     if (begin[u] < end[u]) accumulate(head[u], sum);
-    for (int j = begin[u] + 1; j < end[u]; ++j) accumulate(load_once(x + (u64)rows[j] * width + column[u]), sum);
-    const u64 at = first + u * 256;
+    if (SECOND && begin[u] + 1 < end[u]) accumulate(next[u], sum);
+    for (int j = begin[u] + 1 + SECOND; j < end[u]; ++j) accumulate(load_once(x + (u64)rows[j] * width + column[u]), sum);
+    const u64 at = first + u * BLOCK;
     if (at >= total) continue;
 #if defined(OUT_FP32) && !defined(DTYPE_FP32)
     float* target = (float*)out + at * PER_CHUNK;

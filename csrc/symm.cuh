@@ -9,7 +9,7 @@
 // Blocks per multiprocessor that are sure to run at once. All blocks of a launch must: one that waits for a peer would
 // otherwise keep out one that has yet to publish.
 #ifndef RESIDENT
-#define RESIDENT 2
+#define RESIDENT 4
 #endif
 
 struct Meeting {

@@ -41,7 +41,7 @@ def reasons() -> list[str]:
 
 def architecture(device: torch.device) -> str:
     """`sm_90a` and the like: with the features of exactly that chip from Hopper on."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = _capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -131,6 +131,11 @@ def _config(grid: int | tuple[int, ...], block: int) -> Any:
     from cuda.core import LaunchConfig
 
     return LaunchConfig(grid=grid, block=block)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -14,8 +14,9 @@ from . import cuda
 
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 _BLOCK = 256
-_GATHER_UNROLL = 8
-_SUM_UNROLL = 4
+# Measured best on an H200, see examples/bench/RESULTS.md.
+_GATHER: cuda.Macros = (("UNROLL", "2"), ("BLOCK", "128"))
+_SUM: cuda.Macros = (("UNROLL", "2"), ("BLOCK", "128"))
 
 
 @cache
@@ -33,20 +34,13 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     access = _access(columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size(), src_NC.data_ptr())
     if out.numel() == 0 or access == 0:
         return src_NC.index_select(0, rows_E)
-    width = columns * src_NC.element_size() // access
-    kernel = cuda.kernel("gather_rows", src_NC.device, (("ACCESS", str(access)), ("UNROLL", str(_GATHER_UNROLL))))
-    cuda.launch(
-        kernel,
-        -(-size * width // (_BLOCK * _GATHER_UNROLL)),
-        _BLOCK,
-        src_NC.device,
-        src_NC.data_ptr(),
-        out.data_ptr(),
-        rows_E.data_ptr(),
-        cuda.u32(size),
-        cuda.u32(width),
-        cuda.u64(src_NC.stride(0) * src_NC.element_size() // access),
-    )
+    row_bytes, stride = columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size()
+    pointers = src_NC.data_ptr(), out.data_ptr(), rows_E.data_ptr(), cuda.u32(size)
+    device = src_NC.device
+    width = row_bytes // access
+    kernel = cuda.kernel("gather_rows", device, (("ACCESS", str(access)), *_GATHER))
+    grid, block = _grid(size * width, _GATHER)
+    cuda.launch(kernel, grid, block, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
     return out
 
 
@@ -71,13 +65,12 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     out = x_EC.new_empty(size, columns, dtype=dtype)
     if out.numel() == 0:
         return out
-    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), ("UNROLL", str(_SUM_UNROLL))]
+    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), *_SUM]
     macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
     kernel = cuda.kernel("sum_rows", x_EC.device, tuple(macros))
     cuda.launch(
         kernel,
-        -(-size * width // (_BLOCK * _SUM_UNROLL)),
-        _BLOCK,
+        *_grid(size * width, _SUM),
         x_EC.device,
         x_EC.data_ptr(),
         out.data_ptr(),
@@ -220,6 +213,13 @@ def dual_chunk_gathered(cu_seqlens_padded: Tensor, local_rows: int, world_size: 
         cuda.i32(world_size),
     )
     return slots
+
+
+def _grid(chunks: int, macros: cuda.Macros) -> tuple[int, int]:
+    """(blocks, threads per block) that cover so many chunks."""
+    found = dict(macros)
+    block = int(found.get("BLOCK", str(_BLOCK)))
+    return -(-chunks // (block * int(found["UNROLL"]))), block
 
 
 def _access(*sizes: int) -> int:

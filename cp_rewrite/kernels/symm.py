@@ -24,8 +24,8 @@ from . import cuda
 
 _HEADER = 1024
 _MAX_RANKS = 32
-_BLOCK = 512
-_BLOCKS_PER_SM = 2
+_BLOCK = 128
+_BLOCKS_PER_SM = 4
 _IN_FLIGHT = 4
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""

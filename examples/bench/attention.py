@@ -142,7 +142,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
             method = factory(pack, setup)
             times = measure(method, repeats, capture=isinstance(method, Ours) and method.where[0] == "pull")
             text = line(method.name, pack, setup, times, ideal)
-        except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+        except Exception as error:
             # Decided alike on all ranks: these are refusals, not accidents of one rank.
             method, text = None, f"| {getattr(factory, '__name__', 'ours')} | can't run: {str(error).splitlines()[0]} |"
         if setup.rank == 0:

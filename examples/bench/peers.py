@@ -90,10 +90,10 @@ def main() -> None:
         rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
         default = symm._BLOCKS_PER_SM, symm._IN_FLIGHT
-        for setting in ((1, 8), (1, 4), (2, 4), (2, 2), (3, 2)) if options.sweep else (default,):
+        for setting in ((2, 4), (4, 4), (6, 4), (6, 2)) if options.sweep else (default,):
             symm._BLOCKS_PER_SM, symm._IN_FLIGHT = setting
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {setting[0]} blocks per SM, {setting[1]} in flight"
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {setting} blocks and loads"
                 rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
     empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()

@@ -56,6 +56,10 @@ def install_shim() -> None:
     shim._flash_attn_forward = shim._flash_attn_backward = dense
     sys.modules["flash_attn.flash_attn_interface"] = shim
     flash_attn.flash_attn_interface = shim  # type: ignore[attr-defined]
+    # Its adapters import names that transformers no longer has; nothing here needs them.
+    adapters: Any = ModuleType("ring_flash_attn.adapters")
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = dense
+    sys.modules["ring_flash_attn.adapters"] = adapters
 
 
 class _Autograd:
@@ -129,6 +133,8 @@ class TorchContextParallel(_Autograd):
         from torch.distributed.device_mesh import init_device_mesh
 
         self.mesh = init_device_mesh("cuda", (setup.world_size,))
+        # The context cuts its buffers and wants at least one; q, k and v are cut already.
+        self.dummy = torch.zeros(2 * setup.world_size, device="cuda")
         shape = 1, setup.heads, pack.tokens // setup.world_size, setup.dim
         q, k, v, dout = (torch.randn(shape, device="cuda").to(setup.dtype) for _ in range(4))
         super().__init__("torch context_parallel", (q, k, v), dout)
@@ -138,11 +144,14 @@ class TorchContextParallel(_Autograd):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        with sdpa_kernel(backends, set_priority=True), context_parallel(self.mesh):
+        with (
+            sdpa_kernel(backends, set_priority=True),
+            context_parallel(self.mesh, buffers=[self.dummy], buffer_seq_dims=[0]),
+        ):
             return torch.nn.functional.scaled_dot_product_attention(*self.inputs, is_causal=True)
 
     def backward(self) -> object:
         from torch.distributed.tensor.experimental import context_parallel
 
-        with context_parallel(self.mesh):
+        with context_parallel(self.mesh, buffers=[self.dummy], buffer_seq_dims=[0]):
             return super().backward()

@@ -6,6 +6,7 @@ python examples/bench/rows.py [--sweep]
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -102,21 +103,26 @@ def merge_table() -> None:
 
 
 def sweep() -> None:
-    """How many independent accesses per thread."""
+    """Ways to sum, side by side."""
     for count, columns in ((16384, 2048), (65536, 1024)):
         src, copy = row_set(count, columns, torch.bfloat16), copy_rate(count, columns, torch.bfloat16)
         two = torch.arange(0, count + 1, 2, dtype=torch.int32, device="cuda")
         one = torch.arange(count + 1, dtype=torch.int32, device="cuda")
-        for unroll in (1, 2, 4, 8):
-            rows._GATHER_UNROLL = rows._SUM_UNROLL = unroll
-            report(f"unroll {unroll}: gather", gather_rate(src, runs(count, 128)), copy)
-            report(f"unroll {unroll}: sum of 1", sum_rate(src, one, runs(count, 128), torch.bfloat16), copy)
-            report(f"unroll {unroll}: sum of 2", sum_rate(src, two, runs(count, 1), torch.bfloat16), copy)
+        for unroll, block, second, resident in itertools.product("12", ("64", "128", "256"), "01", ("1", "10", "16")):
+            resident = str(int(resident) * 128 // int(block) or 1)
+            rows._SUM = (("UNROLL", unroll), ("BLOCK", block), ("SECOND", second), ("RESIDENT", resident))
+            rates = (
+                sum_rate(src, one, runs(count, 128), torch.bfloat16),
+                sum_rate(src, two, runs(count, 1), torch.bfloat16),
+                sum_rate(src, two, runs(count, 1), torch.float32),
+            )
+            values = " ".join(f"{100 * rate / copy:5.1f}" for rate in rates)
+            print(f"unroll {unroll} block {block} second {second} resident {resident}: sum 1, sum 2, fp32  {values}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="vary the unrolling first")
+    parser.add_argument("--sweep", action="store_true", help="ways to sum, side by side")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if parser.parse_args().sweep:
         sweep()
