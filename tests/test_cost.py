@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_rewrite.choose import choose_exchange
 from cp_rewrite.cost import (
     DEVICES,
     Device,
     Model,
     all_gather_seconds,
-    choose_exchange,
     exchange_seconds,
     ideal_seconds,
     least_seconds,
