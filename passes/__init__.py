@@ -19,6 +19,20 @@ from .verify import verify_graph
 log = logging.getLogger(__name__)
 
 
+def unify_token_sizes(state: State) -> State:
+    """Guard that all token arguments have one batch size and one token count, which cutting them makes sure of.
+
+    With dynamic shapes each argument has symbols of its own; the guards make them one.
+    """
+    dims = state.sharding.tokens
+    shapes = [(dims[n], node.meta["example_value"].shape) for node, n in state.source_of.items() if n in dims]
+    fitting = [shape[max(dim - 1, 0) : dim + 1] for dim, shape in shapes if dim < len(shape)]
+    for sizes in fitting[1:]:
+        for size, first in zip(reversed(sizes), reversed(fitting[0]), strict=False):
+            bool(size == first)
+    return state
+
+
 def match_attention(state: State) -> State:
     """Find every attention node and prove what its mask means."""
     sites, refusals = match_sites(state.graph_module, state.sharding, state.source_of)
@@ -38,7 +52,7 @@ def check_token_locality(state: State) -> State:
     )
 
 
-FIND = (match_attention, check_token_locality, plan_sites)
+FIND = (unify_token_sizes, match_attention, check_token_locality, plan_sites)
 """What only reads the graph: after these all refusals are known."""
 
 CHANGE = (rewrite_sites, verify_graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class Pool:
         errors: list[str] = []
         for _ in range(world_size):
             rank, value, error = self._results.get(timeout=TIMEOUT_S)
-            results[rank] = value
+            results[rank] = value and pickle.loads(value)
             if error:
                 errors.append(f"rank {rank}:\n{error}")
         assert not errors, "\n".join(errors)
@@ -69,6 +70,7 @@ def _serve(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
         if fresh:
             torch._dynamo.reset()
         try:
-            results.put((rank, fn(meshes[world_size], *args), None))
+            # Pickled here, so that what can't travel fails here and not in the queue's own thread.
+            results.put((rank, pickle.dumps(fn(meshes[world_size], *args)), None))
         except Exception:
             results.put((rank, None, traceback.format_exc()))
