@@ -3,7 +3,9 @@
 from .backend import backend, context_parallel
 from .documents import Documents
 from .gradients import sum_gradients
+from .loss import token_mean
 from .masks import PackedMask
+from .plan import Plan, plan
 from .refusal import Reason, Refusal, RewriteRefused
 from .report import explain
 from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
@@ -13,6 +15,7 @@ __all__ = [
     "DocumentIds",
     "Documents",
     "PackedMask",
+    "Plan",
     "PositionIds",
     "Reason",
     "Refusal",
@@ -21,5 +24,7 @@ __all__ = [
     "backend",
     "context_parallel",
     "explain",
+    "plan",
     "sum_gradients",
+    "token_mean",
 ]

@@ -194,7 +194,7 @@ def plan_of(
     """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
     rows, total = _shape(sharding, batch)
     documents = _documents(sharding, batch, rows, total, lengths)
-    return plan_batch(documents, sharding.world_size, sharding.layout, sharding.assume_mask)
+    return plan_batch(documents, sharding.world_size, sharding.layout, sharding.balance_for or sharding.assume_mask)
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:

@@ -72,12 +72,15 @@ class Report:
         return "\n".join(lines)
 
 
-def explain(model: nn.Module | Callable[..., Any], sharding: Sharding) -> Callable[..., Report]:
+def explain(
+    model: nn.Module | Callable[..., Any], sharding: Sharding, *, shift_labels: bool = False
+) -> Callable[..., Report]:
     """Capture a model and run the passes on it; nothing of the model runs.
 
         report = cp.explain(model, sharding)(**batch)
 
     The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
+    `shift_labels` as in `Sharding.shard`.
     """
 
     def dry_run(**batch: Any) -> Report:
@@ -87,7 +90,7 @@ def explain(model: nn.Module | Callable[..., Any], sharding: Sharding) -> Callab
             found.append(_report(capture(gm, sharding, active_plan(sharding))))
             return _stop
 
-        with sharding.shard(batch) as local, torch._dynamo.config.patch(force_parameter_static_shapes=True):
+        with sharding.shard(batch, shift_labels=shift_labels) as local:
             try:
                 torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
             except _Captured:

@@ -64,6 +64,8 @@ class Sharding:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p`, `a2a`, `a2a+p2p`, or `auto`.
         kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
+        balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
+            documents (windows, bidirectional). None: `assume_mask`, or causal.
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
@@ -84,6 +86,7 @@ class Sharding:
     kernel: Kernel = "auto"
     strict: bool = True
     assume_mask: PackedMask | None = None
+    balance_for: PackedMask | None = None
     inner: Inner = "inductor"
     keep_kv: bool = False
     deterministic: bool = False
@@ -100,8 +103,9 @@ class Sharding:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.assume_mask is not None and not isinstance(self.assume_mask, PackedMask):
-            raise TypeError(f"assume_mask must be a cp_rewrite.PackedMask or None, got {self.assume_mask!r}")
+        for name in ("assume_mask", "balance_for"):
+            if not isinstance(getattr(self, name), PackedMask | None):
+                raise TypeError(f"{name} must be a cp_rewrite.PackedMask or None, got {getattr(self, name)!r}")
         for name in ("strict", "keep_kv", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -119,8 +123,8 @@ class Sharding:
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """All that a compiled graph depends on: every field but the layout, which only decides each batch's plan."""
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "layout")
+        """All that a compiled graph depends on: every field but those that only decide each batch's plan."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("layout", "balance_for"))
 
     @property
     def world_size(self) -> int:

@@ -43,8 +43,7 @@ def main() -> None:
     losses(console, single, parallel, args.world_size)
     model, batch = make_model(), make_batches(args)[0]
     sharding = cp.Sharding(args.world_size, TOKENS, cp.PositionIds("position_ids"), args.layout, args.exchange)
-    with_shift = {**batch, "shift_labels": batch["labels"], "num_items_in_batch": torch.tensor(args.tokens)}
-    report = cp.explain(model, with_shifted(sharding))(**with_shift)
+    report = cp.explain(model, sharding, shift_labels=True)(**batch)
     console.rule("report")
     console.print(str(report), highlight=False, markup=False)
     console.rule("graph diff")
@@ -88,7 +87,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """One packed row per step: document lengths drawn from a real mix, scaled down to the row; tokens with structure."""
+    """One packed row per step: document lengths drawn from a real mix and scaled to the row."""
     bins = json.loads((HERE / "doc_lengths.json").read_text())["web_mix"]["bins"]
     rng = np.random.default_rng(42)
     weights = np.array([count for _, _, count in bins], dtype=float)
@@ -106,11 +105,6 @@ def make_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
         labels = torch.where(position_ids == 0, -100, input_ids)
         batches.append({"input_ids": input_ids[None], "position_ids": position_ids[None], "labels": labels[None]})
     return batches
-
-
-def with_shifted(sharding: cp.Sharding) -> cp.Sharding:
-    tokens = {**TOKENS, "shift_labels": 1}
-    return cp.Sharding(sharding.mesh, tokens, sharding.packing, sharding.layout, sharding.exchange)
 
 
 def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -139,6 +133,7 @@ def train(rank: int, world_size: int, args: argparse.Namespace, name: str) -> di
         if sharding is None:
             loss = model(**batch).loss
             loss.backward()
+            loss = loss.detach()
         else:
             with sharding.shard(batch, shift_labels=True) as local:
                 loss = compiled(**local).loss

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from cp_rewrite.choose import choose_exchange
+from cp_rewrite.cost import Device, Model
+from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts
 from cp_rewrite.refusal import Reason, Refusal
 
@@ -27,10 +31,9 @@ def plan_sites(state: State) -> State:
 
 
 def _decide(site: Site, state: State) -> Decision | Refusal:
-    exchange, why = _exchange(state)
-    if exchange is None:
-        return Refusal(Reason.EXCHANGE, why, site.node)
-    choice = choose(spec_of(site, state.sharding.deterministic), device_facts(state.device), state.sharding.kernel)
+    spec = spec_of(site, state.sharding.deterministic)
+    exchange, why = _exchange(site, spec, state)
+    choice = choose(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
     rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
@@ -56,10 +59,27 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     )
 
 
-def _exchange(state: State) -> tuple[str | None, str]:
-    asked = state.sharding.exchange
-    if state.sharding.world_size == 1:
-        return "local", "one rank"
-    if asked == "auto":
-        return "needed", "moves only the rows that some piece reads"
-    return asked, "asked for"
+def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
+    """(exchange, why). `needed` travels by one-sided reads (`pull`) where all ranks can map each other's memory."""
+    sharding = state.sharding
+    if sharding.world_size == 1:
+        return "local", "one rank: nothing moves"
+    exchange, why = sharding.exchange, "asked for"
+    if exchange == "auto":
+        model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
+        choice = choose_exchange(model, sharding.world_size, site.mask, _speeds(state.device))
+        exchange, why = choice.exchange, choice.reason
+    if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
+        against = symm.reasons(sharding.group_name)
+        if not against:
+            return "pull", f"{why}; rows are read from the peers' memory"
+        why += f"; by all-to-all, since {'; '.join(against)}"
+    return exchange, why
+
+
+def _speeds(device: torch.device) -> Device:
+    """Measured speeds of the GPU that the name tells; an unknown one counts as an H100."""
+    if device.type != "cuda":
+        return Device.named("cpu")
+    name = torch.cuda.get_device_name(device).lower()
+    return Device.named(next((known for known in ("h200", "h100", "a100") if known in name), "h100"))
