@@ -23,12 +23,13 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
 
     Returns:
         publish_rows (S,) int32: local rows that some peer reads, ascending.
-        job_source (U,) int32: each row needed here, once, as owner R + local row; owners take turns.
+        job_source (U,) int32: each row needed here, once, as owner R + local row: peers' rows first, the peers
+            taking turns, then own rows.
         job_ptr (U + 1,), job_rows (E,) int32: the expanded rows that hold it.
         return_rows (W,) int32: expanded rows that belong to peers, ascending.
         pull_ptr (R + 1,) int32, pull_rows int64: who contributes to each local row's gradient, as
             reader << 32 | expanded row of the reader, ascending.
-        capacity (2,) int64: E of the rank that has most, the same on all ranks; 0.
+        capacity (2,) int64: E of the rank that has most, the same on all ranks; how many jobs read peers.
     """
     rows = schedule.rows
     gathered = schedule.route("all_gather", rank)
@@ -39,8 +40,9 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     readers = (contributions[: ptr[-1]] >> 32) != rank
     # A row is published when any of its readers is a peer: count peers by row, without a loop.
     peers = np.diff(np.concatenate([[0], np.cumsum(readers)])[ptr])
-    source, job_ptr, job_rows = _jobs(gathered["sum_ptr"].astype(np.int64), gathered["sum_rows"], rows)
-    capacity = np.array([max(2, int(schedule.expanded.max(initial=0))), 0], dtype=np.int64)
+    source, job_ptr, job_rows = _jobs(gathered["sum_ptr"].astype(np.int64), gathered["sum_rows"], rows, rank)
+    remote_jobs = int((source // rows != rank).sum())
+    capacity = np.array([max(2, int(schedule.expanded.max(initial=0))), remote_jobs], dtype=np.int64)
     arrays = (
         _index(np.flatnonzero(peers)),
         _index(source),
@@ -54,15 +56,15 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     return dict(zip(NAMES, arrays, strict=True))
 
 
-def _jobs(sum_ptr: Int, sum_rows: NDArray[np.integer], rows: int) -> tuple[Int, Int, Int]:
-    """(source, ptr, expanded rows) of the source rows in use, in an order that spreads every owner's rows evenly: all
-    links work all the time, and no peer is read by everyone at once."""
+def _jobs(sum_ptr: Int, sum_rows: NDArray[np.integer], rows: int, rank: int) -> tuple[Int, Int, Int]:
+    """(source, ptr, expanded rows) of the source rows in use: peers' rows, every peer's spread evenly so that all links
+    work all the time and no peer is read by everyone at once, then own rows."""
     counts = np.diff(sum_ptr)
     used = np.flatnonzero(counts)
     owner = used // rows
     per_owner = np.bincount(owner, minlength=1)
     position = np.arange(len(used)) - (np.cumsum(per_owner) - per_owner)[owner]
-    order = np.argsort((position + 0.5) / np.maximum(per_owner, 1)[owner], kind="stable")
+    order = np.lexsort(((position + 0.5) / np.maximum(per_owner, 1)[owner], owner == rank))
     source = used[order]
     lengths = counts[source]
     ptr = np.concatenate([[0], np.cumsum(lengths)])

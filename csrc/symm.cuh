@@ -6,11 +6,32 @@
 #pragma once
 #include "rows.cuh"
 
-// Blocks per multiprocessor that are sure to run at once. All blocks of a launch must: one that waits for a peer would
-// otherwise keep out one that has yet to publish.
-#ifndef RESIDENT
-#define RESIDENT 4
+// One block per multiprocessor: all blocks of a launch must run at once, or one that waits for a peer could keep out one
+// that has yet to publish.
+#ifndef WARPS
+#define WARPS 16
 #endif
+#ifndef REMOTE_WARPS
+#define REMOTE_WARPS 4
+#endif
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 4
+#endif
+constexpr int THREADS = 32 * WARPS;
+constexpr u32 SPAN = 32 * IN_FLIGHT;  // chunks that a warp moves in one go
+
+// Which of a kind of work a warp does: items first, first + step, …. Warps [0, split) of a block are `remote`.
+struct Share {
+  u32 first, step, lane;
+  bool remote;
+  __device__ __forceinline__ explicit Share(u32 split, u32 all = WARPS) {
+    const u32 warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+    remote = warp < split;
+    first = (remote ? warp : warp - split) * gridDim.x + blockIdx.x;
+    step = (remote ? split : all - split) * gridDim.x;
+  }
+};
 
 struct Meeting {
   const u64* peers;  // base address of every rank's symmetric memory

@@ -45,12 +45,15 @@ def test_pull_and_return_reach_every_row(
                 assert kv_rows[expanded_row] == rank * size + row
 
 
-def test_owners_take_turns() -> None:
-    """Jobs of all owners are spread over the list: no peer is read by everyone at once."""
+def test_peers_take_turns() -> None:
+    """Jobs of all peers are spread over the list, so that no peer is read by everyone at once; own rows come last."""
     schedule, _ = make_schedule([Documents.from_lengths([4096])], 4, "contiguous", PackedMask())
-    owners = pull_route(schedule, 3)["job_source"] // schedule.rows
-    for window in owners.reshape(16, -1):
-        assert np.bincount(window, minlength=4).min() == len(window) // 4
+    route = pull_route(schedule, 3)
+    owners, remote = route["job_source"] // schedule.rows, int(route["capacity"][1])
+    assert remote == 3072
+    assert (owners[remote:] == 3).all()
+    for window in owners[:remote].reshape(16, -1):
+        assert np.bincount(window).tolist() == [64, 64, 64]
 
 
 def test_each_row_is_pulled_once() -> None:

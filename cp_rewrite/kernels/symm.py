@@ -24,9 +24,8 @@ from . import cuda
 
 _HEADER = 1024
 _MAX_RANKS = 32
-_BLOCK = 128
-_BLOCKS_PER_SM = 4
-_IN_FLIGHT = 4
+_WARPS, _REMOTE_WARPS, _IN_FLIGHT = 16, 4, 4
+"""Warps of a block, those of them that read peers, and the 16-byte loads in flight per lane."""
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
@@ -120,12 +119,14 @@ def pull_rows(
     job_source: Tensor,
     job_ptr: Tensor,
     job_rows: Tensor,
+    remote_jobs: int,
     group: str,
 ) -> Tensor:
     """(E, C): the expanded rows, from all ranks' k and v. All ranks call it, in the same order.
 
     Args:
         publish_rows, job_source, job_ptr, job_rows: of `pull.pull_route`, int32.
+        remote_jobs: how many jobs, the first ones, read peers.
     """
     process_group = _resolve_process_group(group)
     k, v = _dense_rows(k_RHD), _dense_rows(v_RHV)
@@ -136,8 +137,9 @@ def pull_rows(
     way = channel(group, "pull", k.shape[0] * width * 16, device)
     cuda.launch(
         cuda.kernel("pull_rows", device, _macros()),
-        _grid(device),
-        _BLOCK,
+        # One block per multiprocessor: a block that waits must not keep out one that publishes.
+        cuda.multiprocessors(device),
+        32 * _WARPS,
         device,
         k.data_ptr(),
         v.data_ptr(),
@@ -151,6 +153,7 @@ def pull_rows(
         job_ptr.data_ptr(),
         job_rows.data_ptr(),
         cuda.u32(job_source.shape[0]),
+        cuda.u32(remote_jobs),
         cuda.u32(k.shape[0]),
         out.data_ptr(),
         way.peers,
@@ -188,8 +191,9 @@ def return_rows(
     way = channel(group, "return", capacity * width * 16, device)
     cuda.launch(
         cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros())),
-        _grid(device),
-        _BLOCK,
+        # One block per multiprocessor: a block that waits must not keep out one that publishes.
+        cuda.multiprocessors(device),
+        32 * _WARPS,
         device,
         grad.data_ptr(),
         cuda.u32(width),
@@ -211,12 +215,7 @@ def return_rows(
 
 
 def _macros() -> cuda.Macros:
-    return (("RESIDENT", str(_BLOCKS_PER_SM)), ("IN_FLIGHT", str(_IN_FLIGHT)))
-
-
-def _grid(device: torch.device) -> int:
-    """Few enough blocks that all run at once: a block that waits for a peer must not keep out one that publishes."""
-    return cuda.multiprocessors(device) * _BLOCKS_PER_SM
+    return (("WARPS", str(_WARPS)), ("REMOTE_WARPS", str(_REMOTE_WARPS)), ("IN_FLIGHT", str(_IN_FLIGHT)))
 
 
 def _dense_rows(x_RHD: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ def pull_rows(
     job_source: Tensor,
     job_ptr: Tensor,
     job_rows: Tensor,
+    capacity: Tensor,
     group: str,
     after: Tensor | None = None,
 ) -> Tensor:
@@ -33,7 +34,7 @@ def pull_rows(
     """
     from cp_rewrite.kernels import symm
 
-    return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, group)
+    return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, int(capacity[1]), group)
 
 
 @pull_rows.register_fake
@@ -44,6 +45,7 @@ def _(
     job_source: Tensor,
     job_ptr: Tensor,
     job_rows: Tensor,
+    capacity: Tensor,
     group: str,
     after: Tensor | None = None,
 ) -> Tensor:
@@ -89,7 +91,7 @@ def _(
 
 def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows. `route` is in the order of `pull.NAMES`. Works on tensors and on graph proxies."""
-    return _ops.pull_rows.default(k, v, *route[:4], group, after)
+    return _ops.pull_rows.default(k, v, *route[:4], route[7], group, after)
 
 
 def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:

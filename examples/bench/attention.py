@@ -61,10 +61,10 @@ def slowest(value: float) -> float:
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Per call, of a queue of calls that the host fills ahead as far as it can; the best of three, slowest rank."""
+    """Per call, of a queue of calls that the host fills ahead as far as it can; the best of two, slowest rank."""
     best = float("inf")
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
+    for _ in range(2):
         torch.cuda.synchronize()
         dist.barrier()
         start.record()
@@ -131,9 +131,9 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
-    repeats = 20 if pack.tokens <= 65536 else 6
+    repeats = 16 if pack.tokens <= 65536 else 4
     alone = Alone(pack, setup)
-    ideal = scaled(measure(alone, 6, capture=True), setup.world_size)
+    ideal = scaled(measure(alone, 4, capture=True), setup.world_size)
     if setup.rank == 0:
         print(line("ideal", pack, setup, ideal, ideal), flush=True)
     del alone

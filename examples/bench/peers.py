@@ -40,10 +40,11 @@ def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str) -
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
     sources = remote_rows(rank, world_size, rows, spread)
     everything = index(torch.arange(rows))
+    few = everything[:2]
     pointers = index(torch.arange(rows + 1))
 
     def pull() -> Tensor:
-        return symm.pull_rows(k, v, everything, index_of_sources, pointers, everything, group)
+        return symm.pull_rows(k, v, few, index_of_sources, pointers, everything, rows, group)
 
     index_of_sources = index(sources)
     nbytes = rows * COLUMNS * 2
@@ -52,7 +53,7 @@ def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str) -
     contributions = ((sources // rows) << 32 | (sources % rows)).cuda()
 
     def back() -> object:
-        return symm.return_rows(grad, everything, pointers, contributions, rows, 8, (128, 128), group)
+        return symm.return_rows(grad, few, pointers, contributions, rows, 8, (128, 128), group)
 
     return pulled, nbytes / milliseconds(back, 10) / 1e6
 
@@ -77,7 +78,7 @@ def plain_read_rate(rank: int, world_size: int, rows: int, group: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="vary blocks and loads in flight")
+    parser.add_argument("--sweep", action="store_true", help="vary warps and loads in flight")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -89,15 +90,15 @@ def main() -> None:
         plain = plain_read_rate(rank, world_size, count, group)
         rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        default = symm._BLOCKS_PER_SM, symm._IN_FLIGHT
-        for setting in ((2, 4), (4, 4), (6, 4), (6, 2)) if options.sweep else (default,):
-            symm._BLOCKS_PER_SM, symm._IN_FLIGHT = setting
+        default = symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT
+        for setting in ((16, 2, 4), (16, 4, 4), (16, 4, 2), (16, 6, 4), (16, 8, 2)) if options.sweep else (default,):
+            symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT = setting
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {setting} blocks and loads"
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, warps {setting}"
                 rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
     empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
-    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, group), 50)
+    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, 0, group), 50)
     if rank == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print("| rows of 4 KB | pull GB/s | return GB/s |\n|---|---|---|")
