@@ -23,7 +23,7 @@ from .locality_inputs import input_state, read_extents
 from .locality_liveness import is_attention, live_nodes, nested_body, placeholders
 from .locality_rules import find_rule
 from .locality_run import NodeRunner, Outcome, States, needs_gradient, unknown_like
-from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, Rows, T
+from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .locality_trace import Trace
 from .sites import Site
 
@@ -128,12 +128,29 @@ class _Walk:
                 self.env[node], refusal = input_state(node, self.source_of, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
         for leaf in self.graph(gm).all_input_nodes:
-            state = self.env.get(leaf)
-            if isinstance(state, Deferred):
-                self.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
-            if state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf.meta.get("example_value")):
-                detail = "every rank computes this output in full, so its gradient would count once per rank"
-                self.refuse(leaf, Reason.TOKEN_MIXING, detail)
+            self.output(leaf, self.env.get(leaf, REPLICATED))
+
+    def output(self, leaf: fx.Node, state: States) -> None:
+        """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
+        if isinstance(state, list):
+            for item in state:
+                self.output(leaf, item)
+        elif isinstance(state, Deferred):
+            self.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
+        elif isinstance(state, GroupSizes):
+            self.refuse(leaf, Reason.TOKEN_MIXING, "an output counts the shard's tokens")
+        elif isinstance(state, Rows):
+            if state.places is not None or any(
+                isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
+            ):
+                self.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
+            if state.iota is not None and state.iota in self.trace.fixed_positions:
+                self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.fixed_positions[state.iota])
+            elif state.iota is not None:
+                self.used[state.iota] = None
+        elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf.meta.get("example_value")):
+            detail = "every rank computes this output in full, so its gradient would count once per rank"
+            self.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
     def graph(self, gm: fx.GraphModule) -> fx.Node:
         """Walk the nodes of one graph whose placeholders are known; returns its output node."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from cp_rewrite.refusal import Reason
 
 from .locality_ops import broadcast
+from .locality_sorted import inverse_order
 from .locality_state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
 from .locality_state import T as TOKEN
 from .locality_trace import Call
@@ -89,6 +90,8 @@ def index(call: Call) -> TensorState:
 def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
     axis = call.entries(x)[dim][0]
     rows = call.rows(i)
+    if rows is not None and axis is not None and rows.places == axis:
+        return
     if axis is None:
         call.use_positions(i)
         return
@@ -112,6 +115,9 @@ def index_put(call: Call) -> TensorState:
     x, values = call.arg("self"), call.arg("values")
     given: list[Tensor | None] = list(call.arg("indices"))
     masks = [i for i in given if i is not None]
+    inverse = inverse_order(call, x, masks, values)
+    if inverse is not None:
+        return inverse
     if len(masks) == 1 and given[0] is not None and masks[0].dtype == torch.bool and values.numel() == 1:
         call.use_positions(x, masks[0])
         mask = [*call.entries(masks[0]), *[(None, 1)] * (x.ndim - masks[0].ndim)]

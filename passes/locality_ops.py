@@ -11,12 +11,14 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
+from .locality_sorted import follow_order, sort_rows
 from .locality_state import (
     MEAN_HINT,
     REPLICATED,
     B,
     Deferred,
     Dim,
+    GroupSizes,
     Mixes,
     Partial,
     Rows,
@@ -39,6 +41,9 @@ def pointwise(call: Call) -> TensorState:
     call.check_numbers()
     call.check_literals(*(value for value in call.args if not isinstance(value, Tensor)))
     states = [call.state(x) for x in call.tensors]
+    followed = follow_order(call, states)
+    if followed is not None:
+        return followed
     if any(isinstance(state, Partial) for state in states):
         return partial_pointwise(call, states)
     if not any(isinstance(state, Rows) for state in states):
@@ -180,8 +185,12 @@ def along_dim(call: Call) -> TensorState | Sequence[TensorState]:
     """Ops that mix entries of one dim (or some) and keep the shape: softmax, cumsum, sort, topk, flip, roll."""
     x = call.tensors[0]
     state = call.state(x)
+    if isinstance(state, GroupSizes) and call.name == "cumsum":
+        return GroupSizes(state.order, ends=True)
     if not isinstance(state, Rows):
         raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+    if call.name == "sort" and x.ndim == 1:
+        return sort_rows(call, x, state)
     for dim in _dims(call, x):
         refuse_axis(call, state, dim, f"runs {call.name} over" if call.name != "roll" else "rolls")
     call.use_positions(x)

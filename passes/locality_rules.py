@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 from . import locality_index as index
 from . import locality_loss as loss
 from . import locality_ops as ops
+from . import locality_sorted as ordered
 from . import locality_views as views
-from .locality_trace import FoundRule, Rule, op_name
+from .locality_trace import GROUPED_PRODUCTS, FoundRule, Rule, op_name
 
 FROM_SIZES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"), views.filled),
@@ -42,7 +43,9 @@ _VIEWS: dict[str, Rule] = {
 }
 
 _ARITHMETIC: dict[str, Rule] = {
-    **dict.fromkeys(("_to_copy", "masked_fill", "copy", "where", "_prelu_kernel", "complex", "polar"), ops.pointwise),
+    **dict.fromkeys(
+        ("_to_copy", "masked_fill", "copy", "where", "_prelu_kernel", "complex", "polar", "floor_divide"), ops.pointwise
+    ),
     **dict.fromkeys(("sum", "nansum", "count_nonzero", "mean", "amax", "amin", "prod", "logsumexp"), ops.reduce),
     **dict.fromkeys(("max", "min", "argmax", "argmin", "any", "all", "aminmax", "median", "mode"), ops.reduce),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "kthvalue"), ops.reduce),
@@ -69,6 +72,11 @@ _INDEXING: dict[str, Rule] = {
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), index.index_put),
 }
 
+_SORTED: dict[str, Rule] = {
+    "histc": ordered.group_sizes,
+    **dict.fromkeys(GROUPED_PRODUCTS, ordered.grouped_product),
+}
+
 _LOSSES: dict[str, Rule] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), loss.nll_loss),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"), loss.elementwise_loss),
@@ -83,7 +91,7 @@ _ATTENTION = ops.refuse("is attention whose mask was not proven")
 _MIXING: dict[str, Rule] = {
     **dict.fromkeys(("nonzero", "nonzero_static", "masked_select", "_unique2", "unique_dim"), _SELECTS),
     **dict.fromkeys(("unique_consecutive", "_local_scalar_dense", "is_nonzero", "equal", "item"), _SELECTS),
-    **dict.fromkeys(("bincount", "histc", "searchsorted"), _COUNTS),
+    **dict.fromkeys(("bincount", "searchsorted"), _COUNTS),
     **dict.fromkeys(
         ("index_add", "index_copy", "index_fill", "masked_scatter", "put"), ops.refuse("writes token rows by place")
     ),
@@ -104,7 +112,7 @@ _MIXING: dict[str, Rule] = {
     ),
 }
 
-TABLE: dict[str, Rule] = {**FROM_SIZES, **_VIEWS, **_ARITHMETIC, **_INDEXING, **_LOSSES, **_MIXING}
+TABLE: dict[str, Rule] = {**FROM_SIZES, **_VIEWS, **_ARITHMETIC, **_INDEXING, **_SORTED, **_LOSSES, **_MIXING}
 
 
 @lru_cache(maxsize=4096)

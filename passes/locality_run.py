@@ -125,8 +125,8 @@ class NodeRunner:
     def _key(self, node: fx.Node) -> Any:
         """What an outcome depends on; None when that can't be hashed."""
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
-        # A position generator is known by its node.
-        own = node if node.target is torch.arange else None
+        # Positions and orders are known by the nodes that make them.
+        own = node if node.target in (torch.arange, torch.sort, "sort") else None
         key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.trace.nested, own)
         try:
             hash(key)

@@ -11,13 +11,14 @@ Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-proces
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import sympy
-import torch
 import torch.fx as fx
 
 from cp_rewrite.refusal import Reason
@@ -33,7 +34,17 @@ class Axis(Enum):
 
 
 B, T = Axis.BATCH, Axis.TOKEN
-Factor = Axis | int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows of `axis` in an order of their own: a permutation that `node` sorted them into."""
+
+    node: fx.Node
+    axis: tuple[Axis | int | sympy.Expr, ...]
+
+
+Factor = Axis | Order | int | sympy.Expr
 Dim = tuple[Factor, ...] | None
 """None: an ordinary dim. Otherwise its factors, major first: (T,) tokens, (B, T) flattened rows, (B, T, 4) four
 entries per token. An ordinary dim has no axis among its factors."""
@@ -48,11 +59,15 @@ class Rows:
         dims: the axes in each dim. T stands in exactly one.
         pad: the value in every row of padding tokens, when it is known; None when not.
         iota: the node that made it, when the tensor is still `arange` over its token dim.
+        places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
+        key: the tensor holds the very values that its rows are sorted by.
     """
 
     dims: Dims
     pad: float | int | bool | None = None
     iota: fx.Node | None = None
+    places: tuple[Factor, ...] | None = None
+    key: bool = False
 
     @property
     def token_dim(self) -> int:
@@ -73,13 +88,21 @@ class Deferred:
     detail: str
 
 
+@dataclass(frozen=True)
+class GroupSizes:
+    """How many of the shard's rows have each key of an order; `ends`: their running sum."""
+
+    order: Order
+    ends: bool = False
+
+
 class Known(Enum):
     REPLICATED = "replicated"
     UNKNOWN = "unknown"
 
 
 REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
-TensorState = Rows | Partial | Deferred | Known
+TensorState = Rows | Partial | Deferred | GroupSizes | Known
 
 
 class Mixes(Exception):
@@ -126,6 +149,8 @@ class Extents:
         return int(expr) if expr.is_Integer else expr
 
     def of(self, factor: Factor) -> Size:
+        if isinstance(factor, Order):
+            return functools.reduce(operator.mul, (self.of(part) for part in factor.axis))  # type: ignore[return-value]
         return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
 
     def counts_tokens(self, value: Any) -> bool:
@@ -157,12 +182,12 @@ class Extents:
 
 
 def has(dim: Dim, axis: Axis) -> bool:
-    return dim is not None and axis in dim
+    return dim is not None and any(axis in f.axis if isinstance(f, Order) else f is axis for f in dim)
 
 
 def plain(state: Rows) -> Rows:
     """The same rows with nothing known about their values."""
-    return state if state.pad is None and state.iota is None else replace(state, pad=None, iota=None)
+    return Rows(state.dims)
 
 
 def checked(dims: Sequence[Dim]) -> Dims:
@@ -220,13 +245,13 @@ def _take(factors: list[tuple[Factor, Size]], size: Size) -> Dim:
         if (rest := _quotient(left, extent)) is not None:
             taken.append(factor)
             left = rest
-        elif not isinstance(factor, Axis) and (rest := _quotient(extent, left)) is not None:
+        elif not isinstance(factor, Axis | Order) and (rest := _quotient(extent, left)) is not None:
             taken.append(left)
             factors.append((rest, rest))
             left = 1
         else:
             raise Mixes(f"a view cuts the {_name(factor)} dim into pieces ({extent} as {size})")
-    return tuple(taken) if any(isinstance(factor, Axis) for factor in taken) else None
+    return tuple(taken) if any(isinstance(factor, Axis | Order) for factor in taken) else None
 
 
 def _quotient(a: Size, b: Size) -> Size | None:
@@ -240,9 +265,6 @@ def _quotient(a: Size, b: Size) -> Size | None:
 
 
 def _name(factor: Factor) -> str:
+    if isinstance(factor, Order):
+        return "sorted rows"
     return "token" if factor is T else "batch" if factor is B else str(factor)
-
-
-def value_of(tensor: torch.Tensor) -> Any:
-    """The number in a one-element tensor, or None."""
-    return tensor.item() if tensor.numel() == 1 else None

@@ -25,6 +25,7 @@ from .locality_state import (
     Deferred,
     Dims,
     Extents,
+    GroupSizes,
     Mixes,
     Rows,
     Size,
@@ -118,6 +119,8 @@ class Call:
         """These tensors' values matter: `arange` over tokens among them must count the global row."""
         for tensor in tensors:
             rows = self.rows(tensor)
+            if rows and rows.places is not None:
+                raise Mixes(f"{self.name} uses as values the places that rows have in a shard")
             if rows and rows.iota is not None:
                 if rows.iota in self.trace.fixed_positions:
                     raise Mixes(self.trace.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
@@ -222,18 +225,21 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         except Mixes as mixes:
             self.events.refusals.append(Found(mixes.reason, mixes.detail))
             states = [UNKNOWN] * len(outs)
+        before = {id(tensor): self.state(tensor) for tensor in call.tensors}
         for tensor, state in zip(outs, states, strict=True):
             self._states[id(tensor)] = (tensor, state)
             if any(id(x) in self._gradients for x in call.tensors):
                 self._gradients.add(id(tensor))
         if func._schema.is_mutable:
-            self._write(call, states)
+            self._write(call, states, before)
         return out
 
     def _transfer(self, call: Call) -> TensorState | Sequence[TensorState]:
         states = [self.state(tensor) for tensor in call.tensors]
         if UNKNOWN in states:
             return UNKNOWN
+        if any(isinstance(s, GroupSizes) for s in states) and call.name not in GROUP_OPS:
+            raise Mixes(f"{call.name} uses how many tokens of the shard have a value")
         deferred = next((state for state in states if isinstance(state, Deferred)), None)
         if deferred is not None:
             if call.name in ("_assert_async", "_functional_assert_async"):
@@ -254,17 +260,21 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             raise Mixes(f"{vouched_name(call.func)} has no rule", Reason.NO_LOCALITY_RULE)
         return rule(call)
 
-    def _write(self, call: Call, states: Sequence[TensorState]) -> None:
+    def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
         """An op that writes into its arguments gives them, and what shares their memory, its result's state."""
         targets = [a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for target in targets:
             tensor = call.bound[target]
             if isinstance(tensor, Tensor):
                 new = states[0] if states else join_written(call, tensor)
+                before = old[id(tensor)]
+                if isinstance(before, Rows) and before.iota is not None:
+                    self.events.refusals.append(Found(Reason.POSITION_GENERATOR, "changes positions in place"))
                 written = [(other, state) for other, state in self._states.values() if shares_memory(other, tensor)]
                 for other, state in written:
+                    state = old.get(id(other), state)
                     try:
-                        after = written_state(tensor, self.state(tensor), new, other, state)
+                        after = written_state(tensor, before, new, other, state)
                     except Mixes as mixes:
                         self.events.refusals.append(Found(mixes.reason, mixes.detail))
                         after = UNKNOWN
@@ -319,6 +329,8 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
+GROUPED_PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback")
+GROUP_OPS = frozenset({"cumsum", "_to_copy", *GROUPED_PRODUCTS})
 _METADATA = frozenset(
     {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
     | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}

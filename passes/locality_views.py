@@ -15,9 +15,11 @@ from .locality_state import (
     SHIFT_HINT,
     B,
     Dim,
+    Dims,
     Mixes,
     Partial,
     Rows,
+    Size,
     T,
     TensorState,
     checked,
@@ -223,11 +225,25 @@ def arange(call: Call) -> TensorState:
     """`arange` over all tokens stands for positions; its node is noted, to be made global if its values are used."""
     sizes = call.sizes(call.outs[0])
     call.check_literals(call.arg("step"))
-    dims = call.extents.label(sizes)
+    dims = _several_per_token(call, sizes[0]) or call.extents.label(sizes)
     if dims is None:
         call.check_numbers()
         return REPLICATED
     return Rows(dims, iota=call.trace.positions(call, dims))
+
+
+def _several_per_token(call: Call, size: Size) -> Dims | None:
+    """Dims of `arange` over k entries of each token; such indices are never positions."""
+    extents = call.extents
+    tokens: Any = extents.tokens * extents.batch  # type: ignore[operator]
+    if extents.static:
+        several = size // tokens if size % tokens == 0 else None  # type: ignore[operator]
+    else:
+        several = size / tokens  # type: ignore[operator]
+    if several is None or several in (0, 1) or not getattr(several, "is_Integer", isinstance(several, int)):
+        return None
+    axis = (T,) if extents.batch == 1 else (B, T)
+    return ((*axis, int(several)),)
 
 
 def only_partials(states: set[TensorState], what: str) -> TensorState:

@@ -145,18 +145,22 @@ def judge(
     *,
     dynamic: bool = True,
     also_dynamic: Sequence[str] = (),
-    **options: bool,
+    tables: bool = False,
+    padded_sums: bool = False,
+    fixed_tokens: bool = True,
 ) -> Verdict:
     """Run matching and the locality check on a model's graph.
 
     `dynamic`: symbolic token counts, and a symbolic dim 1 of the arguments in `also_dynamic`.
-    `options`: for the locality check.
+    The rest: for the locality check.
     """
 
     def look(gm: fx.GraphModule) -> Verdict:
         names = argument_names(gm)
         sites, refusals = match_sites(gm, sharding, names)
-        report = check_locality(gm, sharding, sites, names, **options)
+        report = check_locality(
+            gm, sharding, sites, names, tables=tables, padded_sums=padded_sums, fixed_tokens=fixed_tokens
+        )
         return Verdict(sites, [*refusals, *report.refusals], report)
 
     marks = {**sharding.tokens, **dict.fromkeys(also_dynamic, 1)}

@@ -320,7 +320,7 @@ TRANSFORMERS = cp.Sharding(
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral"])
 def test_transformers_models_are_proven(family: str, dynamic: bool) -> None:
     verdict = judge(transformers_model(family, 2), transformers_batch(), TRANSFORMERS, dynamic=dynamic)
     assert not verdict.refusals, str(verdict)

@@ -16,7 +16,6 @@ from tests.mutants import MUTANTS
 from tests.packed_model import TOKENS, judge, packed_batch
 from tests.pool import Pool
 
-OPTIONS = {"tables": True, "padded_sums": True}
 pytestmark = pytest.mark.xdist_group("pool")
 REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not in (None, "padding"))
 PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
@@ -36,7 +35,7 @@ def test_mutant_is_refused_with_its_reason_and_line(name: str, dynamic: bool) ->
         with pytest.raises(ConstraintViolationError, match=re.escape(mutant.line)):
             judge(mutant(), batch)
         return
-    verdict = judge(mutant(), batch, dynamic=dynamic, **OPTIONS)
+    verdict = judge(mutant(), batch, dynamic=dynamic, tables=True, padded_sums=True)
     named = [r for r in verdict.refusals if mutant.line in (r.node.stack_trace or "" if r.node else "")]
     assert any(refusal.reason.name.startswith(mutant.reason or "") for refusal in named), str(verdict)
 
@@ -59,7 +58,7 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor]) -> tuple
 def test_mutant_is_made_right(pool: Pool, name: str) -> None:
     mutant = MUTANTS[name]
     batch = packed_batch(getattr(mutant, "rows", 1))
-    assert not judge(mutant(), batch, **OPTIONS).refusals
+    assert not judge(mutant(), batch, tables=True, padded_sums=True).refusals
     model = mutant()
     loss = model(**batch)
     loss.backward()
@@ -73,7 +72,7 @@ def test_mutant_is_made_right(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("name", PADDING)
 def test_mutant_is_refused_where_ranks_have_rows_without_a_token(pool: Pool, name: str) -> None:
     mutant = MUTANTS[name]
-    verdict = judge(mutant(), **OPTIONS)
+    verdict = judge(mutant(), tables=True, padded_sums=True)
     assert not verdict.refusals
     assert any(mutant.line in (node.stack_trace or "") for node in verdict.locality.padded_sums)
     with pytest.raises(AssertionError, match="sums over tokens"):

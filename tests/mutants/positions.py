@@ -94,7 +94,7 @@ class PositionsFromPadding(PackedModel):
 
 
 class LinSpace(PackedModel):
-    reason, line = "POSITION_GENERATOR", ""
+    reason, line, bakes_size = "POSITION_GENERATOR", "", True
 
     def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
         return torch.linspace(0, 1, h.shape[1])[None, :, None]
@@ -189,3 +189,12 @@ class FlatArange(PackedModel):
     def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         places = torch.arange(input_ids.numel())
         return self.embed(input_ids) + places.view(input_ids.shape)[..., None]
+
+
+class PositionsInPlace(PackedModel):
+    reason, line = "POSITION_GENERATOR", "places.add_"
+
+    def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1])
+        places.add_(1)
+        return self.embed(input_ids) + places[:, None]

@@ -1,0 +1,77 @@
+"""Locality of rows sorted by a key, worked on in groups, and put back: a mixture of experts by grouped products.
+
+    expert     1 0 1 0            sort -> 0 0 1 1, perm 1 3 0 2
+    x[perm]    rows 1 3 0 2       each row times its expert's weight (grouped_mm by running group sizes)
+    y[inverse] rows 0 1 2 3       inverse[perm] = arange
+
+The order depends on the shard's other rows, but each row's value does not, and in the end every row is back in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, T, TensorState, has
+from .locality_trace import Call
+
+
+def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:
+    """One key per row: the sorted keys, and where each came from."""
+    axis = state.dims[0]
+    node = call.trace.node
+    if axis is None or node is None or any(isinstance(factor, Order) for factor in axis):
+        raise Mixes("sort runs over rows that are sorted already")
+    call.use_positions(x)
+    order = Order(node, axis)  # type: ignore[arg-type]
+    return [Rows(((order,),), key=True), Rows(((order,),), places=axis)]
+
+
+def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | None:
+    """Pointwise ops on places, keys and group sizes that keep what they are."""
+    state = states[0] if len(states) == 1 else None
+    if isinstance(state, GroupSizes):
+        return state
+    if not isinstance(state, Rows):
+        return None
+    if state.key and call.name == "_to_copy":
+        return state
+    if state.places is not None and call.name == "floor_divide":
+        *token, per_token = state.places
+        if token and isinstance(per_token, int) and call.args[1] == per_token:
+            return Rows(state.dims, places=tuple(token))
+    return None
+
+
+def group_sizes(call: Call) -> TensorState:
+    """histc of sorted keys with one bin per key."""
+    state, bins = call.state(call.tensors[0]), call.arg("bins")
+    order = state.dims[0][0] if isinstance(state, Rows) and state.key and state.dims[0] else None
+    if not isinstance(order, Order) or (call.arg("min"), call.arg("max")) != (0, bins - 1):
+        raise Mixes(f"{call.name} counts over all tokens")
+    return GroupSizes(order)
+
+
+def grouped_product(call: Call) -> TensorState:
+    """Rows in the order of their keys, each times the weight of its key."""
+    rows, weight, ends = call.tensors[:3]
+    state, sizes = call.state(rows), call.state(ends)
+    if isinstance(state, Rows) and isinstance(sizes, GroupSizes) and sizes.ends:
+        if state.dims == ((sizes.order,), None) and call.state(weight) is REPLICATED:
+            return Rows(state.dims)
+    raise Mixes("a grouped product whose groups are not those that its rows are sorted by")
+
+
+def inverse_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tensor) -> TensorState | None:
+    """inverse[perm] = arange: for each row, its place in the order. perm holds every row once."""
+    perm = call.rows(indices[0]) if len(indices) == 1 else None
+    walked = call.rows(values)
+    if perm is None or perm.places is None or walked is None or walked.iota is None or x.ndim != 1:
+        return None
+    order = perm.dims[0][0] if perm.dims[0] else None
+    if not isinstance(order, Order) or perm.places != order.axis or walked.dims != (perm.places,):
+        return None
+    assert has(perm.places, T)
+    call.trace.events.indexed.append(walked.iota)
+    return Rows((perm.places,), places=(order,))
