@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
-import torch
 import torch.fx as fx
 
 from .inputs import Inputs
-
-_PURE_MODULES = ("torch", "math", "torch._C._nn", "torch._tensor", "torch.functional", "torch.nn.functional")
-_IMPURE_OPERATORS = frozenset(
-    getattr(operator, f"i{name}")
-    for name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
-) | {operator.setitem, operator.delitem}
-_RANDOM = {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "dropout", "manual_seed"}
+from .locality_liveness import memory_of, written_nodes
 
 
-def erase_dead(stale: Iterable[fx.Node], inputs: Inputs) -> None:
-    """Erase those of the nodes that nobody reads any more, and what only they read: pure ones, back to the inputs."""
-    pending = list(dict.fromkeys(stale))
-    erased: set[fx.Node] = set()
+def erase_dead(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> None:
+    """Erase `stale` nodes and what they were computed from, in-place writes included, except what is live.
+
+    Args:
+        stale: operands of the attention nodes that were replaced: masks, heads expanded for the queries.
+        live: what outputs or effects depend on, from `live_nodes` before the rewrite.
+    """
+    doomed = _ancestors(stale, live, inputs)
+    graphs = [gm.graph for gm in inputs.root.modules() if isinstance(gm, fx.GraphModule)]
+    for graph in reversed(graphs):  # regions before the graphs that call them
+        for node in reversed(list(graph.nodes)):
+            if node not in doomed or node.users:
+                continue
+            if node.op == "placeholder":
+                inputs.drop_operand(node)
+            else:
+                graph.erase_node(node)
+
+
+def _ancestors(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> set[fx.Node]:
+    writers: dict[int | None, list[fx.Node]] = {}
+    for gm in inputs.root.modules():
+        for node in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+            for target in written_nodes(node):
+                writers.setdefault(memory_of(target), []).append(node)
+    writers.pop(None, None)
+    doomed: set[fx.Node] = set()
+    pending = list(stale)
     while pending:
         node = pending.pop()
-        if node in erased or node.users:
+        if node in doomed or node in live:
             continue
         if node.op == "placeholder":
-            graph = node.graph
-            passed = inputs.drop_unused(graph, node)
-            erased |= {node} if passed else set()
-            pending.extend(passed)
-        elif is_pure(node):
-            parents = list(node.all_input_nodes)
-            node.graph.erase_node(node)
-            erased.add(node)
-            pending.extend(parents)
-
-
-def is_pure(node: fx.Node) -> bool:
-    """Known to have no effect: no in-place method or function, no random number, no toggle of global state."""
-    if node.op in ("get_attr", "call_method"):
-        return not str(node.target).endswith("_")
-    if node.op != "call_function" or "out" in node.kwargs:
-        return False
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-    module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
-    if module == "_operator":
-        return target not in _IMPURE_OPERATORS
-    if module in ("torch._C", "builtins", "torch._VariableFunctions"):
-        module = "torch"
-    return module in _PURE_MODULES and not name.startswith("_") and not name.endswith("_") and name not in _RANDOM
+            operands = inputs.operands(node)
+            if not operands:  # an input of the root: its caller passes it anyway
+                continue
+            pending += operands
+        doomed.add(node)
+        pending += [*node.all_input_nodes, *writers.get(memory_of(node), ())]
+    return doomed

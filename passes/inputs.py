@@ -45,19 +45,24 @@ class Inputs:
                 call.args = (*call.args, self.node(call.graph, key))
         return self._nodes[graph, key]
 
-    def drop_unused(self, graph: fx.Graph, placeholder: fx.Node) -> list[fx.Node]:
-        """Take an operand that nothing reads any more out of a region and of its calls; return what was passed."""
-        if placeholder.users or placeholder.op != "placeholder" or not self.callers.get(graph):
-            return []
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        position = len(placeholders) - placeholders.index(placeholder)
-        passed: list[fx.Node] = []
-        for call in self.callers[graph]:
-            operand = call.args[-position]
-            call.args = (*call.args[: len(call.args) - position], *call.args[len(call.args) - position + 1 :])
-            passed += [operand] if isinstance(operand, fx.Node) else []
-        graph.erase_node(placeholder)
-        return passed
+    def operands(self, placeholder: fx.Node) -> list[fx.Node]:
+        """What the calls of a nested region pass for one of its placeholders; nothing for the root's."""
+        calls = self.callers.get(placeholder.graph, ())
+        passed = [call.args[-_from_end(placeholder)] for call in calls]
+        return [operand for operand in passed if isinstance(operand, fx.Node)]
+
+    def drop_operand(self, placeholder: fx.Node) -> None:
+        """Take an operand that nothing reads any more out of a region and of its calls."""
+        position = _from_end(placeholder)
+        for call in self.callers[placeholder.graph]:
+            place = len(call.args) - position
+            call.args = (*call.args[:place], *call.args[place + 1 :])
+        placeholder.graph.erase_node(placeholder)
+
+
+def _from_end(placeholder: fx.Node) -> int:
+    placeholders = [node for node in placeholder.graph.nodes if node.op == "placeholder"]
+    return len(placeholders) - placeholders.index(placeholder)
 
 
 def find_callers(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:

@@ -162,6 +162,8 @@ def _inplace_position(target: Callable[..., Any]) -> int | None:
 def memory_of(node: fx.Node) -> int | None:
     """Identity of the storage of a node's fake tensor."""
     value = node.meta.get("example_value")
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata

@@ -19,6 +19,7 @@ from cp_rewrite.ops.attention import attend
 from .erase import erase_dead
 from .inputs import Inputs
 from .locality import PositionGenerator
+from .locality_liveness import live_nodes
 from .state import Decision, State
 
 _ROW_INDEX = PlanInput("row_index")
@@ -31,10 +32,11 @@ def rewrite_sites(state: State) -> State:
     for position in state.positions:
         _globalize(position, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
+    live = live_nodes(state.graph_module, state.sites)
     stale = [node for decision in state.decisions for node in decision.site.node.all_input_nodes]
     for decision in state.decisions:
         _rewrite_site(decision, state, inputs)
-    erase_dead(stale, inputs)
+    erase_dead(stale, live, inputs)
     for module in state.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
