@@ -9,11 +9,11 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
+from .locality_call import Call
 from .locality_ops import broadcast
 from .locality_sorted import inverse_order
 from .locality_state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
 from .locality_state import T as TOKEN
-from .locality_trace import Call
 from .locality_views import refuse_axis
 
 ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"

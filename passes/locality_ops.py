@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
+from .locality_call import Call
 from .locality_sorted import follow_order, sort_rows
 from .locality_state import (
     MEAN_HINT,
@@ -30,7 +31,6 @@ from .locality_state import (
     merge,
     plain,
 )
-from .locality_trace import Call
 from .locality_views import refuse_axis
 
 Number = float | int | bool

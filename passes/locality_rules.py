@@ -15,7 +15,7 @@ from . import locality_loss as loss
 from . import locality_ops as ops
 from . import locality_sorted as ordered
 from . import locality_views as views
-from .locality_trace import GROUPED_PRODUCTS, FoundRule, Rule, op_name
+from .locality_call import GROUPED_PRODUCTS, FoundRule, Rule, op_name
 
 FROM_SIZES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"), views.filled),

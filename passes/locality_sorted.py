@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .locality_call import Call
 from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, T, TensorState, has
-from .locality_trace import Call
 
 
 def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:

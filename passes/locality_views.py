@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
+from .locality_call import Call
 from .locality_state import (
     REPLICATED,
     SHIFT_HINT,
@@ -28,7 +29,6 @@ from .locality_state import (
     plain,
     regroup,
 )
-from .locality_trace import Call
 
 
 def same(call: Call) -> TensorState:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tests.packed_model import PackedModel
 
-from . import losses, masks, positions, tokens
+from . import experts, losses, masks, positions, tokens
 
 
 class Mutant(PackedModel):
@@ -30,5 +30,5 @@ def _of(module: ModuleType) -> dict[str, type[Mutant]]:
 
 
 MUTANTS: dict[str, type[Mutant]] = {
-    name: mutant for module in (tokens, losses, positions, masks) for name, mutant in _of(module).items()
+    name: mutant for module in (tokens, experts, losses, positions, masks) for name, mutant in _of(module).items()
 }

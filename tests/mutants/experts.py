@@ -1,0 +1,88 @@
+"""Mixtures of experts: each token is worked on by experts of its own choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.packed_model import WIDTH, PackedModel
+
+
+class TopExperts(PackedModel):
+    """Right as it is: each token picks its own experts and weighs them."""
+
+    reason, line = None, ""
+
+    def extra(self) -> None:
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.reshape(-1, WIDTH)
+        weight, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        gates = torch.zeros(len(x), 4).scatter(1, chosen, weight)
+        return h + torch.einsum("td,edf,te->tf", x, self.experts, gates).view_as(h)
+
+
+class SortedExperts(PackedModel):
+    """Right as it is: rows sorted by expert, worked on, and put back in place."""
+
+    reason, line, rows = None, "", 2
+
+    def extra(self) -> None:
+        self.router = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.rand(3, WIDTH))
+
+    def sorted(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(gates (T, 2), sorted experts (2T,), where they came from, rows in that order)."""
+        x = h.flatten(0, 1)
+        gate, chosen = self.router(x).softmax(-1).topk(2)
+        expert, perm = torch.sort(chosen.flatten())
+        return gate, expert, perm, x[perm // 2]
+
+    def place(self, perm: Tensor) -> Tensor:
+        place = torch.empty_like(perm)
+        place[perm] = torch.arange(len(perm))
+        return place
+
+    def mix(self, h: Tensor) -> Tensor:
+        gate, expert, perm, rows = self.sorted(h)
+        out = (rows * self.scale[expert])[self.place(perm)]
+        return h + (out.view(*gate.shape, -1) * gate[..., None]).sum(1).view_as(h)
+
+
+class ExpertsNotPutBack(SortedExperts):
+    reason, line = "TOKEN_MIXING", "out.view"
+
+    def mix(self, h: Tensor) -> Tensor:
+        gate, expert, _, rows = self.sorted(h)
+        out = rows * self.scale[expert]
+        return h + (out.view(*gate.shape, -1) * gate[..., None]).sum(1).view_as(h)
+
+
+class CapacityByPlace(SortedExperts):
+    reason, line = "TOKEN_MIXING", "place < 4"
+
+    def mix(self, h: Tensor) -> Tensor:
+        gate, expert, perm, rows = self.sorted(h)
+        place = self.place(perm)
+        out = (rows * self.scale[expert])[place] * (place < 4)[:, None]
+        return h + (out.view(*gate.shape, -1) * gate[..., None]).sum(1).view_as(h)
+
+
+class LoadOfExperts(SortedExperts):
+    reason, line = "TOKEN_MIXING", "load / load.sum()"
+
+    def mix(self, h: Tensor) -> Tensor:
+        _, expert, _, _ = self.sorted(h)
+        load = torch.histc(expert.float(), bins=3, min=0, max=2)
+        return h * (load / load.sum()).max()
+
+
+class SortedOutput(SortedExperts):
+    reason, line = "TOKEN_MIXING", "perm // 2"
+
+    def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
+        return self.sorted(self.embed(batch["input_ids"]))[3], super().forward(**batch)
