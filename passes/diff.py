@@ -81,7 +81,10 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         inner = ", ".join(_text(v) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    return repr(value)
+    if isinstance(value, slice):
+        parts = ["" if part is None else _text(part) for part in (value.start, value.stop, value.step)]
+        return ":".join(parts if value.step is not None else parts[:2])
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 def _target(target: Any) -> str:

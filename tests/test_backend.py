@@ -1,0 +1,152 @@
+"""The ways to ask for a rewrite, and what is refused before, while and after compiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cp_rewrite as cp
+from cp_rewrite import Reason
+
+TOKENS = {"ids": 1, "pos": 1}
+
+
+class Packed(nn.Module):
+    """Embedding, one packed causal attention, projection."""
+
+    def __init__(self, shift: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out, self.shift = nn.Embedding(16, 8), nn.Linear(8, 4), shift
+
+    def forward(self, ids: Tensor, pos: Tensor) -> Tensor:
+        x = self.embed(ids)
+        doc = (pos == 0).cumsum(1)
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        index = torch.arange(ids.shape[1])
+        keep = (doc[:, None, :, None] == doc[:, None, None, :]) & (index[:, None] >= index)
+        y = F.scaled_dot_product_attention(q, q, q, attn_mask=keep).transpose(1, 2).flatten(2)
+        return self.out(torch.roll(y, self.shift, 1) if self.shift else y)
+
+
+def make_sharding(mesh: Any = 1, **options: Any) -> cp.Sharding:
+    return cp.Sharding(mesh, TOKENS, cp.PositionIds("pos"), **{"inner": "eager", **options})
+
+
+def make_batch(*lengths: int) -> dict[str, Tensor]:
+    pos = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"ids": pos % 7 + 1, "pos": pos}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_backend_by_name(inner: str) -> None:
+    model, batch, sharding = Packed(), make_batch(5, 9), make_sharding(inner=inner)
+    compiled = torch.compile(model, backend="cp_rewrite", fullgraph=True, options={"sharding": sharding})
+    with sharding.shard(batch) as local:
+        out = compiled(**local)
+    torch.testing.assert_close(sharding.unshard(out, 1), model(**batch))
+
+
+def test_unknown_options_are_errors() -> None:
+    model, batch, sharding = Packed(), make_batch(5, 9), make_sharding()
+    for options, says in (
+        ({"sharding": sharding, "layout": "balanced"}, r"unknown keys \['layout'\]"),
+        ({"sharding": 4}, "must be a cp_rewrite.Sharding"),
+        ({}, "needs options="),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="cp_rewrite", options=options)
+        with pytest.raises(Exception, match=says), sharding.shard(batch) as local:
+            compiled(**local)
+
+
+def test_backend_wants_a_sharding() -> None:
+    with pytest.raises(TypeError, match=r"must be a cp_rewrite\.Sharding"):
+        cp.backend(4)  # type: ignore[arg-type]
+
+
+def test_decorated_function_and_module_take_the_global_batch() -> None:
+    model, batch = Packed(), make_batch(5, 9)
+    sharding = make_sharding()
+    expected = model(**batch)
+
+    @cp.context_parallel(sharding, gather_outputs=True)
+    def forward(ids: Tensor, pos: Tensor) -> dict[str, Any]:
+        return {"out": model(ids=ids, pos=pos), "size": 3}
+
+    result = forward(**batch)
+    torch.testing.assert_close(result["out"], expected)
+    assert result["size"] == 3
+    decorated = cp.context_parallel(sharding)(Packed())
+    assert decorated(**batch).shape == (1, 14, 4)
+
+
+def test_decorated_method_takes_the_global_batch() -> None:
+    sharding = make_sharding()
+
+    class Decorated(Packed):
+        @cp.context_parallel(sharding, gather_outputs=True)
+        def forward(self, ids: Tensor, pos: Tensor) -> Tensor:
+            return Packed.forward(self, ids, pos)
+
+    batch = make_batch(5, 9)
+    torch.testing.assert_close(Decorated()(**batch), Packed()(**batch))
+
+
+def test_outside_of_a_batch_there_is_no_plan() -> None:
+    compiled = torch.compile(Packed(), backend=cp.backend(make_sharding()), fullgraph=True)
+    with pytest.raises(Exception, match=r"with sharding.shard\(batch\)"):
+        compiled(**make_batch(5, 9))
+
+
+def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
+    sharding = make_sharding()
+    compiled = torch.compile(Packed(shift=1), backend=cp.backend(sharding), fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(cp.RewriteRefused) as refused, sharding.shard(make_batch(5, 9)) as local:
+            compiled(**local)
+    (refusal,) = refused.value.refusals
+    assert refusal.reason is Reason.TOKEN_MIXING
+    assert "test_backend.py" in refusal.where
+    assert "torch.roll(y, self.shift, 1)" in str(refused.value)
+
+
+def test_not_strict_warns_and_leaves_the_graph() -> None:
+    model, sharding = Packed(shift=1), make_sharding(strict=False)
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    batch = make_batch(14)
+    with pytest.warns(UserWarning, match="TOKEN_MIXING"), sharding.shard(batch) as local:
+        torch.testing.assert_close(compiled(**local), model(**batch))
+
+
+def test_all_reasons_come_at_once() -> None:
+    def model(ids: Tensor, pos: Tensor) -> Tensor:
+        x = F.one_hot(ids, 16).float()[:, None]
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=ids[:, None, :, None] == ids[:, None, None, :])
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True).flip(2)
+
+    report = cp.explain(model, make_sharding(4))(**make_batch(8))
+    assert not report.ok
+    assert {r.reason for r in report.refusals} >= {Reason.MASK_WRONG_SOURCE, Reason.DROPOUT}
+
+
+def test_sums_that_would_count_filling_rows_are_refused_at_run_time() -> None:
+    sharding = make_sharding(2, layout="contiguous")
+
+    def model(ids: Tensor, pos: Tensor) -> Tensor:
+        return (ids + 1.0).sum()
+
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(make_batch(8)) as local:
+        assert compiled(**local) == (local["ids"] + 1.0).sum()
+    with sharding.shard(make_batch(7)) as local, pytest.raises(ValueError, match="the 1 rows that fill up"):
+        compiled(**local)

@@ -1,0 +1,113 @@
+"""Cutting batches on the host: shapes, documents, labels, and the errors of bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cp_rewrite as cp
+from cp_rewrite.batch import active_plan
+
+TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
+
+
+def make_sharding(**options: Any) -> cp.Sharding:
+    return cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **{"layout": "contiguous", **options})
+
+
+def make_batch(*lengths: int) -> dict[str, Tensor]:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(positions.numel())[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
+
+
+def test_tokens_are_cut_and_the_rest_handed_over() -> None:
+    batch = {**make_batch(3, 5), "temperature": 0.5}
+    with make_sharding().shard(batch) as local:
+        assert local["input_ids"].tolist() == [[0, 1, 2, 3]]
+        assert local["position_ids"].tolist() == [[0, 1, 2, 0]]
+        assert local["temperature"] == 0.5
+        assert local.plan.local_size == 4
+
+
+def test_missing_tokens_are_filled_at_the_end() -> None:
+    with make_sharding(layout="head_tail").shard(make_batch(3, 4)) as local:
+        assert local["input_ids"].shape == (1, 4)
+    sharding = make_sharding(layout="dual_chunk")
+    with sharding.shard(make_batch(3)) as local:
+        assert local["input_ids"].tolist() == [[0, 0]]
+        assert local["labels"].tolist() == [[0, -100]]
+
+
+def test_labels_are_shifted_over_the_whole_row() -> None:
+    batch = make_batch(3, 5)
+    batch["labels"][0, 3] = -100
+    with make_sharding().shard(batch, shift_labels=True) as local:
+        assert local["shift_labels"].tolist() == [[1, 2, -100, 4]]
+        assert int(local["num_items_in_batch"]) == 6
+
+
+def test_plan_is_active_inside_only() -> None:
+    sharding = make_sharding()
+    with pytest.raises(RuntimeError, match=r"with sharding.shard\(batch\)"):
+        active_plan(sharding)
+    with sharding.shard(make_batch(8)):
+        assert active_plan(sharding).plan.local_size == 4
+        with pytest.raises(RuntimeError, match="another Sharding"):
+            active_plan(make_sharding(exchange="needed"))
+    with pytest.raises(RuntimeError, match=r"with sharding.shard\(batch\)"):
+        active_plan(sharding)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        ({"labels": None}, {}, "the batch has no such tensor"),
+        ({"labels": torch.zeros(1, 7)}, {}, "token dims must have one length"),
+        ({"labels": torch.zeros(8)}, {}, r"tokens\['labels'\] is dim 1"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]])}, {}, "jump to 7 at token 4"),
+        ({}, {"lengths": [5, 4]}, "lengths sum to 9 tokens, but the row has 8"),
+        ({}, {"lengths": [4, 4]}, r"lengths say that row 0 has documents at \[0, 4\]"),
+        ({}, {"lengths": [[3, 5], [8]]}, "lengths holds 2 rows, the batch 1"),
+        ({}, {"lengths": [-3, 11]}, "document lengths must be >= 0"),
+        ({}, {"shift_labels": True, "label_arg": "targets"}, "shift_labels=True shifts 'targets'"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], options: dict[str, Any], says: str) -> None:
+    batch = {**make_batch(3, 5), **change}
+    with pytest.raises((KeyError, ValueError), match=says), make_sharding().shard(batch, **options):
+        pytest.fail("bad input was cut")
+
+
+def test_rows_of_documents_with_one_offset_list_are_refused() -> None:
+    sharding = cp.Sharding(2, {"x": 1}, cp.CuSeqlens("cu"))
+    batch = {"x": torch.zeros(2, 8), "cu": torch.tensor([0, 8])}
+    with pytest.raises(ValueError, match="cu_seqlens pack one row"), sharding.shard(batch):
+        pytest.fail("bad input was cut")
+
+
+def test_documents_of_one_id_in_two_places_are_refused() -> None:
+    sharding = cp.Sharding(2, {"ids": 1}, cp.DocumentIds("ids"))
+    with (
+        pytest.raises(ValueError, match="document id 1 stands in 2 separate runs"),
+        sharding.shard({"ids": torch.tensor([[1, 1, 2, 1]])}),
+    ):
+        pytest.fail("bad input was cut")
+
+
+def test_rows_with_other_batch_sizes_are_refused() -> None:
+    batch = {"input_ids": torch.zeros(2, 8), "position_ids": torch.arange(8)[None], "labels": torch.zeros(2, 8)}
+    with pytest.raises(ValueError, match=r"expand them to \(2, T\)"), make_sharding().shard(batch):
+        pytest.fail("bad input was cut")
+
+
+def test_unshard_checks_the_dim() -> None:
+    sharding = cp.Sharding(1, {"x": 1}, cp.DocumentIds("x"))
+    with sharding.shard({"x": torch.zeros(1, 6)}) as local:
+        pass
+    assert sharding.unshard(local["x"], 1).shape == (1, 6)
+    with pytest.raises(ValueError, match="dim 0 of x has 1 tokens"):
+        sharding.unshard(local["x"], 0)

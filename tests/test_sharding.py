@@ -1,0 +1,61 @@
+"""Every wrong value of the annotation gets one error that names the argument and the choices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import cp_rewrite as cp
+
+GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp.PositionIds("pos")}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("mesh", 0, "mesh as a world size must be >= 1"),
+        ("mesh", True, "mesh must be a DeviceMesh"),
+        ("mesh", "cp", "mesh must be a DeviceMesh"),
+        ("tokens", {}, "tokens must map"),
+        ("tokens", ["ids"], "tokens must map"),
+        ("tokens", {"ids": -1, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
+        ("tokens", {"ids": True, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
+        ("tokens", {"ids": 1}, "packing reads 'pos'"),
+        ("packing", "pos", "packing must be CuSeqlens"),
+        ("packing", cp.CuSeqlens("pos"), "cu_seqlens are global"),
+        ("layout", "zigzag", "layout must be one of contiguous, head_tail, dual_chunk, balanced"),
+        ("exchange", "nccl", "exchange must be one of auto, all_gather"),
+        ("kernel", "flash", "kernel must be one of auto, fa4"),
+        ("inner", "tvm", "inner must be one of inductor, aot_eager, eager"),
+        ("verify", "always", "verify must be one of"),
+        ("strict", 1, "strict must be True or False"),
+        ("keep_kv", None, "keep_kv must be True or False"),
+        ("deterministic", "yes", "deterministic must be True or False"),
+        ("assume_mask", "causal", "assume_mask must be a cp_rewrite.PackedMask"),
+        ("balance_for", "causal", "balance_for must be a cp_rewrite.PackedMask"),
+    ],
+)
+def test_wrong_value_is_named(field: str, value: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        cp.Sharding(**{**GOOD, field: value})
+
+
+def test_unknown_field_is_an_error() -> None:
+    with pytest.raises(TypeError, match="layouts"):
+        cp.Sharding(**GOOD, layouts="balanced")
+
+
+def test_equal_annotations_are_equal_and_hash_alike() -> None:
+    assert cp.Sharding(**GOOD) == cp.Sharding(**copy.deepcopy(GOOD))
+    assert hash(cp.Sharding(**GOOD)) == hash(cp.Sharding(**copy.deepcopy(GOOD)))
+    assert cp.Sharding(**GOOD, layout="contiguous").graph_key == cp.Sharding(**GOOD).graph_key
+    assert cp.Sharding(**GOOD, exchange="needed").graph_key != cp.Sharding(**GOOD).graph_key
+
+
+def test_dry_run_annotation_has_no_group() -> None:
+    sharding = cp.Sharding(**GOOD)
+    assert (sharding.world_size, sharding.rank) == (4, 0)
+    with pytest.raises(ValueError, match="pass a DeviceMesh to run"):
+        _ = sharding.group
