@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -25,7 +26,7 @@ def graph_diff(before: list[str], after: list[str]) -> str:
     hunks = _hunks(difflib.unified_diff(before, after, "before", "after", n=1, lineterm=""))
     seen: dict[str, int] = {}
     shown: dict[str, list[str]] = {}
-    for hunk in hunks:
+    for hunk in map(_fold_inputs, hunks):
         shape = re.sub(r"_\d+\b|\d+", "", "\n".join(hunk))
         seen[shape] = seen.get(shape, 0) + 1
         shown.setdefault(shape, hunk)
@@ -35,6 +36,19 @@ def graph_diff(before: list[str], after: list[str]) -> str:
         if seen[shape] > 1:
             lines.append(f"@@ and {seen[shape] - 1} more like this")
     return "\n".join(["--- before", "+++ after", *lines]) if lines else "no change"
+
+
+_INPUTS = re.compile(r"cp_\w+_(\d+)(?:, cp_\w+_\1)+")
+
+
+def _fold_inputs(hunk: list[str]) -> list[str]:
+    """The plan's inputs are many and alike: a run of them is one line, or one argument `cp_*_0`."""
+    lines: list[str] = []
+    for added, group in itertools.groupby(hunk, lambda line: line.startswith("+cp_") and line.endswith("placeholder")):
+        block = list(group)
+        names = [line[1:].split(":")[0] for line in block]
+        lines += [f"+{names[0]} … {names[-1]} = {len(block)} plan inputs"] if added else block
+    return [_INPUTS.sub(r"cp_*_\1", line) for line in lines]
 
 
 def _hunks(diff: Iterable[str]) -> list[list[str]]:

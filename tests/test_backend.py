@@ -34,7 +34,8 @@ class Packed(nn.Module):
 
 
 def make_sharding(mesh: Any = 1, **options: Any) -> cp.Sharding:
-    return cp.Sharding(mesh, TOKENS, cp.PositionIds("pos"), **{"inner": "eager", **options})
+    values: dict[str, Any] = {"inner": "eager", **options}
+    return cp.Sharding(mesh, TOKENS, cp.PositionIds("pos"), **values)
 
 
 def make_batch(*lengths: int) -> dict[str, Tensor]:

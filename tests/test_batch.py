@@ -15,7 +15,8 @@ TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 
 
 def make_sharding(**options: Any) -> cp.Sharding:
-    return cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **{"layout": "contiguous", **options})
+    values: dict[str, Any] = {"layout": "contiguous", **options}
+    return cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **values)
 
 
 def make_batch(*lengths: int) -> dict[str, Tensor]:

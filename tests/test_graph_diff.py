@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import cp_rewrite as cp
 
 
 @contextmanager
-def fake_group(rank: int) -> Iterator[Any]:
+def fake_group(rank: int) -> Generator[Any]:
     """A group of 4 without other processes, seen from one rank."""
     dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     try:

@@ -78,7 +78,7 @@ def test_attention_gradcheck(mask: PackedMask, softcap: float) -> None:
     _, schedule = one_rank([4, 1, 3], mask)
     q, k, v = (x.requires_grad_() for x in make_qkv(8, (2, 1), (3, 2), torch.float64))
     where, params = ("local", "", 1), Params(0.5, softcap)
-    assert torch.autograd.gradcheck(lambda *qkv: run_rank(*qkv, schedule, 0, where, params), (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, k, v: run_rank(q, k, v, schedule, 0, where, params), (q, k, v))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
