@@ -73,7 +73,7 @@ class Backend:
 
 def backend(sharding: Sharding) -> Backend:
     """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`."""
-    if not isinstance(sharding, Sharding):
+    if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {sharding!r}")
     return Backend(sharding)
 

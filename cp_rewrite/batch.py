@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -150,7 +150,7 @@ def shard(
     lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
     shift_labels: bool = False,
     label_arg: str = "labels",
-) -> Iterator[LocalBatch]:
+) -> Generator[LocalBatch]:
     """Cut a global batch and make its plan active for the calls inside.
 
     Token tensors are cut along their token dim in the layout's order; where a rank has fewer tokens than another its

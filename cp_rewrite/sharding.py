@@ -96,7 +96,7 @@ class Sharding:
     def __post_init__(self) -> None:
         _check_mesh(self.mesh, self.exchange)
         object.__setattr__(self, "tokens", _TokenDims(_checked_tokens(self.tokens)))
-        if not isinstance(self.packing, Packing):
+        if not isinstance(self.packing, Packing):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}"
             )
@@ -188,7 +188,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_mesh(mesh: object, exchange: object) -> None:
+def _check_mesh(mesh: Any, exchange: object) -> None:
     if isinstance(mesh, bool) or not isinstance(mesh, int | DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (mesh['cp']) or a world size for dry runs, got {mesh!r}")
     if isinstance(mesh, int):

@@ -47,7 +47,7 @@ def _fold_inputs(hunk: list[str]) -> list[str]:
     for added, group in itertools.groupby(hunk, lambda line: line.startswith("+cp_") and line.endswith("placeholder")):
         block = list(group)
         names = [line[1:].split(":")[0] for line in block]
-        lines += [f"+{names[0]} … {names[-1]} = {len(block)} plan inputs"] if added else block
+        lines += [f"+{names[0]} .. {names[-1]} = {len(block)} plan inputs"] if added else block
     return [_INPUTS.sub(r"cp_*_\1", line) for line in lines]
 
 

@@ -115,10 +115,10 @@ def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
     for _ in range(2):
         with pytest.raises(cp.RewriteRefused) as refused, sharding.shard(make_batch(5, 9)) as local:
             compiled(**local)
-    (refusal,) = refused.value.refusals
-    assert refusal.reason is Reason.TOKEN_MIXING
-    assert "test_backend.py" in refusal.where
-    assert "torch.roll(y, self.shift, 1)" in str(refused.value)
+        (refusal,) = refused.value.refusals
+        assert refusal.reason is Reason.TOKEN_MIXING
+        assert "test_backend.py" in refusal.where
+        assert "torch.roll(y, self.shift, 1)" in str(refused.value)
 
 
 def test_not_strict_warns_and_leaves_the_graph() -> None:

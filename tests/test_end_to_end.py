@@ -33,7 +33,7 @@ def make_batch(lengths: list[list[int]], vocab: int = 64) -> dict[str, Tensor]:
     ignored, as packing collators do."""
     total = max(1, max(sum(row) for row in lengths))
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)))
-    rows = [row + [total - sum(row)] for row in lengths]
+    rows = [[*row, total - sum(row)] for row in lengths]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     ids = torch.randint(0, vocab, positions.shape, generator=generator)
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}

@@ -92,17 +92,7 @@ class TestGraphDiff(TestCase):
 +++ after
 @@
  l_doc_: int64[1, 6] = placeholder
-+cp_cu_seqlens_q_0: int32[S0] = placeholder
-+cp_cu_seqlens_k_0: int32[S1] = placeholder
-+cp_pieces_0: int64[S2, 7] = placeholder
-+cp_launches_0: int64[S3, 4] = placeholder
-+cp_kv_rows_0: int32[S4] = placeholder
-+cp_send_rows_0: int32[S5] = placeholder
-+cp_splits_0: int64[2, 4] = placeholder
-+cp_sum_ptr_0: int32[S6] = placeholder
-+cp_sum_rows_0: int32[S7] = placeholder
-+cp_return_ptr_0: int32[S8] = placeholder
-+cp_return_rows_0: int32[S9] = placeholder
++cp_cu_seqlens_q_0 .. cp_return_rows_0 = 11 plan inputs
  q: float32[1, 4, 6, 8] = l_q_.transpose(1, 2)
  kv: float32[1, 2, 6, 8] = l_kv_.transpose(1, 2)
 -getitem: int64[1, 1, 6, 1] = getitem(l_doc_, (:, None, :, None))
@@ -118,8 +108,8 @@ class TestGraphDiff(TestCase):
 +flatten_2: float32[6, 2, 8] = transpose_2.flatten(0, 1)
 +detach: float32[6, 2, 8] = flatten_1.detach()
 +detach_1: float32[6, 2, 8] = flatten_2.detach()
-+exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_kv_rows_0, cp_send_rows_0, cp_splits_0, 'cp', None)
-+packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_cu_seqlens_q_0, cp_cu_seqlens_k_0, cp_pieces_0, cp_launches_0, [cp_kv_rows_0, cp_send_rows_0, cp_splits_0, cp_sum_ptr_0, cp_sum_rows_0, cp_return_ptr_0, cp_return_rows_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
++exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
++packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
 +getitem_2: float32[6, 4, 8] = getitem(packed_attention_default, 0)
 +unflatten: float32[1, 6, 4, 8] = getitem_2.unflatten(0, (1, -1))
 +scaled_dot_product_attention: float32[1, 4, 6, 8] = unflatten.transpose(1, 2)
@@ -134,13 +124,7 @@ class TestGraphDiff(TestCase):
 +++ after
 @@
  l_doc_: int64[1, 6] = placeholder
-+cp_cu_seqlens_q_0: int32[S0] = placeholder
-+cp_cu_seqlens_k_0: int32[S1] = placeholder
-+cp_pieces_0: int64[S2, 7] = placeholder
-+cp_launches_0: int64[S3, 4] = placeholder
-+cp_kv_rows_0: int32[S4] = placeholder
-+cp_sum_ptr_0: int32[S5] = placeholder
-+cp_sum_rows_0: int32[S6] = placeholder
++cp_cu_seqlens_q_0 .. cp_sum_rows_0 = 7 plan inputs
  q: float32[1, 4, 6, 8] = l_q_.transpose(1, 2)
  transpose_1: float32[1, 2, 6, 8] = l_kv_.transpose(1, 2)
 -kv: float32[1, 4, 6, 8] = transpose_1.repeat_interleave(2, dim=1)
@@ -168,7 +152,7 @@ class TestGraphDiff(TestCase):
 +all_gather_into_tensor_default: float32[24, 32] = _c10d_functional.all_gather_into_tensor(cat, 4, 'cp')
 +wait_tensor_default: float32[24, 32] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
 +gather_rows_default: float32[S4, 32] = cp_rewrite.gather_rows(wait_tensor_default, cp_kv_rows_0)
-+packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_cu_seqlens_q_0, cp_cu_seqlens_k_0, cp_pieces_0, cp_launches_0, [cp_kv_rows_0, cp_sum_ptr_0, cp_sum_rows_0], 0.353553, 0, 'reference', False, False, 'all_gather', 'cp', 4)
++packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'all_gather', 'cp', 4)
 +getitem_4: float32[6, 4, 8] = getitem(packed_attention_default, 0)
 +unflatten: float32[1, 6, 4, 8] = getitem_4.unflatten(0, (1, -1))
 +scaled_dot_product_attention: float32[1, 4, 6, 8] = unflatten.transpose(1, 2)
@@ -187,17 +171,7 @@ class TestGraphDiff(TestCase):
 -getitem_1: int64[1, 1, 1, 6] = getitem(l_doc_, (:, None, None, :))
 -eq: bool[1, 1, 6, 6] = eq(getitem, getitem_1)
 -mask: bool[1, 1, 6, 6] = eq.tril()
-+cp_cu_seqlens_q_0: int32[S0] = placeholder
-+cp_cu_seqlens_k_0: int32[S1] = placeholder
-+cp_pieces_0: int64[S2, 7] = placeholder
-+cp_launches_0: int64[S3, 4] = placeholder
-+cp_kv_rows_0: int32[S4] = placeholder
-+cp_send_rows_0: int32[S5] = placeholder
-+cp_splits_0: int64[2, 4] = placeholder
-+cp_sum_ptr_0: int32[S6] = placeholder
-+cp_sum_rows_0: int32[S7] = placeholder
-+cp_return_ptr_0: int32[S8] = placeholder
-+cp_return_rows_0: int32[S9] = placeholder
++cp_cu_seqlens_q_0 .. cp_return_rows_0 = 11 plan inputs
  q: float32[1, 4, 6, 8] = l_q_.transpose(1, 2)
  kv: float32[1, 2, 6, 8] = l_kv_.transpose(1, 2)
 -scaled_dot_product_attention: float32[1, 4, 6, 8] = scaled_dot_product_attention(q, kv, kv, attn_mask=mask, enable_gqa=True)
@@ -209,8 +183,8 @@ class TestGraphDiff(TestCase):
 +flatten_2: float32[6, 2, 8] = transpose_10.flatten(0, 1)
 +detach: float32[6, 2, 8] = flatten_1.detach()
 +detach_1: float32[6, 2, 8] = flatten_2.detach()
-+exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_kv_rows_0, cp_send_rows_0, cp_splits_0, 'cp', None)
-+packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_cu_seqlens_q_0, cp_cu_seqlens_k_0, cp_pieces_0, cp_launches_0, [cp_kv_rows_0, cp_send_rows_0, cp_splits_0, cp_sum_ptr_0, cp_sum_rows_0, cp_return_ptr_0, cp_return_rows_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
++exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
++packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
 +getitem_2: float32[6, 4, 8] = getitem(packed_attention_default, 0)
 +unflatten: float32[1, 6, 4, 8] = getitem_2.unflatten(0, (1, -1))
 +scaled_dot_product_attention: float32[1, 4, 6, 8] = unflatten.transpose(1, 2)
@@ -226,8 +200,8 @@ class TestGraphDiff(TestCase):
 +flatten_5: float32[6, 2, 8] = transpose_14.flatten(0, 1)
 +detach_2: float32[6, 2, 8] = flatten_4.detach()
 +detach_3: float32[6, 2, 8] = flatten_5.detach()
-+exchange_rows_default_1: float32[S4, 32] = cp_rewrite.exchange_rows(detach_2, detach_3, cp_kv_rows_0, cp_send_rows_0, cp_splits_0, 'cp', None)
-+packed_attention_default_1 = cp_rewrite.packed_attention(flatten_3, flatten_4, flatten_5, exchange_rows_default_1, cp_cu_seqlens_q_0, cp_cu_seqlens_k_0, cp_pieces_0, cp_launches_0, [cp_kv_rows_0, cp_send_rows_0, cp_splits_0, cp_sum_ptr_0, cp_sum_rows_0, cp_return_ptr_0, cp_return_rows_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
++exchange_rows_default_1: float32[S4, 32] = cp_rewrite.exchange_rows(detach_2, detach_3, cp_*_0, 'cp', None)
++packed_attention_default_1 = cp_rewrite.packed_attention(flatten_3, flatten_4, flatten_5, exchange_rows_default_1, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
 +getitem_3: float32[6, 4, 8] = getitem(packed_attention_default_1, 0)
 +unflatten_1: float32[1, 6, 4, 8] = getitem_3.unflatten(0, (1, -1))
 +scaled_dot_product_attention_1: float32[1, 4, 6, 8] = unflatten_1.transpose(1, 2)
@@ -245,18 +219,7 @@ class TestGraphDiff(TestCase):
  l_doc_: int64[1, 6] = placeholder
 -arange: int64[6] = arange(6, device=device(type='cpu'))
 -angle: int64[1, 6, 1, 1] = getitem(arange, (None, :, None, None))
-+cp_cu_seqlens_q_0: int32[S0] = placeholder
-+cp_cu_seqlens_k_0: int32[S1] = placeholder
-+cp_pieces_0: int64[S2, 7] = placeholder
-+cp_launches_0: int64[S3, 4] = placeholder
-+cp_kv_rows_0: int32[S4] = placeholder
-+cp_send_rows_0: int32[S5] = placeholder
-+cp_splits_0: int64[2, 4] = placeholder
-+cp_sum_ptr_0: int32[S6] = placeholder
-+cp_sum_rows_0: int32[S7] = placeholder
-+cp_return_ptr_0: int32[S8] = placeholder
-+cp_return_rows_0: int32[S9] = placeholder
-+cp_row_index: int64[6] = placeholder
++cp_cu_seqlens_q_0 .. cp_row_index = 12 plan inputs
 +to: int64[6] = cp_row_index.to(torch.int64)
 +angle: int64[1, 6, 1, 1] = getitem(to, (None, :, None, None))
  cos: float32[1, 6, 1, 1] = angle.cos()
@@ -275,8 +238,8 @@ class TestGraphDiff(TestCase):
 +flatten_2: float32[6, 2, 8] = transpose_2.flatten(0, 1)
 +detach: float32[6, 2, 8] = flatten_1.detach()
 +detach_1: float32[6, 2, 8] = flatten_2.detach()
-+exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_kv_rows_0, cp_send_rows_0, cp_splits_0, 'cp', None)
-+packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_cu_seqlens_q_0, cp_cu_seqlens_k_0, cp_pieces_0, cp_launches_0, [cp_kv_rows_0, cp_send_rows_0, cp_splits_0, cp_sum_ptr_0, cp_sum_rows_0, cp_return_ptr_0, cp_return_rows_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
++exchange_rows_default: float32[S4, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
++packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4)
 +getitem: float32[6, 4, 8] = getitem(packed_attention_default, 0)
 +unflatten: float32[1, 6, 4, 8] = getitem.unflatten(0, (1, -1))
 +scaled_dot_product_attention: float32[1, 4, 6, 8] = unflatten.transpose(1, 2)
