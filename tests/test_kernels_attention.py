@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels import aten_flash, fa3, fa4, reference
+from cp_rewrite.kernels import aten_flash, fa3, fa4, reference, rows
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import AttentionSpec, device_facts, reasons
+from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.rows import split_kv
 from tests.kernel_cases import Case, make_case
+from tests.packed import make_schedule, tensors
 from tests.tolerances import relative_error, tolerance
 
 pytestmark = pytest.mark.gpu
@@ -135,3 +138,35 @@ def test_reference_runs_on_the_gpu() -> None:
     expected = case.oracle(params)
     torch.testing.assert_close(out.cpu(), expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fa4", "aten_flash"])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL])
+def test_error_is_no_larger_than_that_of_one_launch(name: str, mask: PackedMask) -> None:
+    """Four ranks' pieces, one after another on one GPU, against one launch over the whole row: both have an error
+    against fp32, and cutting must not add to it."""
+    documents, (heads, heads_kv, dim) = Documents.from_lengths([1500, 40, 900, 1656]), (8, 2, 128)
+    one = make_case(documents, mask, world_size=1, heads=(heads, heads_kv), dims=(dim, dim), dtype=torch.bfloat16,
+                    device="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+    params = Params(dim**-0.5)
+    _skip_unless_able(name, one, params)
+    schedule, indices = make_schedule([documents], 4, "dual_chunk", mask)
+    own = [torch.from_numpy(index[0]).cuda() for index in indices]
+    kv = torch.cat([one.k.flatten(1), one.v.flatten(1)], 1)
+    total = torch.zeros(kv.shape, device="cuda")
+    out, dq = torch.zeros_like(one.q), torch.zeros_like(one.q)
+    for rank, tokens in enumerate(own):
+        tables = Tables(*tensors(schedule, rank, "all_gather")[0])
+        tables = Tables(tables.cu_seqlens_q.cuda(), tables.cu_seqlens_k.cuda(), tables.pieces, tables.launches)
+        kv_rows = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()
+        expanded = rows.gather_rows(kv, torch.cat(own)[kv_rows].int())
+        k, v = split_kv(expanded, heads_kv, dim, dim)
+        valid = tokens >= 0
+        part = _run(name, Case(one.q[tokens], k, v, one.dout[tokens], tables, ~valid.cpu()), params)
+        out[tokens[valid]], dq[tokens[valid]] = part[0][valid], part[2][valid]
+        total.index_add_(0, torch.cat(own)[kv_rows], torch.cat([part[3].flatten(1), part[4].flatten(1)], 1).float())
+    dk, dv = split_kv(total.bfloat16(), heads_kv, dim, dim)
+    expected, whole = one.oracle(params), _run(name, one, params)
+    for what, i, got in (("out", 0, out), ("dq", 2, dq), ("dk", 3, dk), ("dv", 4, dv)):
+        alone = relative_error(whole[i].cpu(), expected[i])
+        assert relative_error(got.cpu(), expected[i]) <= 1.2 * alone, f"{what}: one launch has {alone:.2e}"

@@ -15,8 +15,8 @@ from . import cuda
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 _BLOCK = 256
 # Measured best on an H200, see examples/bench/RESULTS.md.
-_GATHER: cuda.Macros = (("UNROLL", "2"), ("BLOCK", "128"))
-_SUM: cuda.Macros = (("UNROLL", "2"), ("BLOCK", "128"))
+_GATHER_BLOCK, _GATHER_UNROLL = 128, 2
+_SUM_BLOCK, _SUM_UNROLL = 128, 4
 
 
 @cache
@@ -38,9 +38,9 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     pointers = src_NC.data_ptr(), out.data_ptr(), rows_E.data_ptr(), cuda.u32(size)
     device = src_NC.device
     width = row_bytes // access
-    kernel = cuda.kernel("gather_rows", device, (("ACCESS", str(access)), *_GATHER))
-    grid, block = _grid(size * width, _GATHER)
-    cuda.launch(kernel, grid, block, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
+    kernel = cuda.kernel("gather_rows", device, _gather_macros(access))
+    grid = -(-size * width // (_GATHER_BLOCK * _GATHER_UNROLL))
+    cuda.launch(kernel, grid, _GATHER_BLOCK, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
     return out
 
 
@@ -65,12 +65,16 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     out = x_EC.new_empty(size, columns, dtype=dtype)
     if out.numel() == 0:
         return out
-    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), *_SUM]
+    # Narrow rows would leave lanes of a wide step idle.
+    unroll = max(1, min(_SUM_UNROLL, width // 32))
+    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), ("UNROLL", str(unroll)), ("BLOCK", str(_SUM_BLOCK))]
     macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
     kernel = cuda.kernel("sum_rows", x_EC.device, tuple(macros))
+    warps = size * -(-width // (32 * unroll))
     cuda.launch(
         kernel,
-        *_grid(size * width, _SUM),
+        -(-warps * 32 // _SUM_BLOCK),
+        _SUM_BLOCK,
         x_EC.device,
         x_EC.data_ptr(),
         out.data_ptr(),
@@ -215,11 +219,8 @@ def dual_chunk_gathered(cu_seqlens_padded: Tensor, local_rows: int, world_size: 
     return slots
 
 
-def _grid(chunks: int, macros: cuda.Macros) -> tuple[int, int]:
-    """(blocks, threads per block) that cover so many chunks."""
-    found = dict(macros)
-    block = int(found.get("BLOCK", str(_BLOCK)))
-    return -(-chunks // (block * int(found["UNROLL"]))), block
+def _gather_macros(access: int) -> cuda.Macros:
+    return ("ACCESS", str(access)), ("UNROLL", str(_GATHER_UNROLL)), ("BLOCK", str(_GATHER_BLOCK))
 
 
 def _access(*sizes: int) -> int:

@@ -95,24 +95,29 @@ class Trainer:
         self.sharding = cp.Sharding(
             mesh, TOKENS, cp.DocumentIds("doc_ids"), exchange=options.exchange, inner=options.inner
         )
+        self.summing = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self.compiled: Any = torch.compile(self.model, backend=cp.backend(self.sharding), fullgraph=True)
 
     def step(self, batch: dict[str, Tensor], lengths: tuple[int, ...]) -> None:
         with self.sharding.shard(batch, lengths=lengths) as local:
             out = self.compiled(**local)
             (out.float().square().sum() / batch["x"].shape[1]).backward()
+        self.summing[0].record()
         cp.sum_gradients(self.model.parameters(), self.sharding)
+        self.summing[1].record()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def step_seconds(trainer: Trainer, rows: list[tuple[int, ...]], options: argparse.Namespace, device: Any) -> float:
-    """Mean over rows of the median step, on the slowest rank."""
+def step_seconds(
+    trainer: Trainer, rows: list[tuple[int, ...]], options: argparse.Namespace, device: Any
+) -> tuple[float, float]:
+    """Mean over rows of the median step, and of its sum of gradients, on the slowest rank."""
     dtype = next(trainer.model.parameters()).dtype
-    medians: list[float] = []
+    medians: list[tuple[float, float]] = []
     for lengths in rows:
         batch = batch_of(lengths, options.hidden, device, dtype)
-        times: list[float] = []
+        times: list[tuple[float, float]] = []
         for i in range(options.steps + options.warmup):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
@@ -121,11 +126,12 @@ def step_seconds(trainer: Trainer, rows: list[tuple[int, ...]], options: argpars
             stop.record()
             torch.cuda.synchronize()
             if i >= options.warmup:
-                times.append(start.elapsed_time(stop) / 1e3)
-        medians.append(statistics.median(times))
-    mean = torch.tensor([statistics.mean(medians)], device=device)
+                summing = trainer.summing[0].elapsed_time(trainer.summing[1])
+                times.append((start.elapsed_time(stop) / 1e3, summing / 1e3))
+        medians.append(tuple(statistics.median(column) for column in zip(*times, strict=True)))
+    mean = torch.tensor([statistics.mean(column) for column in zip(*medians, strict=True)], device=device)
     dist.all_reduce(mean, dist.ReduceOp.MAX)
-    return float(mean)
+    return float(mean[0]), float(mean[1])
 
 
 def main() -> None:
@@ -145,7 +151,7 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (world_size, 1), mesh_dim_names=("dp", "cp"))
     quarters = [draw("web_mix", options.tokens, seed) for seed in range(42, 42 + world_size)]
     whole = tuple(length for lengths in quarters for length in lengths)
-    results: list[tuple[str, float, int, float]] = []
+    results: list[tuple[str, float, float, int, float]] = []
     everyone = init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",))
     for name, part, rows, count in (
         ("cp 1", mesh["cp"], quarters, 1),
@@ -154,16 +160,18 @@ def main() -> None:
         torch._dynamo.reset()
         torch.cuda.reset_peak_memory_stats()
         trainer = Trainer(part, options, device)
-        seconds = step_seconds(trainer, rows, options, device)
-        results.append((name, seconds, options.tokens * count, torch.cuda.max_memory_allocated() / 2**30))
+        times = step_seconds(trainer, rows, options, device)
+        results.append((name, *times, options.tokens * count, torch.cuda.max_memory_allocated() / 2**30))
         del trainer
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {len(whole)} documents")
-        print("| | step s | tokens | tokens/s | peak GiB |\n|---|---|---|---|---|")
-        for name, seconds, tokens, memory in results:
-            print(f"| {name} | {seconds:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f} |")
-        print(f"scaling efficiency {100 * results[0][1] / results[1][1]:.1f} %")
+        print("| | step s | of it, sum of gradients | tokens | tokens/s | peak GiB |\n|---|---|---|---|---|---|")
+        for name, seconds, summing, tokens, memory in results:
+            print(f"| {name} | {seconds:.4f} | {summing:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f} |")
+        one, many = results
+        print(f"scaling efficiency {100 * one[1] / many[1]:.1f} %", end="")
+        print(f"; without the sum of gradients {100 * (one[1] - one[2]) / (many[1] - many[2]):.1f} %")
     dist.destroy_process_group()
 
 

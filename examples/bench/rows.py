@@ -108,16 +108,15 @@ def sweep() -> None:
         src, copy = row_set(count, columns, torch.bfloat16), copy_rate(count, columns, torch.bfloat16)
         two = torch.arange(0, count + 1, 2, dtype=torch.int32, device="cuda")
         one = torch.arange(count + 1, dtype=torch.int32, device="cuda")
-        for unroll, block, second, resident in itertools.product("12", ("64", "128", "256"), "01", ("1", "10", "16")):
-            resident = str(int(resident) * 128 // int(block) or 1)
-            rows._SUM = (("UNROLL", unroll), ("BLOCK", block), ("SECOND", second), ("RESIDENT", resident))
+        for unroll, block in itertools.product((1, 2, 4, 8), (64, 128, 256)):
+            rows._SUM_UNROLL, rows._SUM_BLOCK = unroll, block
             rates = (
                 sum_rate(src, one, runs(count, 128), torch.bfloat16),
                 sum_rate(src, two, runs(count, 1), torch.bfloat16),
                 sum_rate(src, two, runs(count, 1), torch.float32),
             )
             values = " ".join(f"{100 * rate / copy:5.1f}" for rate in rates)
-            print(f"unroll {unroll} block {block} second {second} resident {resident}: sum 1, sum 2, fp32  {values}")
+            print(f"unroll {unroll} block {block}: sum 1, sum 2, fp32  {values}")
 
 
 if __name__ == "__main__":
