@@ -175,8 +175,10 @@ def shard(
         tokens["shift_labels"] = tokens[label_arg]
     indices = plan.local_indices(sharding.rank)
     for name, dim in tokens.items():
-        fill = IGNORE_INDEX if name in (label_arg, "shift_labels") else 0
+        fill = IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0
         values[name] = cut_tokens(values[name], dim, indices, fill)
+        # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
+        torch._dynamo.maybe_mark_dynamic(values[name], dim)
     first = values[next(iter(tokens))]
     token = _current.set((ActivePlan(sharding, plan, first.device), True))
     try:

@@ -17,7 +17,7 @@ class Reason(Enum):
     MASK_UNSUPPORTED_OP = "an op of the mask's computation has no rule"
     MASK_WRONG_SOURCE = "the mask tells documents apart by another tensor than the annotation's packing"
     MASK_WRONG_DIM = "the mask does not run over query tokens and key tokens of one row"
-    DROPOUT = "dropout in attention draws other random numbers on a shard; set attention dropout to 0"
+    DROPOUT = "dropout and noise draw other random numbers on a shard; set dropout to 0 or call model.eval()"
     QK_LENGTH = "query and key lengths differ (a KV cache?); context parallelism is for self-attention over a row"
     SHAPE = "an operand's shape does not fit"
     KERNEL = "no kernel can run this attention"
@@ -65,11 +65,11 @@ class RewriteRefused(RuntimeError):
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line, code` of the innermost user frame in the node's stack trace; the node's name without one."""
+    """`file:line, code` of the innermost frame outside of torch in the node's stack trace; its name without one."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            file, number = lines[i].split(",")[:2]
-            code = f", `{lines[i + 1]}`" if i + 1 < len(lines) else ""
-            return f"{file[5:].strip().strip(chr(34))}:{number.split()[-1]}{code}"
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    for i in sorted(frames, key=lambda i: ("/torch/" not in lines[i], i), reverse=True):
+        file, number = lines[i].split(",")[:2]
+        code = f", `{lines[i + 1]}`" if i + 1 < len(lines) else ""
+        return f"{file[5:].strip().strip(chr(34))}:{number.split()[-1]}{code}"
     return node.name
