@@ -13,10 +13,11 @@ from torch import Tensor
 from . import cuda
 
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
-_BLOCK = 256
 # Measured best on an H200, see examples/bench/RESULTS.md.
-_GATHER_BLOCK, _GATHER_UNROLL = 128, 2
-_SUM_BLOCK, _SUM_UNROLL = 128, 4
+_BLOCK, _UNROLL = 128, 2
+_UNROLLED: cuda.Macros = (("BLOCK", str(_BLOCK)), ("UNROLL", str(_UNROLL)))
+_THREADS = 256
+"""Threads of a block of the kernels that are not unrolled."""
 
 
 @cache
@@ -38,9 +39,9 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     pointers = src_NC.data_ptr(), out.data_ptr(), rows_E.data_ptr(), cuda.u32(size)
     device = src_NC.device
     width = row_bytes // access
-    kernel = cuda.kernel("gather_rows", device, _gather_macros(access))
-    grid = -(-size * width // (_GATHER_BLOCK * _GATHER_UNROLL))
-    cuda.launch(kernel, grid, _GATHER_BLOCK, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
+    kernel = cuda.kernel("gather_rows", device, (("ACCESS", str(access)), *_UNROLLED))
+    grid = -(-size * width // (_BLOCK * _UNROLL))
+    cuda.launch(kernel, grid, _BLOCK, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
     return out
 
 
@@ -65,16 +66,13 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     out = x_EC.new_empty(size, columns, dtype=dtype)
     if out.numel() == 0:
         return out
-    # Narrow rows would leave lanes of a wide step idle.
-    unroll = max(1, min(_SUM_UNROLL, width // 32))
-    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), ("UNROLL", str(unroll)), ("BLOCK", str(_SUM_BLOCK))]
+    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), *_UNROLLED]
     macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
     kernel = cuda.kernel("sum_rows", x_EC.device, tuple(macros))
-    warps = size * -(-width // (32 * unroll))
     cuda.launch(
         kernel,
-        -(-warps * 32 // _SUM_BLOCK),
-        _SUM_BLOCK,
+        -(-size * width // (_BLOCK * _UNROLL)),
+        _BLOCK,
         x_EC.device,
         x_EC.data_ptr(),
         out.data_ptr(),
@@ -103,7 +101,7 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
     cuda.launch(
         cuda.kernel("zero_gaps", out_RHD.device, (("ACCESS", str(access)),)),
         (min(entries, 65535), 16),
-        _BLOCK,
+        _THREADS,
         out_RHD.device,
         out_RHD.data_ptr(),
         0 if lse_HR is None else lse_HR.data_ptr(),
@@ -143,8 +141,8 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None =
     device = outs_SRHD.device
     cuda.launch(
         cuda.kernel("merge_steps", device, tuple(macros)),
-        min(-(-rows * heads * width // _BLOCK), cuda.multiprocessors(device) * 32),
-        _BLOCK,
+        min(-(-rows * heads * width // _THREADS), cuda.multiprocessors(device) * 32),
+        _THREADS,
         device,
         outs_SRHD.data_ptr(),
         lses_SHR.data_ptr(),
@@ -175,8 +173,8 @@ def dual_chunk_rank(
     tokens, valid = cu_seqlens.new_empty(local_rows), cu_seqlens.new_empty(documents)
     cuda.launch(
         cuda.kernel("dual_chunk_rank", cu_seqlens.device, file="dual_chunk.cu"),
-        max(1, -(-max(local_rows, documents) // _BLOCK)),
-        _BLOCK,
+        max(1, -(-max(local_rows, documents) // _THREADS)),
+        _THREADS,
         cu_seqlens.device,
         cu_seqlens_padded.data_ptr(),
         cu_seqlens.data_ptr(),
@@ -207,8 +205,8 @@ def dual_chunk_gathered(cu_seqlens_padded: Tensor, local_rows: int, world_size: 
     slots = cu_seqlens_padded.new_empty(local_rows * world_size)
     cuda.launch(
         cuda.kernel("dual_chunk_gathered", slots.device, file="dual_chunk.cu"),
-        max(1, -(-slots.shape[0] // _BLOCK)),
-        _BLOCK,
+        max(1, -(-slots.shape[0] // _THREADS)),
+        _THREADS,
         slots.device,
         cu_seqlens_padded.data_ptr(),
         slots.data_ptr(),
@@ -217,10 +215,6 @@ def dual_chunk_gathered(cu_seqlens_padded: Tensor, local_rows: int, world_size: 
         cuda.i32(world_size),
     )
     return slots
-
-
-def _gather_macros(access: int) -> cuda.Macros:
-    return ("ACCESS", str(access)), ("UNROLL", str(_GATHER_UNROLL)), ("BLOCK", str(_GATHER_BLOCK))
 
 
 def _access(*sizes: int) -> int:

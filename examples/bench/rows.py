@@ -5,8 +5,6 @@ python examples/bench/rows.py [--sweep]
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import statistics
 from collections.abc import Callable
 
@@ -102,28 +100,6 @@ def merge_table() -> None:
         report(f"merge of {steps} steps, {str(dtype)[6:]}, 8192 x 32 x 128", moved / time / 1e6, copy)
 
 
-def sweep() -> None:
-    """Ways to sum, side by side."""
-    for count, columns in ((16384, 2048), (65536, 1024)):
-        src, copy = row_set(count, columns, torch.bfloat16), copy_rate(count, columns, torch.bfloat16)
-        two = torch.arange(0, count + 1, 2, dtype=torch.int32, device="cuda")
-        one = torch.arange(count + 1, dtype=torch.int32, device="cuda")
-        for unroll, block in itertools.product((1, 2, 4, 8), (64, 128, 256)):
-            rows._SUM_UNROLL, rows._SUM_BLOCK = unroll, block
-            rates = (
-                sum_rate(src, one, runs(count, 128), torch.bfloat16),
-                sum_rate(src, two, runs(count, 1), torch.bfloat16),
-                sum_rate(src, two, runs(count, 1), torch.float32),
-            )
-            values = " ".join(f"{100 * rate / copy:5.1f}" for rate in rates)
-            print(f"unroll {unroll} block {block}: sum 1, sum 2, fp32  {values}")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="ways to sum, side by side")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if parser.parse_args().sweep:
-        sweep()
-    else:
-        table()
+    table()
