@@ -172,6 +172,9 @@ def main() -> None:
         one, many = results
         print(f"scaling efficiency {100 * one[1] / many[1]:.1f} %", end="")
         print(f"; without the sum of gradients {100 * (one[1] - one[2]) / (many[1] - many[2]):.1f} %")
+    # All ranks are done with each other's memory before any lets go of it.
+    torch.cuda.synchronize()
+    dist.barrier()
     dist.destroy_process_group()
 
 
