@@ -104,7 +104,10 @@ def test_windows_that_a_documents_end_clips_get_a_launch() -> None:
 
 def test_launches_are_made_once_per_batch() -> None:
     case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
-    assert varlen.launches_of(case.tables, 32) is varlen.launches_of(case.tables, 32)
+    launches = varlen.launches_of(case.tables, 32)
+    assert varlen.launches_of(case.tables, 32) is launches
+    case.tables.pieces.copy_(case.tables.pieces.clone())
+    assert varlen.launches_of(case.tables, 32) is not launches
 
 
 def test_gradients_of_keys_share_one_buffer() -> None:

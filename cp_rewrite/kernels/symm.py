@@ -47,6 +47,16 @@ def reasons(group: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def row_reasons(dtype: torch.dtype, *columns: int) -> list[str]:
+    """Why rows of these many elements (of k, and of v) can't travel so; empty: they can."""
+    found: list[str] = []
+    if dtype not in _DTYPES:
+        found.append(f"gradients are summed in bfloat16, float16 and float32 only, got {str(dtype)[6:]}")
+    if any(count * dtype.itemsize % 16 for count in columns):
+        found.append(f"rows must be whole 16-byte chunks, got {columns} elements of {dtype.itemsize} bytes")
+    return found
+
+
 def _own_reasons(group: dist.ProcessGroup) -> list[str]:
     if group.size() > _MAX_RANKS:
         return [f"more than {_MAX_RANKS} ranks"]

@@ -70,10 +70,13 @@ _launches = WeakTensorKeyDictionary()
 
 def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
     """The launches of a batch, largest first; made once per batch, on the host, and kept as long as its pieces."""
-    known = _launches.get(tables.pieces)
-    if known is None or known[0] is not tables.cu_seqlens_q:
-        known = _launches[tables.pieces] = (tables.cu_seqlens_q, _make_launches(tables, rows))
-    return known[1]
+    pieces = tables.pieces
+    # Tables that are refilled in place are another batch.
+    version = 0 if pieces.is_inference() else pieces._version
+    known = _launches.get(pieces)
+    if known is None or known[0] is not tables.cu_seqlens_q or known[1] != version:
+        known = _launches[pieces] = (tables.cu_seqlens_q, version, _make_launches(tables, rows))
+    return known[2]
 
 
 def run_forward(
