@@ -3,10 +3,10 @@
 #include "rows.cuh"
 
 #ifndef BLOCK
-#define BLOCK 256
+#define BLOCK 128
 #endif
 #ifndef UNROLL
-#define UNROLL 8
+#define UNROLL 2
 #endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK) gather_rows(

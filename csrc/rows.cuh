@@ -70,25 +70,5 @@ __device__ __forceinline__ chunk rounded(const float* sum) {
 #endif
 
 // Data that is read once and data that nothing here reads again should not push the rest out of the caches.
-#ifndef LOADS
-#define LOADS 0
-#endif
-#ifndef STORES
-#define STORES 0
-#endif
-__device__ __forceinline__ chunk load_once(const chunk* p) {
-#if LOADS == 0
-  return __ldcs(p);
-#elif LOADS == 1
-  return *p;
-#else
-  return __ldcg(p);
-#endif
-}
-__device__ __forceinline__ void store_once(chunk* p, chunk x) {
-#if STORES == 0
-  __stcs(p, x);
-#else
-  *p = x;
-#endif
-}
+__device__ __forceinline__ chunk load_once(const chunk* p) { return __ldcs(p); }
+__device__ __forceinline__ void store_once(chunk* p, chunk x) { __stcs(p, x); }
