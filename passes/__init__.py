@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 from .locality import check_locality
+from .locality_inputs import token_dims
 from .match import match_sites
 from .plan_sites import plan_sites
 from .rewrite import rewrite_sites
@@ -24,7 +25,7 @@ def unify_token_sizes(state: State) -> State:
 
     With dynamic shapes each argument has symbols of its own; the guards make them one.
     """
-    dims = state.sharding.tokens
+    dims = token_dims(state.sharding)
     shapes = [(dims[n], node.meta["example_value"].shape) for node, n in state.source_of.items() if n in dims]
     fitting = [shape[max(dim - 1, 0) : dim + 1] for dim, shape in shapes if dim < len(shape)]
     for sizes in fitting[1:]:
