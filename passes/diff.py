@@ -15,10 +15,10 @@ from torch import SymInt, Tensor
 def graph_lines(gm: fx.GraphModule) -> list[str]:
     """One line per node, `name: dtype[shape] = target(args)`, nested regions indented below the node that calls them.
 
-    Symbols are numbered in order of appearance, group names become 'cp', parameters are left out.
+    Symbols are numbered in order of appearance, group names become 'cp', device indices and parameters are left out.
     """
     symbols: dict[str, str] = {}
-    return [_normal(line, symbols) for line in _lines(gm, "")]
+    return [normal_line(line, symbols) for line in _lines(gm, "")]
 
 
 def graph_diff(before: list[str], after: list[str]) -> str:
@@ -116,8 +116,11 @@ def _is_parameter(node: fx.Node) -> bool:
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
-def _normal(line: str, symbols: dict[str, str]) -> str:
+def normal_line(line: str, symbols: dict[str, str]) -> str:
+    """A line without what differs between equal graphs; `symbols` collects the names given so far."""
     for symbol in _SYMBOL.findall(line):
         symbols.setdefault(symbol, f"S{len(symbols)}")
     line = _SYMBOL.sub(lambda match: symbols[match.group()], line)
-    return re.sub(r"'(\d+|[0-9a-f]{16,})'", "'cp'", line)
+    # Groups are counters or hashes, and every rank has a device of its own.
+    line = re.sub(r"'(\d+|[0-9a-f]{16,})'", "'cp'", line)
+    return re.sub(r", index=\d+(?=\))|(?<=cuda):\d+", "", line)

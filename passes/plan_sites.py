@@ -70,7 +70,8 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         choice = choose_exchange(model, sharding.world_size, site.mask, _speeds(state.device))
         exchange, why = choice.exchange, choice.reason
     if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
-        against = symm.reasons(sharding.group_name)
+        columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
+        against = [*symm.row_reasons(spec.dtype, *columns), *symm.reasons(sharding.group_name)]
         if not against:
             return "pull", f"{why}; rows are read from the peers' memory"
         why += f"; by all-to-all, since {'; '.join(against)}"

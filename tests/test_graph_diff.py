@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_rewrite as cp
+from cp_rewrite.passes.diff import normal_line
 
 
 @contextmanager
@@ -246,6 +248,11 @@ class TestGraphDiff(TestCase):
 +scaled_dot_product_attention: float32[1, 4, S1, 8] = unflatten.transpose(1, 2)
  return (scaled_dot_product_attention,)""",
         )
+
+
+@pytest.mark.parametrize("text", ["device(type='cuda', index=3)", "arange(8, device='cuda:3')"])
+def test_device_indices_do_not_show(text: str) -> None:
+    assert "3" not in normal_line(text, {})
 
 
 def test_a_refused_graph_is_not_changed() -> None:
