@@ -43,7 +43,13 @@ def match_attention(state: State) -> State:
 def check_token_locality(state: State) -> State:
     """Prove that nothing but attention mixes tokens."""
     report = check_locality(
-        state.graph_module, state.sharding, state.sites, state.source_of, tables=True, padded_sums=True, fixed_tokens=False
+        state.graph_module,
+        state.sharding,
+        state.sites,
+        state.source_of,
+        tables=True,
+        padded_sums=True,
+        fixed_tokens=False,
     )
     return replace(
         state,

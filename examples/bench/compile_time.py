@@ -32,9 +32,8 @@ def main() -> None:
         total, in_passes = explain(layers)
         print(f"explain, {layers} layers{'':10}{total:9.2f}   of which passes {in_passes:.2f}")
     total, in_passes = compile_with_inductor(args.inductor_layers)
-    print(
-        f"inductor, {args.inductor_layers} layers, training{total:9.2f}   of which passes {in_passes:.2f} ({in_passes / total:.1%})"
-    )
+    share = f"{in_passes:.2f} ({in_passes / total:.1%})"
+    print(f"inductor, {args.inductor_layers} layers, training{total:9.2f}   of which passes {share}")
 
 
 def make_model(layers: int) -> LlamaForCausalLM:
