@@ -19,6 +19,7 @@ from .masks import PackedMask
 from .ops.exchange import ROUTES
 from .plan import BatchPlan, plan_batch
 from .pull import pull_route
+from .ring_schedule import ring_tables
 from .sharding import CuSeqlens, PositionIds, Sharding
 
 IGNORE_INDEX = -100
@@ -39,7 +40,7 @@ class PlanInput:
     @property
     def on_host(self) -> bool:
         """Read by ops on the host; all others live on the device."""
-        return self.name in ("pieces", "launches", "splits", "capacity")
+        return self.name in ("pieces", "launches", "splits", "capacity", "rounds")
 
     @property
     def is_static(self) -> bool:
@@ -50,7 +51,8 @@ class PlanInput:
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
         """What `packed_attention` reads: its tables, then its route."""
         tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-        return tuple(PlanInput(name, mask) for name in tables) + tuple(
+        whose = exchange if exchange == "p2p" else None  # a ring has tables for each of its steps
+        return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
             PlanInput(name, mask, exchange) for name in ROUTES[exchange]
         )
 
@@ -101,6 +103,8 @@ class ActivePlan:
         schedule = self.plan.schedule(key.mask)
         if key.exchange is None:
             return schedule.attention(rank)
+        if key.exchange == "p2p":
+            return ring_tables(schedule, rank)
         return pull_route(schedule, rank) if key.exchange == "pull" else schedule.route(key.exchange, rank)
 
     def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:

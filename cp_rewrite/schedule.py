@@ -90,19 +90,7 @@ class Schedule:
                 max_q covers entries with no key too. A row with max_q == 0 only fills up to 2.
         """
         mine = slice(*self.piece_bounds[rank : rank + 2])
-        pieces, launch = self.pieces.take(mine), self.launch[mine]
-        k1 = np.cumsum(pieces.key1 - pieces.key0)
-        k0 = k1 - (pieces.key1 - pieces.key0)
-        table = np.stack([pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch], axis=1)
-        cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), self.rows)
-        launches = _launches(table)
-        launches[0, 2] = np.diff(cu_q).max(initial=0)
-        return {
-            "cu_seqlens_q": _at_least(cu_q.astype(np.int32), 3),
-            "cu_seqlens_k": _at_least(cu_k.astype(np.int32), 3),
-            "pieces": _at_least(table, 2, 0),
-            "launches": launches,
-        }
+        return kernel_tables(self.pieces.take(mine), self.launch[mine], self.rows)
 
     @cached_property
     def runs(self) -> Runs:
@@ -208,23 +196,43 @@ class Schedule:
         return np.diff(total, prepend=0).reshape(self.world_size, self.world_size)
 
 
-def build(rows: Sequence[Documents], orders: Sequence[TokenOrder], mask: PackedMask) -> Schedule:
+def build(
+    rows: Sequence[Documents], orders: Sequence[TokenOrder], mask: PackedMask, local_size: int | None = None
+) -> Schedule:
     """The schedule of one batch.
 
     Args:
         rows: documents of each batch row; all rows have the same total.
         orders: token order of each batch row, for the same number of ranks.
         mask: what each query sees.
+        local_size: local rows per batch row, where there are more than the orders need.
     """
-    segments = _segments(orders)
+    size = common_local_size(orders) if local_size is None else local_size
+    segments = _segments(orders, size)
     pieces = cut_pieces(segments, *flat_documents(rows, mask.packed), mask)
     order, launch = order_by_launch(pieces)
     world_size = orders[0].world_size
-    return Schedule(world_size, len(rows) * common_local_size(orders), pieces.take(order), launch, segments)
+    return Schedule(world_size, len(rows) * size, pieces.take(order), launch, segments)
 
 
-def _segments(orders: Sequence[TokenOrder]) -> Segments:
-    local_size, total = common_local_size(orders), orders[0].total
+def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[np.integer]]:
+    """`Schedule.attention` of pieces of one rank, ordered by launch, then by row; `rows` is R."""
+    k1 = np.cumsum(pieces.key1 - pieces.key0)
+    k0 = k1 - (pieces.key1 - pieces.key0)
+    table = np.stack([pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch], axis=1)
+    cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), rows)
+    launches = _launches(table)
+    launches[0, 2] = np.diff(cu_q).max(initial=0)
+    return {
+        "cu_seqlens_q": _at_least(cu_q.astype(np.int32), 3),
+        "cu_seqlens_k": _at_least(cu_k.astype(np.int32), 3),
+        "pieces": _at_least(table, 2, 0),
+        "launches": launches,
+    }
+
+
+def _segments(orders: Sequence[TokenOrder], local_size: int) -> Segments:
+    total = orders[0].total
     parts: list[Segments] = []
     for b, order in enumerate(orders):
         starts, stops, owners = order.segments

@@ -15,6 +15,7 @@ from cp_rewrite.layouts import order_tokens
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import ROUTES
+from cp_rewrite.ring_schedule import ring_tables
 from cp_rewrite.schedule import Schedule, build
 
 
@@ -34,8 +35,9 @@ def _padded(index: Any, size: int) -> Any:
 
 def tensors(schedule: Schedule, rank: int, exchange: str) -> tuple[list[Tensor], list[Tensor]]:
     """(tables, route) of one rank."""
-    tables = schedule.attention(rank)
-    route = schedule.route(exchange, rank)
+    tables = route = ring_tables(schedule, rank) if exchange == "p2p" else {}
+    if exchange != "p2p":
+        tables, route = schedule.attention(rank), schedule.route(exchange, rank)
     names = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
     return [torch.from_numpy(tables[n]) for n in names], [torch.from_numpy(route[n]) for n in ROUTES[exchange]]
 

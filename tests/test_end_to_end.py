@@ -85,7 +85,7 @@ def check(
         assert error <= LIMIT, f"{key}: {error:.1e} {lengths} {layout} {exchange}"
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed"])
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "p2p"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_llama_matches_one_process(pool: Pool, world_size: int, layout: str, exchange: str) -> None:
@@ -102,7 +102,7 @@ def test_llama_with_inductor_matches_one_process(pool: Pool) -> None:
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1
     ).filter(lambda rows: sum(rows[0]) >= 16),
     layout=st.sampled_from(LAYOUTS),
-    exchange=st.sampled_from(["all_gather", "needed"]),
+    exchange=st.sampled_from(["all_gather", "needed", "p2p"]),
 )
 def test_llama_matches_on_drawn_lengths(pool: Pool, lengths: list[list[int]], layout: str, exchange: str) -> None:
     check(pool, 2, "llama", lengths, layout, exchange)

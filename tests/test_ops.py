@@ -57,7 +57,8 @@ def test_row_ops_pass_opcheck(transposed: bool) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("keep_kv", [False, True])
-def test_attention_passes_opcheck(transposed: bool, keep_kv: bool) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 4)], ids=["", "sinks"])
+def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, sinks: Tensor | None) -> None:
     _, schedule = one_rank([5, 0, 7, 1], PackedMask())
     tables, route = tensors(schedule, 0, "local")
     q, k, v = make_qkv(13, (4, 2), (8, 6), torch.float32)
@@ -65,7 +66,7 @@ def test_attention_passes_opcheck(transposed: bool, keep_kv: bool) -> None:
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
     kv = exchange_kv(k, v, route, "local", "", 1)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    attributes = (0.3, 0.0, "reference", False, keep_kv, "local", "", 1)
+    attributes = (0.3, 0.0, "reference", False, keep_kv, "local", "", 1, sinks)
     opcheck(ops.packed_attention.default, (q, k, v, kv, *tables, route, *attributes))
     out, lse = ops.packed_attention(q, k, v, kv, *tables, route, *attributes)
     saved = [x.detach() for x in (out, q, kv, out, lse)]
@@ -155,7 +156,7 @@ def make_case(lengths: list[list[int]], layout: str, mask: PackedMask, dtype: to
     return {"rows": rows, "layout": layout, "mask": mask, "qkv": qkv, "dout": dout, "params": Params(0.4)}
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed"])
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "p2p"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_exchanges_match_dense(pool: Pool, mask: PackedMask, layout: str, exchange: str) -> None:
@@ -172,7 +173,7 @@ lengths_strategy = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11, 17, 31, 64]),
     world_size=st.sampled_from([2, 3, 4]),
     layout=st.sampled_from(LAYOUTS),
     mask=st.sampled_from(MASKS),
-    exchange=st.sampled_from(["all_gather", "needed"]),
+    exchange=st.sampled_from(["all_gather", "needed", "p2p"]),
 )
 def test_exchanges_match_dense_on_drawn_lengths(
     pool: Pool, lengths: list[list[int]], world_size: int, layout: str, mask: PackedMask, exchange: str

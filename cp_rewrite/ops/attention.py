@@ -19,7 +19,8 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
 
 from .exchange import exchange_kv, return_kv
-from .rows import split_kv
+from .merge import add_sinks, sinks_gradient
+from .rows import as_rows, split_kv
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -43,6 +44,7 @@ def packed_attention(
     exchange: str,
     group: str,
     world_size: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of their documents.
 
@@ -54,12 +56,14 @@ def packed_attention(
         kernel: module of `cp_rewrite.kernels` that runs forward and backward.
         deterministic: bitwise repeatable backward. keep_kv: save `kv` instead of exchanging again.
         exchange, group, world_size: how `kv` came about.
+        sinks: (Hq,) one more logit per head, which draws weight and adds no value.
     Returns:
         out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
-    return _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+    out, lse = _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 @packed_attention.register_fake
@@ -91,7 +95,7 @@ def packed_attention_backward(
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
     params = Params(scale, softcap, deterministic)
     dq, dk, dv = _kernel(kernel).backward(dout, q, keys, values, out, lse, tables, params)
-    return dq, _as_rows(dk, dv, kv)
+    return dq, as_rows(dk, dv, keys, values)
 
 
 @packed_attention_backward.register_fake
@@ -109,33 +113,41 @@ def attend(
     params: Params,
     kernel: str,
     keep_kv: bool = False,
+    sinks: Any = None,
 ) -> Any:
     """Exchange keys and values, then attend: (out, lse) of `packed_attention`. Works on tensors and on graph proxies.
 
     Args:
         q, k, v: (R, Hq, D), (R, Hkv, D), (R, Hkv, V). tables: the four tensors of `Schedule.attention`.
-        route: the tensors of `Schedule.route(exchange)`. where: exchange, group name, world size.
+        route: the tensors of `Schedule.route(exchange)`. where: exchange, group name, world size. sinks: (Hq,).
+            For `p2p` both are those of `ring_tables`, and keep_kv says nothing: rows go round again.
     """
+    numbers = (params.scale, params.softcap, kernel, params.deterministic)
+    if where[0] == "p2p":
+        return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
     kv = exchange_kv(k, v, route, *where)
-    numbers = (params.scale, params.softcap, kernel, params.deterministic, keep_kv)
-    return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, *where)
+    return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *where, sinks)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, kv, cu_q, cu_k, pieces, launches, route = inputs[:9]
     ctx.scale, ctx.softcap, ctx.kernel, ctx.deterministic, ctx.keep_kv = inputs[9:14]
-    ctx.exchange, ctx.group, ctx.world_size = inputs[14:]
+    ctx.exchange, ctx.group, ctx.world_size, sinks = inputs[14:]
     ctx.mark_non_differentiable(output[1])
-    kept = (kv,) if ctx.keep_kv else ()
+    kept = (*((kv,) if ctx.keep_kv else ()), *(() if sinks is None else (sinks,)))
+    ctx.has_sinks = sinks is not None
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, pieces, launches, *route, *kept)
     ctx.routes = len(route)
+    # An eager graph passes fx's own kind of list, and autograd wants gradients in the same kind.
+    ctx.route_type = type(route)
 
 
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest = ctx.saved_tensors
     tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
     where = (ctx.exchange, ctx.group, ctx.world_size)
-    kv = kept[0] if kept else exchange_kv(k, v, route, *where, after=dout)
+    dsinks = sinks_gradient(dout, out, lse, kept[-1]) if ctx.has_sinks else None
+    kv = kept[0] if ctx.keep_kv else exchange_kv(k, v, route, *where, after=dout)
     dq, dkv = _ops.packed_attention_backward.default(
         dout,
         q,
@@ -151,7 +163,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
         ctx.deterministic,
     )
     dk, dv = return_kv(dkv, k, v, route, *where)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 5), [None] * ctx.routes, *([None] * 8)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 5), ctx.route_type([None] * ctx.routes), *([None] * 8), dsinks
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -160,11 +172,3 @@ packed_attention.register_autograd(_backward, setup_context=_setup_context)
 def _kernel(name: str) -> Any:
     """The module that implements a kernel; imported when first run, so that schemas need none of its libraries."""
     return importlib.import_module(f"cp_rewrite.kernels.{name}")
-
-
-def _as_rows(dk: Tensor, dv: Tensor, kv: Tensor) -> Tensor:
-    """dk and dv as rows like kv's, without a copy when a kernel wrote them into one such buffer."""
-    base = dk._base
-    if base is not None and base is dv._base and base.shape == kv.shape and base.is_contiguous():
-        return base
-    return torch.cat([dk.flatten(1), dv.flatten(1)], 1)

@@ -10,6 +10,7 @@ Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + Dv). `route` hold
     all_gather  kv_rows, sum_ptr, sum_rows
     needed      kv_rows, send_rows, splits, sum_ptr, sum_rows, return_ptr, return_rows
     pull        `pull.NAMES`; moves what `needed` moves, by one-sided reads of the peers' memory
+    p2p         `ring_schedule.ROUTE`; rows go round inside `ring_attention`, not here
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
 from cp_rewrite.pull import NAMES as PULL_NAMES
+from cp_rewrite.ring_schedule import ROUTE as RING_NAMES
 
 from . import pull, rows
 from .rows import pack_kv, split_kv
@@ -33,6 +35,7 @@ ROUTES: dict[str, tuple[str, ...]] = {
     "all_gather": ("kv_rows", "sum_ptr", "sum_rows"),
     "needed": ("kv_rows", "send_rows", "splits", "sum_ptr", "sum_rows", "return_ptr", "return_rows"),
     "pull": PULL_NAMES,
+    "p2p": RING_NAMES,
 }
 """Names of a route's tensors, per exchange, in the order in which ops take them."""
 

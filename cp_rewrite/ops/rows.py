@@ -71,3 +71,12 @@ def split_kv(kv_EC: Tensor, heads: int, dim_qk: int, dim_v: int) -> tuple[Tensor
     """Views (E, heads, dim_qk) and (E, heads, dim_v) of rows packed by `pack_kv`."""
     k, v = kv_EC.split([heads * dim_qk, heads * dim_v], 1)
     return k.unflatten(1, (heads, dim_qk)), v.unflatten(1, (heads, dim_v))
+
+
+def as_rows(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """dk and dv packed like k and v, without a copy when a kernel wrote them into one such buffer."""
+    base = dk._base
+    width = k.shape[1] * (k.shape[2] + v.shape[2])
+    if base is not None and base is dv._base and base.shape == (k.shape[0], width) and base.is_contiguous():
+        return base
+    return torch.cat([dk.flatten(1), dv.flatten(1)], 1)

@@ -1,0 +1,241 @@
+"""Ring attention as an op: keys and values go round, one step's rows at a time, while the rows at hand are used.
+
+    step 0      rank 0 has rows of 0     rank 1 has rows of 1     rank 2 has rows of 2
+    step 1      rank 0 has rows of 2     rank 1 has rows of 0     rank 2 has rows of 1
+
+A rank holds two buffers of key and value rows, whatever the number of ranks. Results of the steps are merged in fp32.
+The backward sends the keys round again, and their gradients, in fp32, one step behind them; after the last step these
+are back at their owner. See `ring_schedule` for what happens in a step.
+
+Shapes: R local rows, E expanded rows of a round, C = Hkv * (D + V), P ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.library import custom_op
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
+
+from . import rows
+from .merge import add_sinks, merge_parts, sinks_gradient
+from .rows import as_rows, pack_kv, split_kv
+
+_ops: Any = torch.ops.cp_rewrite
+_KV, _GRADIENTS = 0, 1
+
+
+@custom_op("cp_rewrite::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    pieces: Tensor,
+    launches: Tensor,
+    kv_rows: Tensor,
+    sum_ptr: Tensor,
+    sum_rows: Tensor,
+    rounds: Tensor,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+    group: str,
+    world_size: int,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the keys of their documents, which come round.
+
+    Args:
+        q: (R, Hq, D). k, v: (R, Hkv, D) and (R, Hkv, V), this rank's rows.
+        cu_seqlens_q, …, rounds: `ring_schedule.ring_tables` (pieces, launches and rounds on the host).
+        scale, softcap, kernel, deterministic, sinks: see `packed_attention`.
+        group, world_size: the ring.
+    Returns:
+        out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
+    """
+    steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
+    run, params = _kernel(kernel), Params(scale, softcap, deterministic)
+    ring = _Ring(group, world_size)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_in = _as_exact(q, kernel)
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide)
+    first = True
+    held = pack_kv(k, v)
+    for step in range(world_size):
+        coming, under_way = ring.shift(held, _KV) if step + 1 < world_size else (held, ())
+        for r in steps.get(step, ()):
+            keys, values = _keys(held, r, k, v, kernel)
+            part, part_lse = run.forward(q_in, keys, values, r.tables, params)
+            out, lse = (part.to(wide), part_lse) if first else merge_parts(out, lse, part, part_lse)
+            first = False
+        _finish(under_way)
+        held = coming
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(q.dtype, copy=True), lse.clone()
+
+
+@ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@custom_op("cp_rewrite::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    pieces: Tensor,
+    launches: Tensor,
+    kv_rows: Tensor,
+    sum_ptr: Tensor,
+    sum_rows: Tensor,
+    rounds: Tensor,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+    group: str,
+    world_size: int,
+) -> tuple[Tensor, Tensor]:
+    """dq (R, Hq, D) in q's dtype, and the gradients of this rank's packed rows (R, C) in fp32 (fp64 for fp64).
+
+    Every owner's gradients are summed in the order in which its rows go round, so two runs are bitwise equal.
+    """
+    steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
+    run, params = _kernel(kernel), Params(scale, softcap, deterministic)
+    ring = _Ring(group, world_size)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    saved = [_as_exact(x, kernel) for x in (dout, q, out)]
+    dq = q.new_zeros(q.shape, dtype=wide)
+    held = pack_kv(k, v)
+    dkv, returning = held.new_zeros(held.shape, dtype=wide), ()
+    for step in range(world_size):
+        coming, under_way = ring.shift(held, _KV) if step + 1 < world_size else (held, ())
+        part = held.new_zeros(held.shape, dtype=wide)
+        for r in steps.get(step, ()):
+            keys, values = _keys(held, r, k, v, kernel)
+            dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
+            dq += dq_part
+            part += rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
+        _finish(returning)
+        dkv, returning = ring.shift(part.add_(dkv), _GRADIENTS)
+        _finish(under_way)
+        held = coming
+    _finish(returning)
+    return dq.to(q.dtype, copy=True), dkv.clone() if world_size == 1 else dkv
+
+
+@ring_attention_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]), dtype=wide)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.numbers, sinks = inputs[11:17], inputs[17]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11], *(() if sinks is None else (sinks,)))
+
+
+def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    tables, sinks = rest[:8], rest[8:]
+    dq, dkv = _ops.ring_attention_backward.default(dout, q, k, v, out, lse, *tables, *ctx.numbers)
+    dk, dv = split_kv(dkv, k.shape[1], k.shape[2], v.shape[2])
+    dsinks = sinks_gradient(dout, out, lse, sinks[0]) if sinks else None
+    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 14), dsinks
+
+
+ring_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """One run of the kernel: its tables, which of the owner's rows it reads, and how their gradients are summed."""
+
+    tables: Tables
+    kv_rows: Tensor
+    sum_ptr: Tensor
+    sum_rows: Tensor
+
+
+_known = WeakTensorKeyDictionary()
+
+
+def _steps(tables: Sequence[Tensor], route: Sequence[Tensor], size: int) -> dict[int, list[_Round]]:
+    """The rounds of each step; cut out of the tables once per batch, so that kernels know the same tensors again."""
+    kv_rows, sum_ptr, sum_rows, rounds = route
+    known = _known.get(rounds)
+    if known is not None and known[0] is kv_rows:
+        return known[1]
+    steps: dict[int, list[_Round]] = {}
+    cu_q, cu_k, pieces, launches = tables
+    for i, (step, c0, c1, p0, p1, l0, l1, e0, e1) in enumerate(rounds.tolist()):
+        if step >= 0:
+            made = Tables(cu_q[c0:c1], cu_k[c0:c1], pieces[p0:p1], launches[l0:l1])
+            ptr = sum_ptr[i * (size + 1) : (i + 1) * (size + 1)]
+            steps.setdefault(step, []).append(_Round(made, kv_rows[e0:e1], ptr, sum_rows[e0:e1]))
+    _known[rounds] = (kv_rows, steps)
+    return steps
+
+
+class _Ring:
+    """This rank's neighbours: rows go to the next rank and come from the one before."""
+
+    def __init__(self, group: str, world_size: int) -> None:
+        self.world_size = world_size
+        if world_size > 1:
+            self.group = _resolve_process_group(group)
+            rank = dist.get_rank(self.group)
+            self.after, self.before = (
+                dist.get_global_rank(self.group, (rank + side) % world_size) for side in (1, world_size - 1)
+            )
+
+    def shift(self, held: Tensor, tag: int) -> tuple[Tensor, tuple[Any, ...]]:
+        """(what comes, what is under way): `held` starts for the next rank; wait before reading what comes."""
+        if self.world_size == 1:
+            return held, ()
+        coming = torch.empty_like(held)
+        send = dist.P2POp(dist.isend, held, self.after, self.group, tag)
+        receive = dist.P2POp(dist.irecv, coming, self.before, self.group, tag)
+        return coming, (held, *dist.batch_isend_irecv([send, receive]))
+
+
+def _finish(under_way: tuple[Any, ...]) -> None:
+    for work in under_way[1:]:
+        work.wait()
+
+
+def _keys(held: Tensor, r: _Round, k: Tensor, v: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    """Keys and values that a round reads, views of one buffer."""
+    return split_kv(_as_exact(rows.gather_rows(held, r.kv_rows), kernel), k.shape[1], k.shape[2], v.shape[2])
+
+
+def _as_exact(x: Tensor, kernel: str) -> Tensor:
+    """The reference kernel works in fp32 anyway: given fp32, it does not round the results of steps either."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if kernel == "reference" else x
+
+
+def _kernel(name: str) -> Any:
+    return importlib.import_module(f"cp_rewrite.kernels.{name}")
