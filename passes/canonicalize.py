@@ -166,10 +166,11 @@ class _Tracer:
         self.stop = stop
         self.needed: dict[Scope, set[fx.Node]] = {}
         self.leaves: dict[fx.Node, Any] = {}
+        self.calls: dict[Scope, dict[fx.Node, Scope | None]] = {}
         self.entered: dict[tuple[Scope, fx.Node], Scope] = {}
 
     def trace(self, scope: Scope, node: fx.Node) -> Canonical:
-        self._collect(scope, node, before=None)
+        self._collect(scope, node)
         recorder = _Recorder()
         tensors = [leaf for leaf in self.leaves.values() if isinstance(leaf, Tensor)]
         refs = {n: recorder.ref(v) for n, v in self.leaves.items() if isinstance(v, Tensor)}
@@ -202,7 +203,7 @@ class _Tracer:
             raise CanonicalizeError(node, f"{node.name} is no tensor")
         return Canonical(tuple(recorder.calls), refs, recorder.constants, recorder.ref(out))
 
-    def _collect(self, scope: Scope, root: fx.Node, before: fx.Node | None) -> None:
+    def _collect(self, scope: Scope, root: fx.Node) -> None:
         """Mark what `root` is computed from, with in-place updates of it, through region calls both ways."""
         work = [(scope, root)]
         while work:
@@ -235,11 +236,12 @@ class _Tracer:
         return work
 
     def _enter_call(self, scope: Scope, node: fx.Node) -> Scope | None:
-        if (scope, node) not in self.entered:
-            for call, inner in nested_scopes(scope):
-                if inner is not None and call is node:
-                    self.entered[scope, node] = inner
-        return self.entered.get((scope, node))
+        if scope not in self.calls:
+            self.calls[scope] = dict(nested_scopes(scope))
+        inner = self.calls[scope].get(node)
+        if inner is not None:
+            self.entered[scope, node] = inner
+        return inner
 
     def _collect_updates(self) -> list[tuple[Scope, fx.Node]]:
         """In-place ops on storages of the slice: they are users, not ancestors, of what they change."""

@@ -61,11 +61,18 @@ class Reader:
     token_size: frozenset[Expr]
     ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
+    _linears: dict[Expr, Linear] = field(default_factory=dict)
     skips_end: bool = False  # marks of starts leave out where the last document ends
 
     # -- values in a cell ------------------------------------------------------------------------------------
 
     def linear(self, difference: Expr) -> Linear:
+        """A difference of terms as a sum over Q, K, PQ, …, ordinals, and terms that no rule reads."""
+        if difference not in self._linears:
+            self._linears[difference] = self._read_linear(difference)
+        return self._linears[difference]
+
+    def _read_linear(self, difference: Expr) -> Linear:
         out: Linear = {}
         for term, coefficient in sympy.expand(difference).as_coefficients_dict().items():
             for part, factor in self._term(term).items():

@@ -286,7 +286,7 @@ def test_accepted_masks_equal_brute_force(case: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=600, deadline=None, suppress_health_check=SLOW)
 @given(cases())
 def test_accepted_masks_equal_brute_force_at_length(case: Any) -> None:
     check(case)
