@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .documents import Documents
+from .grid import outer_schedule, row_order
 from .masks import PackedMask
 from .ops.exchange import ROUTES
 from .plan import BatchPlan, plan_batch
 from .pull import pull_route
 from .ring_schedule import ring_tables
-from .sharding import CuSeqlens, PositionIds, Sharding
+from .sharding import CuSeqlens, PositionIds, Sharding, split_exchange
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
@@ -51,9 +52,12 @@ class PlanInput:
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
         """What `packed_attention` reads: its tables, then its route."""
         tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-        whose = exchange if exchange == "p2p" else None  # a ring has tables for each of its steps
+        scattered, outer = split_exchange(exchange)
+        # A ring has tables for each of its steps, a grid of ranks those of its outer places.
+        whose = exchange if scattered or outer == "p2p" else None
+        route = ROUTES[outer] + (("row_order", "row_inverse") if scattered else ())
         return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
-            PlanInput(name, mask, exchange) for name in ROUTES[exchange]
+            PlanInput(name, mask, exchange) for name in route
         )
 
 
@@ -100,12 +104,17 @@ class ActivePlan:
 
     def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
         assert key.mask is not None
-        schedule = self.plan.schedule(key.mask)
         if key.exchange is None:
-            return schedule.attention(rank)
-        if key.exchange == "p2p":
-            return ring_tables(schedule, rank)
-        return pull_route(schedule, rank) if key.exchange == "pull" else schedule.route(key.exchange, rank)
+            return self.plan.schedule(key.mask).attention(rank)
+        scattered, outer = split_exchange(key.exchange)
+        inner = self.sharding.grid[1] if scattered else 1
+        place = rank // inner
+        schedule = outer_schedule(self.plan, key.mask, inner) if scattered else self.plan.schedule(key.mask)
+        order = row_order(self.plan, place, inner) if scattered else {}
+        if outer == "p2p":
+            return {**ring_tables(schedule, place), **order}
+        route = pull_route(schedule, place) if outer == "pull" else schedule.route(outer, place)
+        return {**(schedule.attention(place) if scattered else {}), **route, **order}
 
     def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

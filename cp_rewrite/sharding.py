@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .batch import LocalBatch
 
 Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
-Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+p2p"]
+Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
 Kernel = Literal["auto", "fa4", "fa3", "cudnn", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step"]
@@ -57,12 +57,14 @@ class Sharding:
     """How a batch of packed rows is cut over a context-parallel group.
 
     Args:
-        mesh: one-dimensional DeviceMesh of the context-parallel group (two-dimensional for `a2a+p2p`), or a plain
-            world size for a dry run (`explain`, `plan`) with no process group.
+        mesh: one-dimensional DeviceMesh of the context-parallel group, or a plain world size for a dry run (`explain`,
+            `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
+            ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
         packing: which argument tells documents apart.
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
-        exchange: how keys and values travel: `all_gather`, `needed`, `p2p`, `a2a`, `a2a+p2p`, or `auto`.
+        exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
+            scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`, or `auto`.
         kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
             documents (windows, bidirectional). None: `assume_mask`, or causal.
@@ -148,6 +150,20 @@ class Sharding:
         return self.mesh._flatten().get_group()
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """(outer, inner) ranks: heads are scattered over the inner ones under `a2a` and `a2a+…`."""
+        if isinstance(self.mesh, int) or self.mesh.ndim == 1:
+            return 1, self.world_size
+        return self.mesh.size(0), self.mesh.size(1)
+
+    @property
+    def grid_groups(self) -> tuple[str, str]:
+        """Names of the groups of the outer and the inner ranks."""
+        if isinstance(self.mesh, int) or self.mesh.ndim == 1:
+            return "", self.group_name
+        return self.mesh.get_group(0).group_name, self.mesh.get_group(1).group_name
+
+    @property
     def group_name(self) -> str:
         """The group's name as graphs carry it."""
         return "cp" if isinstance(self.mesh, int) else self.group.group_name
@@ -195,12 +211,15 @@ def _check_mesh(mesh: Any, exchange: object) -> None:
         if mesh < 1:
             raise ValueError(f"mesh as a world size must be >= 1, got {mesh}")
         return
-    ndim = 2 if exchange == "a2a+p2p" else 1
+    ndim = 2 if isinstance(exchange, str) and exchange.startswith("a2a+") else 1
     if mesh.ndim != ndim:
         raise ValueError(
             f"mesh must have {ndim} dim for exchange={exchange!r}, got {mesh.ndim} ({mesh.mesh_dim_names}): "
             "pass the context-parallel part of it, as in mesh['cp']"
         )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh must hold its ranks in ascending order, got {ranks}")
 
 
 def _checked_tokens(tokens: object) -> dict[str, int]:
@@ -210,6 +229,12 @@ def _checked_tokens(tokens: object) -> dict[str, int]:
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise ValueError(f"tokens[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")
     return dict(tokens)
+
+
+def split_exchange(exchange: str) -> tuple[bool, str]:
+    """(are heads scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
+    scattered, _, outer = exchange.rpartition("+")
+    return (True, "local") if exchange == "a2a" else (bool(scattered), outer)
 
 
 def device_of(sharding: Sharding) -> torch.device:

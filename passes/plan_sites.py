@@ -9,9 +9,11 @@ from torch import Tensor
 
 from cp_rewrite.choose import choose_exchange
 from cp_rewrite.cost import Device, Model
+from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts
 from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding, split_exchange
 
 from .sites import Site
 from .state import Decision, State
@@ -33,11 +35,27 @@ def plan_sites(state: State) -> State:
 def _decide(site: Site, state: State) -> Decision | Refusal:
     spec = spec_of(site, state.sharding.deterministic)
     exchange, why = _exchange(site, spec, state)
+    if against := exchange_reasons(exchange, state.sharding):
+        return Refusal(Reason.EXCHANGE, f"{exchange}: {'; '.join(against)}", site.node)
+    if split_exchange(exchange)[0]:
+        deal = HeadDeal.best(spec.heads, spec.heads_kv, state.sharding.grid[1])
+        why, spec = f"{why}; {deal}", replace(spec, heads=deal.local, heads_kv=deal.local_kv)
     choice = choose(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
     rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
     return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
+
+
+def exchange_reasons(exchange: str, sharding: Sharding) -> list[str]:
+    """Every reason why an exchange can't serve these ranks; empty: it can."""
+    scattered, outer = split_exchange(exchange)
+    found: list[str] = []
+    if scattered and outer != "local" and isinstance(sharding.mesh, int):
+        found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
+    if sharding.keep_kv and outer == "p2p":
+        found.append("a ring holds no more than two buffers of keys and values, so keep_kv=True has nothing to keep")
+    return found
 
 
 def spec_of(site: Site, deterministic: bool) -> AttentionSpec:

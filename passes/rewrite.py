@@ -13,13 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch import PlanInput
+from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.ops.attention import attend
+from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.sharding import split_exchange
 
 from .erase import erase_dead
 from .inputs import Inputs
 from .locality import PositionGenerator
 from .locality_liveness import live_nodes
+from .plan_sites import spec_of
 from .state import Decision, State
 
 _ROW_INDEX = PlanInput("row_index")
@@ -49,14 +52,13 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs) -> None:
     value = site.node.meta["example_value"]
     tracer = GraphAppendingTracer(graph)
     plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_site(site.mask, decision.exchange)]
-    group = sharding.group_name if sharding.world_size > 1 else ""
-    where = (decision.exchange, group, sharding.world_size)
+    where, heads = _where(decision, state)
     scale = site.query.meta["example_value"].shape[-1] ** -0.5 if site.scale is None else site.scale
     params = Params(float(scale), site.softcap, sharding.deterministic)
 
     def emit() -> Any:
         q, k, v = (_rows(fx.Proxy(node, tracer), value.dtype) for node in (site.query, site.key, site.value))
-        out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv)[0]
+        out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv, None, heads)[0]
         return out.unflatten(0, (_batch_size(site.query, tracer), -1)).transpose(1, 2)
 
     new = _insert(site.node, emit, inputs.mode)
@@ -64,6 +66,19 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs) -> None:
     name = site.node.name
     graph.erase_node(site.node)
     new.name = name
+
+
+def _where(decision: Decision, state: State) -> tuple[tuple[str, str, int], HeadScatter | None]:
+    """(exchange, group, ranks) that keys travel by, and what heads are scattered over before."""
+    sharding = state.sharding
+    scattered, exchange = split_exchange(decision.exchange)
+    if not scattered:
+        return (exchange, sharding.group_name if sharding.world_size > 1 else "", sharding.world_size), None
+    (outer, inner), groups = sharding.grid, sharding.grid_groups
+    spec = spec_of(decision.site, sharding.deterministic)
+    deal = HeadDeal.best(spec.heads, spec.heads_kv, inner)
+    where = (exchange, "" if exchange == "local" else groups[0], outer)
+    return where, HeadScatter(deal, (spec.head_dim, spec.head_dim_v), groups[1])
 
 
 def _rows(x_BHTD: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:

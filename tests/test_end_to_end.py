@@ -46,9 +46,17 @@ def compiled_model(name: str, sharding: cp.Sharding) -> tuple[nn.Module, Callabl
     return model, torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
 
 
+@functools.cache
+def grid_mesh(outer: int, inner: int) -> DeviceMesh:
+    """Made once per process: every mesh makes process groups."""
+    return DeviceMesh("cpu", torch.arange(outer * inner).view(outer, inner), mesh_dim_names=("outer", "inner"))
+
+
 def sharded_step(
     mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: Any, exchange: Any, inner: Any = "aot_eager"
 ) -> tuple[float, dict[str, Tensor]]:
+    if exchange.startswith("a2a+"):
+        mesh = grid_mesh(2, mesh.size() // 2)
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), layout, exchange, inner=inner)
     model, compiled = compiled_model(name, dataclasses.replace(sharding, layout="contiguous"))
     model.zero_grad()
@@ -59,7 +67,7 @@ def sharded_step(
     total = loss.detach().clone()
     torch.distributed.all_reduce(total, group=sharding.group)
     grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    return float(total), grads if mesh.get_local_rank() == 0 else {}
+    return float(total), grads if sharding.rank == 0 else {}
 
 
 def plain_step(name: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -85,15 +93,27 @@ def check(
         assert error <= LIMIT, f"{key}: {error:.1e} {lengths} {layout} {exchange}"
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed", "p2p"])
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "p2p", "a2a"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_llama_matches_one_process(pool: Pool, world_size: int, layout: str, exchange: str) -> None:
     check(pool, world_size, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("exchange", ["a2a+all_gather", "a2a+needed", "a2a+p2p"])
+def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> None:
+    check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
+
+
+@pytest.mark.parametrize("exchange", ["a2a", "p2p", "a2a+p2p"])
+def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
+    check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
+
+
 def test_llama_with_inductor_matches_one_process(pool: Pool) -> None:
-    check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", "needed", inner="inductor")
+    for exchange in ("needed", "p2p", "a2a"):
+        check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
 @settings(max_examples=12)
@@ -102,7 +122,7 @@ def test_llama_with_inductor_matches_one_process(pool: Pool) -> None:
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1
     ).filter(lambda rows: sum(rows[0]) >= 16),
     layout=st.sampled_from(LAYOUTS),
-    exchange=st.sampled_from(["all_gather", "needed", "p2p"]),
+    exchange=st.sampled_from(["all_gather", "needed", "p2p", "a2a"]),
 )
 def test_llama_matches_on_drawn_lengths(pool: Pool, lengths: list[list[int]], layout: str, exchange: str) -> None:
     check(pool, 2, "llama", lengths, layout, exchange)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
 
 from .exchange import exchange_kv, return_kv
+from .heads import gather_heads, own_sinks, scatter_heads
 from .merge import add_sinks, sinks_gradient
 from .rows import as_rows, split_kv
 
@@ -103,6 +106,15 @@ def _(dout: Tensor, q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
+@dataclass(frozen=True)
+class HeadScatter:
+    """Attention inside an all-to-all. Args: deal: who gets which heads. dims: (D, V). group: name of the ranks'."""
+
+    deal: HeadDeal
+    dims: tuple[int, int]
+    group: str
+
+
 def attend(
     q: Any,
     k: Any,
@@ -114,6 +126,7 @@ def attend(
     kernel: str,
     keep_kv: bool = False,
     sinks: Any = None,
+    heads: HeadScatter | None = None,
 ) -> Any:
     """Exchange keys and values, then attend: (out, lse) of `packed_attention`. Works on tensors and on graph proxies.
 
@@ -121,7 +134,15 @@ def attend(
         q, k, v: (R, Hq, D), (R, Hkv, D), (R, Hkv, V). tables: the four tensors of `Schedule.attention`.
         route: the tensors of `Schedule.route(exchange)`. where: exchange, group name, world size. sinks: (Hq,).
             For `p2p` both are those of `ring_tables`, and keep_kv says nothing: rows go round again.
+        heads: scatter heads first; `route` then ends with `row_order` and `row_inverse`, and `lse` is of the heads
+            that this rank has, in the order of its gathered rows.
     """
+    if heads is not None:
+        *route, order, inverse = route
+        q, k, v = scatter_heads(q, k, v, order, inverse, heads.deal, heads.dims, heads.group)
+        sinks = sinks if sinks is None else own_sinks(sinks, heads.deal, heads.group)
+        result = attend(q, k, v, tables, route, where, params, kernel, keep_kv, sinks)
+        return gather_heads(result[0], order, inverse, heads.deal, heads.group), result[1]
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     if where[0] == "p2p":
         return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
