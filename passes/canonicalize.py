@@ -77,6 +77,7 @@ class Canonical:
     leaves: Mapping[fx.Node, Ref]
     constants: Mapping[Ref, float]
     output: Ref
+    updated: bool  # some op of the graph, before or after, changes one of the slice's tensors in place
 
 
 def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
@@ -114,16 +115,18 @@ def resolve(scope: Scope, node: Any) -> tuple[Scope, Any]:
     return scope, node
 
 
-def canonicalize(scope: Scope, node: fx.Node, stop: Callable[[Scope, fx.Node], bool]) -> Canonical:
+def canonicalize(
+    scope: Scope, node: fx.Node, stop: Callable[[Scope, fx.Node], bool], before: fx.Node | None = None
+) -> Canonical:
     """Trace what computes `node` (which lives in `scope`) to ATen, back to placeholders, attributes and `stop` nodes.
 
     Every op runs once more on Dynamo's own fake tensors, below autograd, vmap and functionalization, so in-place
-    updates of the sliced tensors come out as pure calls.
+    updates of the sliced tensors come out as pure calls: those that stand before the node `before`, which reads `node`.
 
     Raises:
         CanonicalizeError: a node has no fake tensors or fails on them.
     """
-    return _Tracer(stop).trace(scope, node)
+    return _Tracer(stop, scope, before).trace(scope, node)
 
 
 class _Recorder(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
@@ -162,8 +165,12 @@ class _Recorder(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
 
 
 class _Tracer:
-    def __init__(self, stop: Callable[[Scope, fx.Node], bool]) -> None:
+    def __init__(self, stop: Callable[[Scope, fx.Node], bool], scope: Scope, before: fx.Node | None) -> None:
         self.stop = stop
+        self.updated = False
+        self.ends: dict[Scope, fx.Node | None] = {scope: before}  # where a region is left: what follows came later
+        while scope.parent is not None:
+            self.ends[scope.parent], scope = scope.call, scope.parent
         self.needed: dict[Scope, set[fx.Node]] = {}
         self.leaves: dict[fx.Node, Any] = {}
         self.calls: dict[Scope, dict[fx.Node, Scope | None]] = {}
@@ -201,7 +208,7 @@ class _Tracer:
             out = torch.func.functionalize(run, remove="mutations")(*tensors) if mutates else run(*tensors)
         if not isinstance(out, Tensor):
             raise CanonicalizeError(node, f"{node.name} is no tensor")
-        return Canonical(tuple(recorder.calls), refs, recorder.constants, recorder.ref(out))
+        return Canonical(tuple(recorder.calls), refs, recorder.constants, recorder.ref(out), self.updated)
 
     def _collect(self, scope: Scope, root: fx.Node) -> None:
         """Mark what `root` is computed from, with in-place updates of it, through region calls both ways."""
@@ -246,17 +253,22 @@ class _Tracer:
     def _collect_updates(self) -> list[tuple[Scope, fx.Node]]:
         """In-place ops on storages of the slice: they are users, not ancestors, of what they change."""
         work: list[tuple[Scope, fx.Node]] = []
-        for scope, mine in self.needed.items():
-            leaves = [n for n in self.leaves if n.graph is scope.gm.graph]
-            storages = {s for n in (*mine, *leaves) for s in _storages(n)}
+        for scope, mine in list(self.needed.items()):
+            inputs = [n for n in self.leaves if n.graph is scope.gm.graph and n.op == "placeholder"]
+            storages = {s for n in (*mine, *inputs) for s in _storages(n)}
             has_vmap = any("batch_dim" in str(n.target) for n in mine)
+            later = False
             for node in scope.gm.graph.nodes:
-                if node in mine or node in self.leaves:
-                    continue
+                later |= node is self.ends.get(scope)
                 target = mutated(node)
                 updates = isinstance(target, fx.Node) and bool(storages & set(_storages(target)))
-                if updates or (has_vmap and getattr(node.target, "__name__", "") in _VMAP_BRACKETS):
-                    work.append((scope, node))
+                self.updated |= updates
+                brackets = has_vmap and getattr(node.target, "__name__", "") in _VMAP_BRACKETS
+                if node not in mine and not later and (updates or brackets):
+                    # Not for `stop` to leave out, even where it brings in weights: the slice would lose the update.
+                    mine.add(node)
+                    self.leaves.pop(node, None)
+                    work.extend((scope, arg) for arg in node.all_input_nodes)
         return work
 
     def _run_scope(self, scope: Scope, env: dict[tuple[Scope, fx.Node], Any], recorder: _Recorder) -> None:

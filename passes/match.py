@@ -15,7 +15,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .canonicalize import Scope, is_parameter, nested_scopes, resolve
+from .canonicalize import CanonicalizeError, Scope, canonicalize, is_parameter, nested_scopes, resolve
 from .grouped_heads import ungroup
 from .match_flex import flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .predicate import prove
@@ -215,19 +215,19 @@ class _Matcher:
         if not isinstance(source, fx.Node):
             return [Refusal(Reason.MASK_OPAQUE, f"the mask is {source!r}", node)]
         key = (outer, source, tuple(str(s) for s in shape[:3]))
-        if key not in self._masks:
-            self._masks[key] = prove(
-                outer,
-                source,
-                node,
-                shape,
-                self.sharding,
-                name_of=self._name,
-                local_tokens=self.local_tokens,
-                stop=self._holds_weights,
-                indices=indices,
-            )
-        return self._masks[key]
+        if key in self._masks:
+            return self._masks[key]
+        while scope is not outer and scope.call is not None and scope.parent is not None:
+            scope, node = scope.parent, scope.call
+        try:
+            canonical = canonicalize(outer, source, self._holds_weights, before=node)
+        except CanonicalizeError as error:
+            detail = f"the mask's computation can't be traced: {error}"
+            return [Refusal(Reason.MASK_UNSUPPORTED_OP, detail, error.node)]
+        found = prove(canonical, source, shape, self.sharding, self._name, self.local_tokens, indices)
+        if not canonical.updated:  # else it says another thing to another reader
+            self._masks[key] = found
+        return found
 
     def _name(self, node: fx.Node) -> str:
         # A value inside the model may be called like an argument: only arguments go by their plain name.

@@ -14,7 +14,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, Sharding
 
-from .canonicalize import CanonicalizeError, Scope, canonicalize
+from .canonicalize import Canonical
 from .predicate_aten import Evaluator
 from .predicate_documents import Pair, Reader, Trouble, relations
 from .predicate_values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
@@ -24,35 +24,25 @@ from .predicate_worlds import Cell, Span, World, distances, turning_points
 # are -inf, finfo(dtype).min and their sums.
 DROPPED_AT = torch.finfo(torch.float16).min
 
-Stop = Callable[[Scope, fx.Node], bool]
-
 
 def prove(
-    scope: Scope,
+    canonical: Canonical,
     mask: fx.Node,
-    site: fx.Node,
     query_shape: Sequence[Any],
     sharding: Sharding,
     name_of: Callable[[fx.Node], str],
     local_tokens: frozenset[Expr],
-    stop: Stop,
     indices: Sequence[fx.Node] = (),
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
 
     Args:
-        scope, mask: the region and the node that computes the mask.
-        site: the attention node, for the refusals.
+        canonical, mask: the mask's computation, and the node that refusals without a node of their own name.
         query_shape: (B, H, T, D) of the queries, ints or SymInts.
         name_of: the argument's name of a leaf node.
         local_tokens: the expressions that count this shard's tokens.
-        stop: nodes that a mask is not computed from (they hold weights).
         indices: placeholders that stand for b, h, q and k, when the mask is a function of them.
     """
-    try:
-        canonical = canonicalize(scope, mask, stop)
-    except CanonicalizeError as error:
-        return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the mask's computation can't be traced: {error}", error.node)]
     evaluator = Evaluator(local_tokens, name_of)
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
@@ -63,7 +53,7 @@ def prove(
     token_size = frozenset({TOKENS, *(evaluator.size(s) for s in local_tokens)})
     reader = Reader(sharding, evaluator.leaves, pair, token_size)
     static = next((int(s) for s in local_tokens if s.is_Integer), None)
-    return decide(reader, value, static, mask, site)
+    return decide(reader, value, static, mask)
 
 
 def index_of(evaluator: Evaluator, sizes: Sequence[Expr]) -> Index:
@@ -84,9 +74,7 @@ def read_mask(tensor: SymTensor, index: Index, sizes: Sequence[Expr]) -> tuple[A
     return tensor.broadcast_at(index), pair
 
 
-def decide(
-    reader: Reader, value: Value, static_tokens: int | None, mask: fx.Node, site: fx.Node
-) -> PackedMask | list[Refusal]:
+def decide(reader: Reader, value: Value, static_tokens: int | None, mask: fx.Node) -> PackedMask | list[Refusal]:
     """Evaluate the mask in every world and at every distance where it can change."""
 
     def refuse(reason: Reason, detail: str, node: fx.Node | None = None) -> list[Refusal]:
@@ -131,7 +119,6 @@ def decide(
             Reason.MASK_NOT_PACKED,
             "padding after a document counts as its tokens, and queries see keys after them",
         )
-    del site
     return PackedMask(causal=right == 0, window=(left, right), packed=packed)
 
 

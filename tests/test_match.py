@@ -105,6 +105,32 @@ def test_two_masks_in_one_model() -> None:
     assert [s.mask for s in match_model(model) if isinstance(s, Site)] == [PackedMask(), PackedMask(window=(2, 0))]
 
 
+def test_a_mask_changed_between_layers_is_two_masks() -> None:
+    def model(**b: Tensor) -> Tensor:
+        x, mask = heads(b), torch.where(PACKED(**b), 0.0, -1e9)
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        i = torch.arange(b["input_ids"].shape[1])
+        mask.masked_fill_(i[:, None] - i[None] >= 3, -1e9)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    assert [s.mask for s in match_model(model) if isinstance(s, Site)] == [PackedMask(), PackedMask(window=(2, 0))]
+
+
+def test_weights_added_in_place_are_seen() -> None:
+    class Biased(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(1))
+
+        def forward(self, **b: Tensor) -> Tensor:
+            with torch.no_grad():
+                mask = torch.where(PACKED(**b), 0.0, -1e9)
+                mask.add_(self.bias)
+            return F.scaled_dot_product_attention(*[heads(b)] * 3, attn_mask=mask)
+
+    assert reasons(Biased()) == {Reason.MASK_OPAQUE}
+
+
 # -- grouped heads -------------------------------------------------------------------------------------------
 
 
