@@ -19,6 +19,7 @@ from .passes.diff import graph_lines
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of
+from .verify import check_masks
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,11 +56,15 @@ class Backend:
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra])
         keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
+        unchecked = list(state.masks)
 
         def run(*args: Any) -> Any:
             plan = active_plan(sharding)
             if sums:
                 plan.check_full(sums)
+            if unchecked:
+                check_masks(unchecked, plan, args)
+                unchecked.clear()
             return compiled(*args, *(plan.tensor(key) for key in keys))
 
         return run

@@ -68,6 +68,8 @@ class ActivePlan:
     sharding: Sharding
     plan: BatchPlan
     device: torch.device
+    batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The global batch, when the annotation asks to verify on it."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
 
     def tensor(self, key: PlanInput) -> Tensor:
@@ -192,8 +194,8 @@ def shard(
         values[name] = cut_tokens(values[name], dim, indices, fill)
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
-    first = values[next(iter(tokens))]
-    token = _current.set((ActivePlan(sharding, plan, first.device), True))
+    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
+    token = _current.set((ActivePlan(sharding, plan, first.device, kept), True))
     try:
         yield LocalBatch(values, plan)
     finally:

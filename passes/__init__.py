@@ -13,6 +13,7 @@ from .locality import check_locality
 from .locality_inputs import token_dims
 from .match import match_sites
 from .plan_sites import plan_sites
+from .record_masks import record_masks
 from .rewrite import rewrite_sites
 from .state import State
 from .verify import verify_graph
@@ -59,7 +60,7 @@ def check_token_locality(state: State) -> State:
     )
 
 
-FIND = (unify_token_sizes, match_attention, check_token_locality, plan_sites)
+FIND = (unify_token_sizes, match_attention, check_token_locality, plan_sites, record_masks)
 """What only reads the graph: after these all refusals are known."""
 
 CHANGE = (rewrite_sites, verify_graph)

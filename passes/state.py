@@ -13,6 +13,7 @@ from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
 from .locality import PositionGenerator
+from .recorded import RecordedMask
 from .sites import Site
 
 
@@ -37,7 +38,7 @@ class State:
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
         sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
-        decisions: what was decided. inputs: what was added, in order.
+        decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
     graph_module: fx.GraphModule
@@ -51,3 +52,4 @@ class State:
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()
+    masks: tuple[RecordedMask, ...] = ()

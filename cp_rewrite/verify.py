@@ -1,0 +1,214 @@
+"""Compare masks on the first call: what the model computes, run on real tensors, with what the rewrite takes it for.
+
+A mask is run on the *global* batch where all that it reads is in the batch, on documents of at most `SAMPLE` tokens at
+the front of each row and in its middle: masks are T x T. A mask that comes in as a tensor is there for the shard only;
+then pairs of tokens whose answer a shard can know are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .batch import ActivePlan
+from .documents import Documents
+from .passes.canonicalize import Canonical, Ref
+from .passes.recorded import RecordedMask
+from .sharding import CuSeqlens, Sharding
+
+log = logging.getLogger(__name__)
+SAMPLE = 2048
+Bools = NDArray[np.bool_]
+
+
+class MaskMismatch(RuntimeError):
+    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
+
+
+def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any]) -> None:
+    """Compare each mask; a collective of the context-parallel group.
+
+    Args:
+        masks: as recorded before the rewrite.
+        plan: of the batch in flight, with its global batch.
+        args: the graph's inputs on this rank.
+    Raises:
+        MaskMismatch: on every rank, with the line, the first pair of tokens that differs, and who says what.
+    """
+    found = [text for mask in masks for text in _differences(mask, plan, args)]
+    texts = _gathered(plan.sharding, "\n".join(found))
+    wrong = next((text for text in texts if text), None)
+    if wrong is not None:
+        raise MaskMismatch(wrong)
+
+
+def _gathered(sharding: Sharding, text: str) -> list[str]:
+    """Every rank's text, so that all ranks raise alike."""
+    if sharding.world_size == 1 or dist.get_backend(sharding.group) == "fake":
+        return [text]
+    texts: list[Any] = [None] * sharding.world_size
+    dist.all_gather_object(texts, text, group=sharding.group)
+    return texts
+
+
+def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
+    missing = {name for name in recorded.names.values() if not isinstance(plan.batch.get(name), Tensor)}
+    if recorded.assumed and missing:
+        return _compare_local(recorded, plan, args)
+    if missing:
+        log.warning("%s: mask not compared: %s not in the batch", recorded.where, ", ".join(sorted(missing)))
+        return []
+    for start, stop in windows(plan.plan.rows):
+        found = _compare_global(recorded, plan, start, stop, args)
+        if found:
+            return found
+    return []
+
+
+def windows(rows: Sequence[Documents]) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens to look at: from the front, and, of a single row, from a document in its middle."""
+    found = [(0, min(SAMPLE, rows[0].total))]
+    later = rows[0].starts[(rows[0].starts >= SAMPLE) & (rows[0].lengths > 0)]
+    if len(rows) == 1 and len(later):
+        start = int(later[len(later) // 2])
+        found.append((start, min(start + SAMPLE, rows[0].total)))
+    return found
+
+
+def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: int, args: Sequence[Any]) -> list[str]:
+    """Run the mask on tokens [start, stop) of all rows, as if they were the whole batch."""
+    values: dict[Ref, Tensor] = {}
+    for ref in recorded.canonical.leaves.values():
+        if ref in recorded.names:
+            values[ref] = _sample(plan, recorded.names[ref], start, stop)
+        elif ref in recorded.places:
+            values[ref] = args[recorded.places[ref]]
+    rows = [_clip(documents, start, stop) for documents in plan.plan.rows]
+    expected = np.stack([recorded.mask.materialize(documents) for documents in rows])
+    known = np.ones_like(expected)
+    if recorded.mask.packed:  # what padding queries see is the model's own affair
+        known &= np.stack([documents.document_ids() >= 0 for documents in rows])[:, :, None]
+    actual = _run(recorded, values, stop - start, len(rows), plan.device)
+    return _report(recorded, actual, expected, known, start)
+
+
+def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
+    value: Tensor = plan.batch[name]
+    dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
+    if dim is not None:
+        return value.narrow(dim, start, stop - start)
+    if isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg):
+        return (value.clamp(start, stop) - start).to(value.dtype)
+    return value
+
+
+def _clip(documents: Documents, start: int, stop: int) -> Documents:
+    starts = np.clip(documents.starts, start, stop)
+    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start)
+
+
+def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
+    """Compare a mask made from, or for, this rank's tokens.
+
+    Whoever made it saw a row of pieces, not the global row. It must let tokens of one piece see each other as the
+    assumed mask says, and tokens of two documents not at all; about two pieces of one document a shard can't know.
+    """
+    places = recorded.places
+    if any(ref not in places for ref in recorded.canonical.leaves.values() if ref not in recorded.values):
+        return []
+    indices = plan.indices()
+    values = {ref: args[place] for ref, place in places.items()}
+    actual = _run(recorded, values, indices.shape[1], len(indices), plan.device)
+    pairs = [_visible(recorded, documents, index) for documents, index in zip(plan.plan.rows, indices, strict=True)]
+    expected, known = (np.stack(part) for part in zip(*pairs, strict=True))
+    return _report(recorded, actual, expected, known, 0)
+
+
+def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int64]) -> tuple[Bools, Bools]:
+    """(what the mask says, where a shard can know it) for all pairs of a rank's tokens."""
+    mask, ids = recorded.mask, documents.document_ids()[np.maximum(index, 0)]
+    real = (index >= 0) & (ids >= 0)
+    same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
+    piece = np.cumsum(np.diff(index, prepend=index[:1]) != 1)
+    delta = index[:, None] - index[None, :]
+    keep = same.copy()
+    if mask.left is not None:
+        keep &= delta <= mask.left
+    if mask.right is not None:
+        keep &= -delta <= mask.right
+    known = (piece[:, None] == piece) | ~same
+    if mask.right == 0:
+        known |= delta < 0
+    return keep, known & real[:, None] & real
+
+
+def _report(recorded: RecordedMask, actual: Bools, expected: Bools, known: Bools, start: int) -> list[str]:
+    wrong = np.argwhere((actual != expected[:, None]) & known[:, None])
+    if not len(wrong):
+        return []
+    row, _, q, k = wrong[0].tolist()
+    word = "assumed" if recorded.assumed else "proven"
+    sees = "lets" if actual[tuple(wrong[0])] else "does not let"
+    return [
+        f"{recorded.where}: the mask is {word} to be '{recorded.mask}', but the model's own mask {sees} "
+        f"query {start + q} see key {start + k} in row {row} ({len(wrong)} pairs differ)"
+    ]
+
+
+def _run(recorded: RecordedMask, values: dict[Ref, Tensor], tokens: int, rows: int, device: torch.device) -> Bools:
+    """(B, H, T, T) booleans: the mask's own computation on `values`."""
+    sizes = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
+    for ref, value in values.items():
+        sizes |= {s.node.expr: n for s, n in zip(ref.shape, value.shape, strict=True) if _is_symbol(s)}
+    values = {**recorded.values, **values}
+    grid = (rows, 1, tokens, tokens)
+    for dim, ref in enumerate(recorded.indices):
+        if ref is not None:
+            shape = [grid[dim] if d == dim else 1 for d in range(4)]
+            index = torch.arange(tokens, device=device) if dim > 1 else torch.arange(grid[dim], device=device)
+            values[ref] = index.view(shape)
+    out = evaluate(recorded.canonical, {r: v.to(device) for r, v in values.items()}, sizes, device)
+    keep = out if out.dtype == torch.bool else out > torch.finfo(out.dtype).min / 2
+    heads = keep.shape[1] if keep.ndim == 4 else 1
+    return keep.expand(rows, heads, tokens, tokens).cpu().numpy()
+
+
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+
+
+@torch.no_grad()
+def evaluate(
+    canonical: Canonical, values: Mapping[Ref, Tensor], sizes: Mapping[Any, int], device: torch.device
+) -> Tensor:
+    """Run a canonical slice on real tensors, its symbolic sizes replaced by `sizes`."""
+    env = dict(values)
+
+    def number(size: Any) -> Any:
+        value = size.node.expr.subs(sizes)
+        return float(value) if isinstance(size, torch.SymFloat) else int(value)
+
+    def tensor(ref: Ref) -> Tensor:
+        if ref not in env:
+            constant = canonical.constants.get(ref)
+            shape = [number(s) if isinstance(s, torch.SymInt) else s for s in ref.shape]
+            # A leaf that holds weights: masks read its shape only.
+            env[ref] = torch.full(shape, 0 if constant is None else constant, dtype=ref.dtype, device=device)
+        return env[ref]
+
+    for call in canonical.calls:
+        args, kwargs = tree_map_only(Ref, tensor, (call.args, call.kwargs))
+        args, kwargs = tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), number, (args, kwargs))
+        out: Any = call.func(*args, **kwargs)
+        for ref, result in zip(call.outputs, out if isinstance(out, tuple | list) else [out], strict=True):
+            if ref is not None:
+                env[ref] = result
+    return tensor(canonical.output)

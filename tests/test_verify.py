@@ -1,0 +1,102 @@
+"""Masks compared on the first call, and whole models against one process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite import verify
+from cp_rewrite.verify import MaskMismatch
+from tests.models import build_model
+from tests.pool import Pool
+from tests.test_end_to_end import TOKENS, make_batch
+
+match: Any = importlib.import_module("cp_rewrite.passes.match")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def make_sharding(mesh: Any = 1, **options: Any) -> cp.Sharding:
+    values: dict[str, Any] = {"inner": "eager", "verify": "first_step", **options}
+    return cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), **values)
+
+
+def run_model(name: str, sharding: cp.Sharding, batch: dict[str, Tensor]) -> None:
+    model = build_model(name).requires_grad_(False)
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(batch, shift_labels=True) as local:
+        compiled(**local)
+
+
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", "nanogpt", "gemma2_flex"])
+def test_true_masks_pass(name: str) -> None:
+    run_model(name, make_sharding(), make_batch([[13, 1, 7], [20, 1]]))
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
+    monkeypatch.setattr(match, "prove", lambda *_, **__: mask)
+
+
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", "gemma2_flex"])
+@pytest.mark.parametrize(
+    "mask", [cp.PackedMask(causal=False), cp.PackedMask(window=(5, 0)), cp.PackedMask(packed=False)], ids=str
+)
+def test_a_wrong_reading_of_a_mask_raises(monkeypatch: pytest.MonkeyPatch, name: str, mask: cp.PackedMask) -> None:
+    lie(monkeypatch, mask)
+    with pytest.raises(MaskMismatch, match=r"see key \d+ in row 0"):
+        run_model(name, make_sharding(), make_batch([[13, 1, 9]]))
+
+
+def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "SAMPLE", 8)
+    documents = cp.Documents.from_lengths([5, 6, 7, 9])
+    assert verify.windows([documents]) == [(0, 8), (18, 26)]
+    run_model("mistral", make_sharding(), make_batch([[5, 6, 7, 9]]))
+    lie(monkeypatch, cp.PackedMask(causal=False))
+    torch._dynamo.reset()
+    with pytest.raises(MaskMismatch):
+        run_model("torchtitan", make_sharding(), make_batch([[5, 6, 7, 9]]))
+
+
+def with_mask(input_ids: Tensor, position_ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    x = F.one_hot(input_ids, 64).float()[:, None] + position_ids[:, None, :, None]
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
+    """What happens with a mask tensor that each rank makes of its own tokens, right or wrong."""
+    sharding = make_sharding(mesh, assume_mask=cp.PackedMask(), layout=layout, verify="never")
+    outcomes: list[str] = []
+    for kind in ("documents", "positions", "causal only", "not causal"):
+        torch._dynamo.reset()
+        compiled = torch.compile(with_mask, backend=cp.backend(sharding), fullgraph=True)
+        with sharding.shard(make_batch([[13, 1, 7, 29, 4]])) as local:
+            pos = local["position_ids"]
+            doc = torch.from_numpy(local.plan.rows[0].document_ids()[local.plan.local_indices(sharding.rank)])
+            doc = (pos.diff(prepend=pos[:, :1] - 1) != 1).cumsum(1) if kind == "positions" else doc
+            mask = (doc[:, :, None] == doc[:, None, :]) | (kind == "causal only")
+            mask = (mask.tril() if kind != "not causal" else mask)[:, None]
+            torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
+            try:
+                compiled(**local, mask=mask)
+                outcomes.append("passes")
+            except MaskMismatch as error:
+                outcomes.append("raises" if "assumed" in str(error) else str(error))
+    return outcomes
+
+
+@pytest.mark.xdist_group("pool")
+@pytest.mark.parametrize("layout", ["balanced", "dual_chunk"])
+def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
+    for outcomes in pool.run(2, local_masks, layout):
+        assert outcomes == ["passes", "passes", "raises", "raises"]
