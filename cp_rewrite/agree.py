@@ -1,4 +1,8 @@
-"""All ranks must hold the same: compared through the group's store, so that a difference raises instead of hanging."""
+"""All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
+
+Digests travel through the group's store, from host to host: no collective, and nothing waits for a GPU. A batch costs
+four round trips to the store (some tenths of a millisecond), beside kernels of earlier batches that still run.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from .plan import BatchPlan
 from .sharding import Sharding
 
-_rounds: Counter[str] = Counter()
+_turns: Counter[tuple[str, str]] = Counter()
+_ADVICE = {
+    "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
+    "annotation and batch shapes",
+    "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
+    "same batch, layout and lengths",
+}
 
 
 def on_text(sharding: Sharding, text: str) -> None:
@@ -23,38 +34,90 @@ def on_text(sharding: Sharding, text: str) -> None:
         RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
             come within the group's timeout.
     """
+    if _talks(sharding):
+        _compare(sharding, "graph", text)
+
+
+def on_batch(sharding: Sharding, plan: BatchPlan) -> None:
+    """Compare who owns which tokens of a batch, and its documents. Raises as `on_text`; `check_batches` may be off."""
+    if sharding.check_batches and _talks(sharding):
+        _compare(sharding, "batch", describe(sharding, plan))
+
+
+def on_failure(sharding: Sharding, error: Exception) -> None:
+    """Tell the others that this rank could not cut its batch; they raise with its error instead of waiting for it."""
+    if sharding.check_batches and _talks(sharding):
+        _post(sharding, "batch", f"no plan: {type(error).__name__}: {error}")
+
+
+def describe(sharding: Sharding, plan: BatchPlan) -> str:
+    """What must be equal on all ranks of a batch, a line a fact."""
+    orders = hashlib.sha256(b"".join(part.tobytes() for order in plan.orders for part in order.intervals)).hexdigest()
+    lines = [
+        f"layout: {sharding.layout}",
+        f"rows: {len(plan.rows)}",
+        f"tokens: {plan.rows[0].total}",
+        f"token order: {orders[:16]}",
+    ]
+    for b, row in enumerate(plan.rows):
+        lines += [f"row {b} document starts: {row.starts.tolist()}", f"row {b} lengths: {row.lengths.tolist()}"]
+    return "\n".join(lines)
+
+
+def _talks(sharding: Sharding) -> bool:
     if sharding.world_size == 1 or isinstance(sharding.mesh, int):
-        return
+        return False
+    return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many
+
+
+def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
+    """Put this rank's digest and text of a turn into the store; (the turn's prefix, the turn before)."""
+    name = sharding.group.group_name
+    turn = _turns[name, kind]
+    _turns[name, kind] += 1
+    prefix = f"cp_rewrite/{kind}/{turn}"
+    store: Any = _get_process_group_store(sharding.group)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    # A text that all ranks turn out to share is never read: it is written only when digests differ, or at once where
+    # this rank will not come back to write it.
+    if text.startswith("no plan"):
+        store.set(f"{prefix}/text/{sharding.rank}", text)
+    store.set(f"{prefix}/hash/{sharding.rank}", digest)
+    return prefix, f"cp_rewrite/{kind}/{turn - 1}"
+
+
+def _compare(sharding: Sharding, kind: str, text: str) -> None:
     group, rank = sharding.group, sharding.rank
     store: Any = _get_process_group_store(group)
-    turn = f"cp_rewrite/{_rounds[group.group_name]}"
-    _rounds[group.group_name] += 1
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    store.set(f"{turn}/text/{rank}", text)
-    store.set(f"{turn}/hash/{rank}", digest)
-    digests = [_wait(store, turn, other, group) for other in range(sharding.world_size)]
+    prefix, before = _post(sharding, kind, text)
+    digests = _read(store, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], group, kind)
     different = [other for other, value in enumerate(digests) if value != digests[0]]
-    if different:
-        other = store.get(f"{turn}/text/{different[0] if rank == 0 else 0}").decode()
-        names = (f"rank {rank}", f"rank {different[0] if rank == 0 else 0}")
-        lines = [line for line in difflib.unified_diff(text.splitlines(), other.splitlines(), *names, n=0, lineterm="")]
-        raise RuntimeError(
-            f"cp_rewrite: ranks {different} of the group compiled another graph than rank 0, so collectives would not "
-            "match. Give every rank the same model, annotation and batch shapes. First differences:\n"
-            + "\n".join(lines[:12])
-        )
+    if not different:
+        # Whoever wrote this turn has read the one before.
+        store.delete_key(f"{before}/hash/{rank}")
+        return
+    store.set(f"{prefix}/text/{rank}", text)
+    other = different[0] if digests[rank] == digests[0] else 0
+    theirs = _read(store, [f"{prefix}/text/{other}"], group, kind)[0]
+    lines = difflib.unified_diff(
+        text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
+    )
+    raise RuntimeError(
+        f"cp_rewrite: ranks {different} of the group {_ADVICE[kind]}. First differences:\n"
+        + "\n".join(line[:400] for line in list(lines)[:12])
+    )
 
 
-def _wait(store: Any, turn: str, rank: int, group: dist.ProcessGroup) -> str:
-    key = f"{turn}/hash/{rank}"
+def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:
     try:
-        store.wait([key], _timeout(group))
+        store.wait(keys, _timeout(group))
     except Exception as error:
+        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
         raise RuntimeError(
-            f"cp_rewrite: rank {rank} of the group did not compile with the others within the group's timeout; "
-            "every rank must call the model the same number of times"
+            f"cp_rewrite: rank {', '.join(missing)} of the group brought no {kind} within the group's timeout; every "
+            "rank must shard the same batches and call the model the same number of times"
         ) from error
-    return store.get(key).decode()
+    return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

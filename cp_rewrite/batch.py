@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import agree
 from .documents import Documents
 from .grid import outer_schedule, row_order
 from .masks import PackedMask
@@ -181,8 +182,14 @@ def shard(
         label_arg: name of the labels.
     Raises:
         KeyError, ValueError: a missing argument, token dims of different lengths, lengths that do not fit.
+        RuntimeError: on every rank, when ranks were given different batches or layouts.
     """
-    plan = plan_of(sharding, batch, lengths)
+    try:
+        plan = plan_of(sharding, batch, lengths)
+    except Exception as error:
+        agree.on_failure(sharding, error)
+        raise
+    agree.on_batch(sharding, plan)
     values = dict(batch)
     tokens = dict(sharding.tokens)
     if shift_labels:

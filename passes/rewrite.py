@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +37,18 @@ def rewrite_sites(state: State) -> State:
     # Masks, and key and value heads that the model had expanded for its query heads.
     live = live_nodes(state.graph_module, state.sites)
     stale = [node for decision in state.decisions for node in decision.site.node.all_input_nodes]
+    replaced: dict[fx.Node, fx.Node] = {}
     for decision in state.decisions:
-        _rewrite_site(decision, state, inputs)
-    erase_dead(stale, live, inputs)
+        replaced[decision.site.node] = _rewrite_site(decision, state, inputs, replaced)
+    erase_dead([node for node in stale if node not in replaced], live, inputs)
     for module in state.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
     return replace(state, inputs=inputs.keys)
 
 
-def _rewrite_site(decision: Decision, state: State, inputs: Inputs) -> None:
+def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The node that takes the site's place. `replaced`: attention may read an earlier one's output as it is."""
     site, sharding = decision.site, state.sharding
     graph = site.node.graph
     value = site.node.meta["example_value"]
@@ -57,15 +59,17 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs) -> None:
     params = Params(float(scale), site.softcap, sharding.deterministic)
 
     def emit() -> Any:
-        q, k, v = (_rows(fx.Proxy(node, tracer), value.dtype) for node in (site.query, site.key, site.value))
+        nodes = (replaced.get(node, node) for node in (site.query, site.key, site.value))
+        q, k, v = (_rows(fx.Proxy(node, tracer), value.dtype) for node in nodes)
         out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv, None, heads)[0]
-        return out.unflatten(0, (_batch_size(site.query, tracer), -1)).transpose(1, 2)
+        return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
 
     new = _insert(site.node, emit, inputs.mode)
     site.node.replace_all_uses_with(new)
     name = site.node.name
     graph.erase_node(site.node)
     new.name = name
+    return new
 
 
 def _where(decision: Decision, state: State) -> tuple[tuple[str, str, int], HeadScatter | None]:

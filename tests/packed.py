@@ -58,9 +58,18 @@ def run_rank(
 
 
 def dense_attention(
-    q_RHD: Tensor, k_RHD: Tensor, v_RHV: Tensor, rows: Sequence[Documents], mask: PackedMask, params: Params
+    q_RHD: Tensor,
+    k_RHD: Tensor,
+    v_RHV: Tensor,
+    rows: Sequence[Documents],
+    mask: PackedMask,
+    params: Params,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with a dense mask over rows of (B * T) tokens; rows that see no key give 0. The oracle."""
+    """Attention with a dense mask over rows of (B * T) tokens; rows that see no key give 0. The oracle.
+
+    `sinks` (Hq,) is the logit of one more key per head, whose value is 0.
+    """
     total = rows[0].total
     keep = torch.zeros(len(rows) * total, len(rows) * total, dtype=torch.bool)
     for b, row in enumerate(rows):
@@ -71,5 +80,8 @@ def dense_attention(
     if params.softcap:
         logits = params.softcap * torch.tanh(logits / params.softcap)
     seen = keep.any(-1)
-    prob = logits.masked_fill(~keep, -torch.inf).softmax(-1).masked_fill(~seen[:, None], 0.0)
+    logits = logits.masked_fill(~keep, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)], -1)
+    prob = logits.softmax(-1)[..., : keep.shape[1]].masked_fill(~seen[:, None], 0.0)
     return torch.einsum("hqk,khv->qhv", prob, v_RHV.repeat_interleave(group, 1))

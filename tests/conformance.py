@@ -1,0 +1,191 @@
+"""The cells of the conformance table, and what runs one: every exchange through the op layer, NaN in all padding."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite.batch import ActivePlan, PlanInput
+from cp_rewrite.documents import Documents
+from cp_rewrite.heads import HeadDeal
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.plan import plan_batch
+from cp_rewrite.sharding import split_exchange
+from tests.packed import dense_attention
+from tests.tolerances import relative_error, tolerance
+
+EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
+LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
+MASKS = (
+    PackedMask(),
+    PackedMask(causal=False),
+    PackedMask(window=(5, 0)),
+    PackedMask(causal=False, window=(6, 6)),
+    PackedMask(causal=False, window=(None, 3)),
+    PackedMask(packed=False),
+)
+PACKS = {
+    # Lengths that nothing divides, of 0 and of 1; more capacity than documents; gaps after each document; two rows.
+    "none": (Documents.from_lengths([13, 0, 1, 7, 29, 2, 1]),),
+    "tail": (Documents.from_lengths([21, 1, 17], 60),),
+    "between": (Documents.from_cu_seqlens([0, 5, 6, 6, 29], 48, [0, 8, 9, 16, 48]),),
+    "two rows": (Documents.from_lengths([9, 30, 1], 44), Documents.from_cu_seqlens([0, 3, 20], 44, [0, 4, 44])),
+    "empty ranks": (Documents.from_lengths([3]),),
+}
+HEADS = ((4, 4), (8, 2), (4, 1), (12, 2), (3, 3), (6, 2))
+DIMS = ((8, 8), (24, 16), (16, 8), (64, 64), (192, 128), (128, 64), (256, 256))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case: what is attended to, and how."""
+
+    exchange: str
+    layout: str
+    mask: PackedMask
+    padding: str
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    world_size: int
+    sinks: bool = False
+    softcap: float = 0.0
+
+    def __str__(self) -> str:
+        extras = [name for name, on in (("sinks", self.sinks), ("soft cap", self.softcap)) if on]
+        columns = (
+            self.exchange, self.layout, self.mask, self.padding, f"{self.heads[0]}/{self.heads[1]}",
+            f"{self.dims[0]}/{self.dims[1]}", str(self.dtype).removeprefix("torch."), self.world_size,
+            ", ".join(extras) or "–",
+        )  # fmt: skip
+        return " | ".join(map(str, columns))
+
+
+HEADER = "exchange | layout | mask | padding | heads | head dims | dtype | ranks | extras"
+
+
+def cells() -> list[Cell]:
+    """Every exchange x layout x mask x padding, shapes taking turns; then every exchange x heads x dims x dtype."""
+    shapes = itertools.cycle(itertools.product(HEADS, DIMS[:3], DTYPES))
+    extras = itertools.cycle([(False, 0.0), (False, 0.0), (True, 0.0), (False, 2.0), (True, 2.0)])
+    found = [
+        Cell(exchange, layout, mask, padding, *next(shapes), ranks, *next(extras))
+        for exchange in EXCHANGES
+        for layout, mask, padding in itertools.product(LAYOUTS, MASKS, PACKS)
+        for ranks in _ranks(exchange)
+    ]
+    layouts, masks, paddings = itertools.cycle(LAYOUTS), itertools.cycle(MASKS), itertools.cycle(PACKS)
+    found += [
+        Cell(exchange, next(layouts), next(masks), next(paddings), heads, dims, dtype, _ranks(exchange)[-1])
+        for exchange, heads, dims, dtype in itertools.product(EXCHANGES, HEADS, DIMS, DTYPES)
+    ]
+    return found
+
+
+def _ranks(exchange: str) -> tuple[int, ...]:
+    return (4,) if exchange.startswith("a2a+") else (2, 3, 4)
+
+
+@functools.cache
+def grid_mesh(outer: int, inner: int) -> DeviceMesh:
+    """Made once per process: every mesh makes process groups."""
+    return DeviceMesh("cpu", torch.arange(outer * inner).view(outer, inner), mesh_dim_names=("outer", "inner"))
+
+
+def attend_on(
+    mesh: DeviceMesh, rows: tuple[Documents, ...], cell: Cell, params: Params, deterministic: bool = True
+) -> tuple[Any, Any]:
+    """(a function of q, k, v and sinks, this rank's token indices (B, T_l)) for one cell."""
+    if cell.exchange.startswith("a2a+"):
+        mesh = grid_mesh(2, mesh.size() // 2)
+    exchange: Any = cell.exchange
+    sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), exchange)
+    active = ActivePlan(sharding, plan_batch(rows, mesh.size(), cell.layout, cell.mask), torch.device("cpu"))
+    tables = [active.tensor(key) for key in PlanInput.of_site(cell.mask, exchange)]
+    scattered, outer = split_exchange(exchange)
+    where, heads = (outer, sharding.group_name, mesh.size()), None
+    if scattered:
+        heads = HeadScatter(HeadDeal.best(*cell.heads, sharding.grid[1]), cell.dims, sharding.grid_groups[1])
+        where = (outer, sharding.grid_groups[0], sharding.grid[0])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attend(q, k, v, tables[:4], tables[4:], where, params, "reference", False, sinks, heads)[0]
+
+    return run, active.indices()
+
+
+def make_inputs(cell: Cell) -> list[Tensor]:
+    """q, k, v, dout of all rows, in the cell's dtype, and sinks."""
+    rows = PACKS[cell.padding]
+    generator = torch.Generator().manual_seed(0)
+    (hq, hkv), (d, v) = cell.heads, cell.dims
+    shapes = [(hq, d), (hkv, d), (hkv, v), (hq, v)]
+    made = [torch.randn(len(rows) * rows[0].total, *shape, generator=generator) for shape in shapes]
+    return [x.to(cell.dtype) for x in made] + [torch.randn(hq, generator=generator)]
+
+
+def run_cells(mesh: DeviceMesh, cases: list[Cell]) -> list[list[Tensor]]:
+    """Per cell: out, dq, dk, dv and sinks' gradient of this rank, and the flat global rows they belong to."""
+    results: list[list[Tensor]] = []
+    for cell in cases:
+        rows = PACKS[cell.padding]
+        total = rows[0].total
+        padding = torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in rows]))
+        inputs = make_inputs(cell)
+        if cell.mask.packed:
+            for x in inputs[:4]:
+                x[padding] = torch.nan
+        params = Params(cell.dims[0] ** -0.5, cell.softcap, True)
+        run, indices = attend_on(mesh, rows, cell, params)
+        index = torch.from_numpy((indices + np.arange(len(rows))[:, None] * total).reshape(-1))
+        holes = torch.from_numpy(indices.reshape(-1) < 0)
+        local = [x[index.clamp(min=0)] for x in inputs[:4]]
+        for x in local:
+            x[holes] = torch.nan
+        q, k, v = (x.requires_grad_() for x in local[:3])
+        leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
+        runs: list[list[Tensor]] = []
+        for _ in range(2):
+            out = run(*leaves)
+            runs.append([out, *torch.autograd.grad(out, leaves, local[3])])
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), f"two runs differ: {cell}"
+        assert all((x[holes] == 0).all() for x in runs[0][:4]), f"padding is not exact zero: {cell}"
+        results.append([*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], index[~holes]])
+    return results
+
+
+def errors(cell: Cell, parts: list[list[Tensor]]) -> Iterator[tuple[str, float]]:
+    """Relative errors of the ranks' results against dense attention in fp64."""
+    rows = PACKS[cell.padding]
+    *inputs, sinks = make_inputs(cell)
+    q, k, v, dout = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v, *([sinks.double()] if cell.sinks else []))]
+    params = Params(cell.dims[0] ** -0.5, cell.softcap)
+    dense = dense_attention(q, k, v, rows, cell.mask, params, *leaves[3:])
+    expected = [dense, *torch.autograd.grad(dense, leaves, dout)]
+    for i, name in enumerate(("out", "dq", "dk", "dv")):
+        whole = torch.full_like(expected[i], torch.nan)
+        for part in parts:
+            whole[part[-1]] = part[i].double()
+        padding = torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in rows]))
+        assert not cell.mask.packed or (whole[padding] == 0).all(), f"{name} in padding is not exact zero: {cell}"
+        yield name, relative_error(whole, expected[i])
+    if cell.sinks:
+        yield "dsinks", relative_error(torch.stack([part[4] for part in parts]).sum(0), expected[4])
+
+
+def limit(cell: Cell) -> float:
+    """What rounding explains."""
+    return tolerance(cell.dtype, 4096)

@@ -1,0 +1,105 @@
+"""Faults: a rank that holds another batch, layout or graph makes every rank raise, with the difference named."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite import agree
+from tests.pool import Pool
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+
+def batch_of(lengths: list[int]) -> dict[str, Tensor]:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"x": torch.randn(*positions.shape, 8), "position_ids": positions}
+
+
+def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
+    """(the error, seconds) of a rank; the last one has `odd` settings."""
+    mine = odd if mesh.get_local_rank() == mesh.size() - 1 else {}
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"), "contiguous")
+    good = batch_of([5, 11])
+    with sharding.shard(good):
+        pass
+    sharding = dataclasses.replace(sharding, layout=mine.get("layout", "contiguous"))
+    start = time.perf_counter()
+    try:
+        with sharding.shard({**good, **batch_of(mine.get("lengths", [5, 11])), **mine.get("values", {})}):
+            error = ""
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    seconds = time.perf_counter() - start
+    # The next batch is good again on all ranks.
+    with dataclasses.replace(sharding, layout="balanced").shard(good):
+        return error, seconds
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"layout": "head_tail"}, "layout: head_tail"),
+        ({"lengths": [5, 12]}, "tokens: 17"),
+        ({"lengths": [6, 10]}, "lengths: [6, 10]"),
+        ({"values": {"x": torch.zeros(1, 3, 8)}}, "token dims must have one length"),
+    ],
+    ids=["layout", "tokens", "documents", "broken"],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_another_batch_raises_on_every_rank(pool: Pool, world_size: int, odd: dict[str, Any], says: str) -> None:
+    for error, seconds in pool.run(world_size, shard_on, odd):
+        assert says in error
+        assert seconds < 20
+    assert all(f"ranks [{world_size - 1}]" in e for e, _ in pool.run(world_size, shard_on, odd)[:-1])
+
+
+class Attention(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        document = (position_ids == 0).cumsum(-1)
+        mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        h = x[:, None]
+        for _ in range(self.layers):
+            h = nn.functional.scaled_dot_product_attention(h, h, h, mask)
+        return h
+
+
+def compile_on(mesh: DeviceMesh) -> str:
+    layers = 2 if mesh.get_local_rank() == 0 else 3
+    tokens = {"x": 1, "position_ids": 1}
+    sharding = cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager")
+    compiled = torch.compile(Attention(layers), backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(batch_of([16, 16])) as local, pytest.raises(RuntimeError) as caught:
+        compiled(**local)
+    torch._dynamo.reset()
+    return str(caught.value)
+
+
+def test_another_graph_raises_on_every_rank(pool: Pool) -> None:
+    for error in pool.run(3, compile_on):
+        assert "ranks [1, 2] of the group compiled another graph" in error
+        assert "First differences" in error
+
+
+def batch_seconds(mesh: DeviceMesh) -> float:
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+    with sharding.shard(batch_of([300] * 40)) as local:
+        start = time.perf_counter()
+        for _ in range(50):
+            agree.on_batch(sharding, local.plan)
+    return (time.perf_counter() - start) / 50
+
+
+def test_agreement_is_cheap(pool: Pool) -> None:
+    assert max(pool.run(2, batch_seconds)) < 0.1

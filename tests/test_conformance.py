@@ -1,0 +1,136 @@
+"""Every exchange, mask, padding and shape against fp64; docs/conformance.md is what the whole sweep writes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.masks import PackedMask
+from tests.conformance import EXCHANGES, HEADER, Cell, attend_on, cells, errors, limit, run_cells
+from tests.pool import Pool
+
+pytestmark = pytest.mark.xdist_group("pool")
+TABLE = Path(__file__).parent.parent / "docs" / "conformance.md"
+
+
+def worst_errors(pool: Pool, cases: list[Cell]) -> dict[Cell, float]:
+    """The worst relative error of each cell, over its results."""
+    found: dict[Cell, float] = {}
+    for ranks, group in itertools.groupby(sorted(cases, key=lambda c: c.world_size), lambda c: c.world_size):
+        batch = list(group)
+        for cell, *parts in zip(batch, *pool.run(ranks, run_cells, batch), strict=True):
+            found[cell] = max(error for _, error in errors(cell, parts))
+    return found
+
+
+def failures(found: dict[Cell, float]) -> list[str]:
+    return [f"{cell}: {error:.1e}" for cell, error in found.items() if not error <= limit(cell)]
+
+
+def test_a_sample_of_cells(pool: Pool) -> None:
+    assert not failures(worst_errors(pool, cells()[::23]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_cells_and_write_the_table(pool: Pool) -> None:
+    found: dict[Cell, float] = {}
+    everything = cells()
+    for at in range(0, len(everything), 100):
+        found |= worst_errors(pool, everything[at : at + 100])
+    write_table(found)
+    assert not failures(found)
+
+
+def write_table(found: dict[Cell, float]) -> None:
+    """The sweep as Markdown: a summary per exchange, then every cell."""
+    per_exchange: dict[str, list[bool]] = defaultdict(list)
+    for cell, error in found.items():
+        per_exchange[cell.exchange].append(error <= limit(cell))
+    lines = [
+        "# Conformance",
+        "",
+        "Written by `pytest -m slow tests/test_conformance.py`. Each cell ran on gloo processes with the `reference`",
+        "kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients against dense",
+        "attention in fp64 (worst relative norm), exact zeros in padding, two runs bitwise equal.",
+        "",
+        "Refused, by name: `keep_kv=True` under a ring (`EXCHANGE`), `a2a+…` without a two-dimensional mesh",
+        "(`EXCHANGE`), dropout (`DROPOUT`), query and key lengths that differ (`QK_LENGTH`).",
+        "",
+        "| exchange | cells | pass |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {len(ok)} | {sum(ok)} |" for name, ok in per_exchange.items()),
+        "",
+        f"| {HEADER} | error | |",
+        "| " + " | ".join(["---"] * (HEADER.count("|") + 3)) + " |",
+        *(f"| {cell} | {error:.0e} | {'pass' if error <= limit(cell) else 'FAIL'} |" for cell, error in found.items()),
+    ]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def gradcheck_rank(mesh: DeviceMesh, exchange: str) -> bool:
+    """The sum of all ranks' outputs is differentiated by finite differences: each rank moves its own inputs in turn."""
+    rows = (Documents.from_lengths([5, 1, 3], 10),)
+    cell = Cell(exchange, "dual_chunk", PackedMask(window=(3, 0)), "none", (4, 2), (3, 2), torch.float64, mesh.size())
+    run, indices = attend_on(mesh, rows, cell, Params(0.6, 1.5))
+    generator = torch.Generator().manual_seed(mesh.get_rank())
+    size = indices.size
+    shapes = [(size, 4, 3), (size, 2, 3), (size, 2, 2), (size, 4, 2)]
+    q, k, v, dout = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(run(*leaves), leaves, dout)
+
+    def total(values: list[torch.Tensor]) -> float:
+        loss = (run(*values).detach() * dout).sum()
+        torch.distributed.all_reduce(loss)
+        return float(loss)
+
+    # All ranks take part in every evaluation; one direction per rank and input.
+    for rank, which in itertools.product(range(mesh.size()), range(3)):
+        step = torch.zeros_like(leaves[which])
+        if mesh.get_rank() == rank:
+            step = torch.randn(step.shape, dtype=step.dtype, generator=generator)
+        sides = [total([x.detach() + s * 1e-6 * step if i == which else x.detach() for i, x in enumerate(leaves)])
+                 for s in (1, -1)]  # fmt: skip
+        slope = (grads[which] * step).sum()
+        torch.distributed.all_reduce(slope)
+        if abs((sides[0] - sides[1]) / 2e-6 - float(slope)) > 1e-6 * max(1.0, abs(float(slope))):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_gradients_match_finite_differences(pool: Pool, exchange: str) -> None:
+    assert all(pool.run(4, gradcheck_rank, exchange))
+
+
+def test_memory_grows_with_tokens_not_their_square() -> None:
+    """Peak memory of the reference, causal over documents, up to 64K tokens."""
+    peaks = {tokens: reference_peak(tokens) for tokens in (16384, 65536)}
+    assert peaks[65536] < 4.5 * peaks[16384]
+
+
+def reference_peak(tokens: int) -> float:
+    """Bytes that the reference's tensors hold at most, as torch's profiler of allocations counts them."""
+    from tests.packed import make_schedule, run_rank
+
+    rows = [Documents.from_lengths([256] * (tokens // 256))]
+    schedule = make_schedule(rows, 1, "contiguous", PackedMask())[0]
+    q, k, v = (torch.randn(tokens, 1, 8) for _ in range(3))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run_rank(q, k, v, schedule, 0, ("local", "", 1), Params(0.3))
+    held = peak = 0
+    events: Any = profile.profiler.kineto_results.events()
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return float(peak)
