@@ -1,6 +1,7 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
 from .backend import backend, context_parallel
+from .check import CheckReport, check
 from .documents import Documents
 from .gradients import sum_gradients
 from .loss import token_mean
@@ -11,6 +12,7 @@ from .report import explain
 from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
 
 __all__ = [
+    "CheckReport",
     "CuSeqlens",
     "DocumentIds",
     "Documents",
@@ -22,6 +24,7 @@ __all__ = [
     "RewriteRefused",
     "Sharding",
     "backend",
+    "check",
     "context_parallel",
     "explain",
     "plan",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +40,23 @@ def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tens
     return _token_mean(total, weight, _group_name(sharding))[0]
 
 
+_threads: list[str] = []
+"""The group of threads that play the ranks, while `cp_rewrite.check` runs."""
+
+
+@contextmanager
+def group_of_threads(name: str) -> Generator[None]:
+    """Sums run over this group, whatever the annotation says."""
+    _threads.append(name)
+    try:
+        yield
+    finally:
+        _threads.pop()
+
+
 def _group_name(sharding: Sharding) -> str:
+    if _threads:
+        return _threads[-1]
     return sharding.group_name if sharding.world_size > 1 and not isinstance(sharding.mesh, int) else ""
 
 

@@ -33,8 +33,8 @@ class MaskMismatch(RuntimeError):
     """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
 
 
-def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any]) -> None:
-    """Compare each mask; a collective of the context-parallel group.
+def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any], *, alone: bool = False) -> None:
+    """Compare each mask; a collective of the context-parallel group unless this process is `alone`.
 
     Args:
         masks: as recorded before the rewrite.
@@ -44,7 +44,8 @@ def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[
         MaskMismatch: on every rank, with the line, the first pair of tokens that differs, and who says what.
     """
     found = [text for mask in masks for text in _differences(mask, plan, args)]
-    texts = _gathered(plan.sharding, "\n".join(found))
+    text = "\n".join(found)
+    texts = [text] if alone else _gathered(plan.sharding, text)
     wrong = next((text for text in texts if text), None)
     if wrong is not None:
         raise MaskMismatch(wrong)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
@@ -41,6 +41,32 @@ def run_model(name: str, sharding: cp.Sharding, batch: dict[str, Tensor]) -> Non
 @pytest.mark.parametrize("name", ["mistral", "torchtitan", "nanogpt", "gemma2_flex"])
 def test_true_masks_pass(name: str) -> None:
     run_model(name, make_sharding(), make_batch([[13, 1, 7], [20, 1]]))
+
+
+@torch.library.custom_op("cp_rewrite_tests::shift", mutates_args=())
+def shift(x: Tensor) -> Tensor:
+    return x.roll(1, 1)
+
+
+@shift.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd("cp_rewrite_tests::shift", lambda ctx, grad: grad.roll(-1, 1))
+
+
+class Shifted(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """Mixes tokens in an op that the user vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 8)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        x = shift(self.embed(input_ids)).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
@@ -100,3 +126,34 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
 def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
     for outcomes in pool.run(2, local_masks, layout):
         assert outcomes == ["passes", "passes", "raises", "raises"]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("torchtitan", 3), ("nanogpt", 2), ("gemma2", 4)])
+def test_check_compares_a_model_with_one_process(name: str, world_size: int) -> None:
+    sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"))
+    report = cp.check(build_model(name), sharding, make_batch([[13, 1, 7, 29, 5]]), shift_labels=True)
+    assert {"loss", "logits"} <= set(report.outputs)
+    assert report.gradients.keys() == dict(build_model(name).named_parameters()).keys()
+    assert report.largest < 1e-5, str(report)
+
+
+def test_check_compares_masks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lie(monkeypatch, cp.PackedMask(window=(5, 0)))
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    with pytest.raises(MaskMismatch):
+        cp.check(build_model("torchtitan"), sharding, make_batch([[13, 1, 7, 29]]), shift_labels=True)
+
+
+def test_check_shows_what_differs() -> None:
+    """An op that the user vouches for, wrongly."""
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), local_ops=("cp_rewrite_tests::shift",))
+    report = cp.check(Shifted(), sharding, make_batch([[13, 1, 7, 29]]))
+    assert report.outputs["output"] > 1e-2
+    assert report.gradients["embed.weight"] > 1e-2
+    assert "output    output" in str(report)
+
+
+def test_check_refuses_as_the_model_would() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    with pytest.raises(cp.RewriteRefused, match="MASK_WRONG_SOURCE"):
+        cp.check(build_model("torchtitan_eos_mask"), sharding, make_batch([[13, 8]]), shift_labels=True)
