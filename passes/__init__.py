@@ -15,6 +15,7 @@ from .match import match_sites
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite import rewrite_sites
+from .size_branches import check_size_branches
 from .state import State
 from .verify import verify_graph
 
@@ -60,7 +61,7 @@ def check_token_locality(state: State) -> State:
     )
 
 
-FIND = (unify_token_sizes, match_attention, check_token_locality, plan_sites, record_masks)
+FIND = (check_size_branches, unify_token_sizes, match_attention, check_token_locality, plan_sites, record_masks)
 """What only reads the graph: after these all refusals are known."""
 
 CHANGE = (rewrite_sites, verify_graph)

@@ -140,6 +140,18 @@ def test_all_reasons_come_at_once() -> None:
     assert {r.reason for r in report.refusals} >= {Reason.MASK_WRONG_SOURCE, Reason.DROPOUT}
 
 
+def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
+    def model(ids: Tensor, pos: Tensor) -> Tensor:
+        return ids * 2.0 if ids.shape[1] <= 16 else ids * 3.0
+
+    sharding = make_sharding(4)
+    assert cp.explain(model, sharding)(**make_batch(16)).ok
+    report = cp.explain(model, sharding)(**make_batch(40))
+    assert [r.reason for r in report.refusals] == [Reason.TOKEN_COUNT]
+    assert "ids.shape[1] <= 16" in str(report)
+    assert cp.explain(model, sharding)(**make_batch(80)).ok
+
+
 def test_sums_that_would_count_filling_rows_are_refused_at_run_time() -> None:
     sharding = make_sharding(2, layout="contiguous")
 

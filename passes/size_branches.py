@@ -1,0 +1,46 @@
+"""Refuse models that decide by the number of tokens: traced on a shard, they took the branch for a shard's count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import SymInt
+
+from cp_rewrite.refusal import Reason, Refusal
+
+from .inputs import fake_mode
+from .locality_inputs import token_dims
+from .state import State
+
+
+def check_size_branches(state: State) -> State:
+    """Every condition on token counts that Dynamo recorded must hold for the whole row as it does for the shard.
+
+    The condition for the whole row becomes a guard of its own: a batch for which it turns out otherwise is compiled,
+    and checked, anew. Runs before any pass puts guards of its own on sizes.
+    """
+    world_size, sizes = state.sharding.world_size, _token_sizes(state)
+    environment: Any = fake_mode(state.graph_module).shape_env
+    if world_size == 1 or not sizes or environment is None:
+        return state
+    refusals: list[Refusal] = []
+    for guard in list(environment.guards):
+        condition = environment.replace(guard.expr)  # symbols found equal are one
+        tokens = condition.free_symbols & sizes
+        if not tokens:
+            continue
+        of_row = condition.subs({size: world_size * size for size in tokens})
+        if not environment.evaluate_expr(of_row):
+            where = str(getattr(guard.sloc, "user_loc", None) or guard.sloc)
+            detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
+            refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
+    return replace(state, refusals=(*state.refusals, *refusals))
+
+
+def _token_sizes(state: State) -> set[Any]:
+    """Symbols of the token counts."""
+    dims = token_dims(state.sharding)
+    values = [(node.meta["example_value"], dims[name]) for node, name in state.source_of.items() if name in dims]
+    counts = [value.shape[dim] for value, dim in values if dim < value.ndim]
+    return {symbol for count in counts if isinstance(count, SymInt) for symbol in count.node.expr.free_symbols}
