@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
-from . import agree, passes
+from . import agree, observe, passes
 from .batch import ActivePlan, active_plan
 from .passes.diff import graph_lines
 from .passes.sources import argument_names
@@ -42,15 +42,20 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         sharding = self.sharding
+        observe.trace("before", lambda: graph_lines(gm))
         state = passes.run_passes(capture(gm, sharding, active_plan(sharding)))
+        observe.count(state)
         if state.refusals:
             refused = RewriteRefused(state.refusals)
+            observe.trace("refused", lambda: [str(refused)])
             agree.on_text(sharding, str(refused))
             if sharding.strict:
                 return _raiser(refused)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
             return self._inner(gm, example_inputs)
-        agree.on_text(sharding, "\n".join(graph_lines(state.graph_module)))
+        after = graph_lines(state.graph_module)
+        observe.trace("after", lambda: after)
+        agree.on_text(sharding, "\n".join(after))
         placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
         added = placeholders[len(placeholders) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
@@ -71,9 +76,9 @@ class Backend:
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
-        if self.mode and self.sharding.inner == "inductor":
-            return compile_inner(gm, list(example_inputs), mode=self.mode)
-        return compile_inner(gm, list(example_inputs))
+        options = {"mode": self.mode} if self.mode and self.sharding.inner == "inductor" else {}
+        with observe.cache_key(self.sharding):
+            return compile_inner(gm, list(example_inputs), **options)
 
 
 def backend(sharding: Sharding) -> Backend:

@@ -19,6 +19,7 @@ from torch.library import custom_op
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.nvtx import nvtx
 
 from .exchange import exchange_kv, return_kv
 from .heads import gather_heads, own_sinks, scatter_heads
@@ -65,7 +66,8 @@ def packed_attention(
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
-    out, lse = _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+    with nvtx("attention"):
+        out, lse = _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
@@ -97,7 +99,8 @@ def packed_attention_backward(
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
     params = Params(scale, softcap, deterministic)
-    dq, dk, dv = _kernel(kernel).backward(dout, q, keys, values, out, lse, tables, params)
+    with nvtx("attention_backward"):
+        dq, dk, dv = _kernel(kernel).backward(dout, q, keys, values, out, lse, tables, params)
     return dq, as_rows(dk, dv, keys, values)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
+from cp_rewrite.nvtx import nvtx
 from cp_rewrite.pull import NAMES as PULL_NAMES
 from cp_rewrite.ring_schedule import ROUTE as RING_NAMES
 
@@ -69,7 +70,8 @@ def exchange_rows(
     """
     send, recv = splits.tolist()
     local = pack_kv(k, v)
-    received = _all_to_all(rows.gather_rows(local, send_rows[: sum(send)]), recv, send, group)
+    with nvtx("exchange"):
+        received = _all_to_all(rows.gather_rows(local, send_rows[: sum(send)]), recv, send, group)
     return rows.gather_rows(torch.cat([local, received]), kv_rows)
 
 
@@ -97,7 +99,8 @@ def return_rows(
     send, recv = splits.tolist()
     partial = rows.sum_rows(dkv, sum_ptr, sum_rows, size + sum(recv))
     own, foreign = partial.split([size, sum(recv)])
-    returned = _all_to_all(foreign, send, recv, group)
+    with nvtx("exchange_backward"):
+        returned = _all_to_all(foreign, send, recv, group)
     return rows.sum_rows(torch.cat([own, returned]), return_ptr, return_rows, size)
 
 
