@@ -31,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--world-size", type=int, required=True, help="ranks")
     p.add_argument("--layout", default="all", help=f"one of {', '.join(LAYOUTS)}, or all (default)")
     p.add_argument("--total", type=int, help="tokens of the row, if more than the lengths' sum")
+    p.add_argument("--chunk-size", type=int, default=1, help="cut documents only at multiples of so many tokens")
+    p.add_argument("--pad-to-multiple", type=int, default=1, help="round tokens per rank up to a multiple of it")
     p.add_argument("--full", action="store_true", help="attention sees the whole document, not only its past")
     p.add_argument("--window", help="left,right in tokens; -1: no limit")
     p.add_argument("--heads", default="64,8", help="query heads, key/value heads (default 64,8)")
@@ -63,6 +65,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             heads,
             arguments.head_dim,
             total=arguments.total,
+            chunk_size=arguments.chunk_size,
+            pad_to_multiple=arguments.pad_to_multiple,
             device=arguments.device,
             ranks_per_node=arguments.ranks_per_node,
         )

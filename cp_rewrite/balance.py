@@ -36,12 +36,14 @@ class Style:
         whole: take whole documents first. False: only the ends of the line, which balances best.
         tries: fillings of each bin, to hit its share.
         rounds: sharings of the whole row, each with what cuts cost in the last.
+        unit: cuts fall on multiples of it, of which quotas and all parts' sizes are multiples too.
     """
 
     slack: float = 0.006
     whole: bool = True
     tries: int = 2
     rounds: int = 4
+    unit: int = 1
 
 
 def share_out(
@@ -96,8 +98,8 @@ def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style
     if style.whole and whole_fits:
         chosen = _choose_whole(line, tokens, work + slack)
     else:
-        dense = _dense_run(line, tokens, work)
-        dense = line.size - line.aligned(line.size - dense) if style.whole else dense
+        dense = _dense_run(line, tokens, work, style.unit)
+        dense = line.size - line.aligned(line.size - dense, style.unit) if style.whole else dense
         tail, others = line.split([(line.size - dense, line.size)])
         taken, line = [tail], Line(others, mask)
         tokens, work = tokens - dense, work - float(tail.work.sum())
@@ -110,7 +112,7 @@ def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style
             return Parts.join([*taken, whole]), others
         if back >= len(chosen) or missing - slack <= rest.work(rest.size) - rest.work(rest.size - left):
             break
-    at = _run_position(rest, left, missing, slack)
+    at = _run_position(rest, left, missing, slack, style.unit)
     run, others = rest.split([(at, at + left)])
     return Parts.join([*taken, whole, run]), others
 
@@ -124,15 +126,15 @@ def _line_up(parts: Parts, mask: PackedMask, style: Style) -> Line:
     return Line(parts.take(np.lexsort((parts.start, parts.first, density))), mask)
 
 
-def _dense_run(line: Line, tokens: int, work: float) -> int:
+def _dense_run(line: Line, tokens: int, work: float, unit: int) -> int:
     """How many of `tokens` come from the dense end, the others from the sparse end, so that `work` is met."""
     base = line.work(line.size)
-    few, many = 0, tokens
+    few, many = 0, tokens // unit
     while few < many:
         mid = (few + many) // 2
-        taken = base - line.work(line.size - mid) + line.work(tokens - mid)
+        taken = base - line.work(line.size - mid * unit) + line.work(tokens - mid * unit)
         few, many = (few, mid) if taken >= work else (mid + 1, many)
-    return few
+    return few * unit
 
 
 def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
@@ -156,18 +158,20 @@ def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
     return chosen
 
 
-def _run_position(line: Line, tokens: int, work: float, slack: float) -> int:
+def _run_position(line: Line, tokens: int, work: float, slack: float, unit: int) -> int:
     """Where a run of `tokens` starts that does `work`: work grows along the line.
 
     A start that cuts fewer documents, or cuts between tiles, is taken instead if its work is as good as the same.
     """
-    low, high = 0, line.size - tokens
-    while low < high:
-        mid = (low + high) // 2
-        low, high = (low, mid) if line.work(mid + tokens) - line.work(mid) >= work else (mid + 1, high)
+    few, many = 0, (line.size - tokens) // unit
+    while few < many:
+        mid = (few + many) // 2
+        taken = line.work(mid * unit + tokens) - line.work(mid * unit)
+        few, many = (few, mid) if taken >= work else (mid + 1, many)
+    low = few * unit
     i, j = line.index(low), line.index(low + tokens)
     starts = [0, line.bounds[i], line.bounds[i + 1], line.bounds[j] - tokens, line.bounds[j + 1] - tokens]
-    for at in (*starts, line.aligned(low)):
+    for at in (*starts, line.aligned(low, unit)):
         if 0 <= at <= line.size - tokens and abs(line.work(at + tokens) - line.work(at) - work) <= slack:
             return at
     return low

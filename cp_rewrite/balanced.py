@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from .balance import Style, share_out
 from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, needed_seconds
 from .documents import Documents
-from .layouts import TokenOrder, contiguous, dual_chunk
+from .layouts import TokenOrder, contiguous, dual_chunk, even_dual_chunk
 from .masks import PackedMask
 from .parts import Parts, part_tiles
 from .schedule import build
@@ -20,6 +21,8 @@ ENOUGH = 1.015
 """Imbalance that is not worth another round. One document is balanced better than that at once."""
 LIMIT = 1.02
 """Imbalance up to which traffic decides between plans."""
+CROWDED = 0.3
+"""Share of all remote rows above which a rank receives too many, if other plans do without."""
 STYLES = (
     Style(),
     Style(slack=0.003, whole=False, tries=1, rounds=2),
@@ -35,6 +38,7 @@ class Candidate(NamedTuple):
     """A way to share out a row, and what it costs."""
 
     unbalanced: bool
+    crowded: bool
     seconds: float
     order: TokenOrder
 
@@ -44,11 +48,12 @@ def balanced(
     world_size: int,
     mask: PackedMask,
     *,
+    chunk_size: int = 1,
     ranks_per_node: int | None = None,
     device: Device | None = None,
     model: Model | None = None,
 ) -> TokenOrder:
-    """The best order found: balanced within 2%, then cheapest.
+    """The best order found: balanced within 2%, then no rank with too many rows to receive, then cheapest.
 
     Never dearer than a simple layout that gives ranks equal tokens, as this one always does: a rank has
     ceil(total / world_size) tokens or (so that only the row's end is padded) fewer. Pure: the same on every rank.
@@ -57,44 +62,58 @@ def balanced(
         documents: the row's documents.
         world_size: ranks.
         mask: what attention sees.
+        chunk_size: documents, which start at multiples of it, are cut only at multiples of it. Ranks get
+            equal numbers of chunks, or some fewer where ranks do not divide them; the row's last chunk may be short.
         ranks_per_node: ranks that share a node's fast links; documents then stay inside nodes where they can.
         device, model: what the cost model plans for; by default an H200, 64/8 heads of 128.
     """
     device, model = device or Device.named("h200"), model or Model()
-    parts = Parts.of_row(documents, mask)
+    parts = Parts.of_row(documents, mask, chunk_size)
     per_node = ranks_per_node or world_size
-    quotas = [documents.total // world_size + (r < documents.total % world_size) for r in range(world_size)]
+    chunks, more = divmod(-(-documents.total // chunk_size), world_size)
+    quotas = [(chunks + (r < more)) * chunk_size for r in range(world_size)]
+    # The rank with the last token of a long causal document needs all of it: fewer rows are not to be had.
+    most_rows = max(CROWDED * (world_size - 1) * quotas[0], int(documents.lengths.max(initial=0)) - quotas[0])
 
     def cost(order: TokenOrder) -> Candidate:
         load = load_of(build([documents], [order], mask))
         seconds = needed_seconds(load, device, model, per_node)
         if per_node < world_size:  # there an all-gather, which enters each node once, may be the better exchange
             seconds = min(seconds, all_gather_seconds(load, device, model, per_node))
-        return Candidate(imbalance(load.tiles) > LIMIT, seconds, order)
+        return Candidate(imbalance(load.tiles) > LIMIT, load.received.sum(1).max() > most_rows, seconds, order)
 
     best: Candidate | None = None
-    for ranks in _ways(parts, quotas, mask, per_node):
+    halves = _can_halve(quotas, per_node) and _too_big(parts, quotas) > 1
+    for tried, ranks in enumerate(_ways(parts, quotas, mask, per_node, chunk_size, halves), 1):
         candidate = cost(_to_order(ranks, documents.total))
-        best = candidate if best is None else min(best, candidate, key=lambda c: c[:2])
+        best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
+        if tried >= 2 + halves and not best.unbalanced and not best.crowded:
+            break
     assert best is not None
-    for order in _simple_orders(documents, world_size):
+    for order in _simple_orders(documents, world_size, chunk_size):
         equal = order.local_size == best.order.local_size
         if equal and least_seconds(documents, order, mask, device, model) < best.seconds:
             best = min(best, cost(order), key=lambda c: c.seconds)
     return best.order
 
 
-def _ways(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int) -> Iterator[list[Parts]]:
-    """Balanced ways to share out, from few rows moved to many."""
-    least = np.inf
-    for i, style in enumerate(STYLES):
-        if i >= 2 and least <= LIMIT:
-            break
-        shared = _balance(parts, quotas, mask, per_node, style)
-        least = min(least, imbalance(_tiles(shared, mask)))
-        yield shared
-    if per_node == len(quotas) and len(quotas) % 2 == 0 and len(quotas) > 2 and _too_big(parts, quotas) > 1:
-        yield _balance(parts, quotas, mask, len(quotas) // 2, Style())
+def _ways(
+    parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, unit: int, halves: bool
+) -> Iterator[list[Parts]]:
+    """Ways to share out, each made when asked for: those always worth a try, then more."""
+    halved = Style(unit=unit), len(quotas) // 2
+    ways = [(replace(style, unit=unit), per_node) for style in STYLES]
+    if halves:
+        ways.insert(2, halved)
+    elif _can_halve(quotas, per_node):
+        ways.append(halved)
+    for style, group in ways:
+        yield _balance(parts, quotas, mask, group, style)
+
+
+def _can_halve(quotas: list[int], per_node: int) -> bool:
+    """Whether the row can be shared out over two halves of the ranks first, which keeps long documents in one."""
+    return per_node == len(quotas) and len(quotas) % 2 == 0 and len(quotas) > 2
 
 
 def _too_big(parts: Parts, quotas: list[int]) -> int:
@@ -104,6 +123,8 @@ def _too_big(parts: Parts, quotas: list[int]) -> int:
 
 def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, style: Style) -> list[Parts]:
     """Share out, then again with what the cuts have cost each rank, until it is balanced. First over nodes."""
+    if not len(parts.size):  # the second half of the ranks, where the first has all tokens
+        return [parts] * len(quotas)
     if per_node < len(quotas):
         groups = [quotas[i : i + per_node] for i in range(0, len(quotas), per_node)]
         nodes = _balance(parts, [sum(group) for group in groups], mask, len(groups), style)
@@ -132,16 +153,13 @@ def _tiles(ranks: list[Parts], mask: PackedMask) -> Float:
     return np.bincount(owner, part_tiles(Parts.join(ranks), mask), len(ranks)).astype(np.float64)
 
 
-def _simple_orders(documents: Documents, world_size: int) -> Iterator[TokenOrder]:
-    """The simple layouts, and `head_tail` with chunks as equal as the row allows."""
-    yield contiguous(documents.total, world_size)
-    yield dual_chunk(np.array([0, documents.total]), world_size)
-    yield dual_chunk(documents.spans, world_size)
-    ends = np.arange(1, world_size + 1) * documents.total // world_size
-    sizes = np.diff(ends, prepend=0)
-    chunks = np.concatenate([sizes - sizes // 2, (sizes // 2)[::-1]])
-    owners = np.concatenate([np.arange(world_size), np.arange(world_size)[::-1]])
-    yield TokenOrder.from_cuts(np.append(0, np.cumsum(chunks)), owners, world_size)
+def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
+    """The simple layouts, and `head_tail` and `dual_chunk` with equal tokens per rank."""
+    row = np.array([0, documents.total])
+    yield contiguous(documents.total, world_size, unit)
+    for spans in (row, documents.spans):
+        yield dual_chunk(spans, world_size, unit)
+        yield even_dual_chunk(spans, world_size, unit)
 
 
 def _to_order(ranks: list[Parts], total: int) -> TokenOrder:

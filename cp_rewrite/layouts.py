@@ -10,7 +10,7 @@ Every rank keeps its tokens sorted by their position in the row, so an order is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,12 @@ class TokenOrder:
     Args:
         total: tokens in the row.
         intervals: per rank, (n, 2) int64 intervals (start, stop) of the row, non-empty, ascending, not touching.
+        pad_to_multiple: `local_size` is rounded up to a multiple of it.
     """
 
     total: int
     intervals: tuple[Int, ...]
+    pad_to_multiple: int = 1
 
     @property
     def world_size(self) -> int:
@@ -51,8 +53,8 @@ class TokenOrder:
 
     @cached_property
     def local_size(self) -> int:
-        """Tokens of a local row, padding included: the most tokens any rank owns."""
-        return int(self.sizes.max())
+        """Tokens of a local row, padding included: the most tokens any rank owns, rounded up."""
+        return _round_up(int(self.sizes.max()), self.pad_to_multiple)
 
     @property
     def padding_rows(self) -> int:
@@ -103,6 +105,8 @@ def order_tokens(
     layout: str,
     mask: PackedMask,
     *,
+    chunk_size: int = 1,
+    pad_to_multiple: int = 1,
     ranks_per_node: int | None = None,
     device: Device | None = None,
     model: Model | None = None,
@@ -113,35 +117,76 @@ def order_tokens(
         documents: the row's documents.
         world_size: ranks, >= 1.
         layout: one of LAYOUTS.
-        mask: what attention sees. Only `balanced` depends on it and on what follows.
-        ranks_per_node: ranks that share fast links; None: all.
+        mask: what attention sees. Only `balanced` depends on it.
+        chunk_size: documents are cut only at multiples of it, counted from the document's start, so no chunk of a
+            document is spread over ranks. Documents must start at multiples of it.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end of local rows.
+        ranks_per_node: ranks that share fast links; None: all. Only for `balanced`, as what follows.
         device, model: what the cost model plans for.
     Raises:
-        ValueError: an unknown layout, or world_size < 1.
+        ValueError: an unknown layout; world_size, chunk_size or pad_to_multiple < 1; a document that starts inside a
+            chunk; or chunks that `balanced` can't share out without more rows per rank than the tokens need.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be >= 1, got {world_size}")
+    for name, value in (("world_size", world_size), ("chunk_size", chunk_size), ("pad_to_multiple", pad_to_multiple)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    _check_starts(documents, chunk_size)
     if layout == "contiguous":
-        return contiguous(documents.total, world_size)
-    if layout == "head_tail":
-        return dual_chunk(np.array([0, documents.total]), world_size)
-    if layout == "dual_chunk":
-        return dual_chunk(documents.spans, world_size)
-    if layout == "balanced":
+        order = contiguous(documents.total, world_size, chunk_size)
+    elif layout == "head_tail":
+        order = dual_chunk(np.array([0, documents.total]), world_size, chunk_size)
+    elif layout == "dual_chunk":
+        order = dual_chunk(documents.spans, world_size, chunk_size)
+    elif layout == "balanced":
         from .balanced import balanced  # which itself weighs the layouts of this file
 
-        return balanced(documents, world_size, mask, ranks_per_node=ranks_per_node, device=device, model=model)
-    raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+        _check_equal_chunks(documents.total, world_size, chunk_size, pad_to_multiple)
+        order = balanced(
+            documents,
+            world_size,
+            mask,
+            chunk_size=chunk_size,
+            ranks_per_node=ranks_per_node,
+            device=device,
+            model=model,
+        )
+    else:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+    return replace(order, pad_to_multiple=pad_to_multiple)
 
 
-def contiguous(total: int, world_size: int) -> TokenOrder:
-    """Rank r owns tokens [r c, (r + 1) c), c = ceil(total / world_size)."""
-    chunk = -(-total // world_size)
+def _check_starts(documents: Documents, chunk_size: int) -> None:
+    off = np.flatnonzero((documents.starts % chunk_size != 0) & (documents.lengths > 0))
+    if off.size:
+        raise ValueError(
+            f"chunk_size {chunk_size} needs documents that start at multiples of it: document {off[0]} starts at "
+            f"token {documents.starts[off[0]]}; pad the documents before it"
+        )
+
+
+def _check_equal_chunks(total: int, world_size: int, chunk_size: int, pad_to_multiple: int) -> None:
+    """Ranks get whole chunks: that must not take more rows than equal tokens do."""
+    rows = _round_up(-(-total // world_size), pad_to_multiple)
+    needed = -(-total // (world_size * chunk_size)) * chunk_size
+    if needed > rows and world_size > 1:
+        raise ValueError(
+            f"{total} tokens on {world_size} ranks are {rows} rows each, but whole chunks of {chunk_size} need "
+            f"{needed}: chunk_size * world_size must divide the row's tokens, or pad_to_multiple be {chunk_size}"
+        )
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def contiguous(total: int, world_size: int, unit: int = 1) -> TokenOrder:
+    """Rank r owns tokens [r c, (r + 1) c), c = ceil(total / world_size), rounded up to a multiple of `unit`."""
+    chunk = -(-total // (world_size * unit)) * unit
     bounds = np.minimum(np.arange(world_size + 1, dtype=np.int64) * chunk, total)
     return TokenOrder.from_cuts(bounds, np.arange(world_size), world_size)
 
 
-def dual_chunk(spans: Int, world_size: int) -> TokenOrder:
+def dual_chunk(spans: Int, world_size: int, unit: int = 1) -> TokenOrder:
     """Each span is cut into 2P chunks and rank r owns chunks r and 2P - 1 - r: equal causal work within a span.
 
     The order of TransformerEngine and Megatron when spans are the padded documents, each a multiple of 2P. A span
@@ -150,13 +195,36 @@ def dual_chunk(spans: Int, world_size: int) -> TokenOrder:
 
     Args:
         spans: (N + 1,) ascending bounds from 0 to the row's total.
+        unit: chunks are a multiple of it.
     """
     lengths = np.diff(spans)
     chunk = np.arange(2 * world_size, dtype=np.int64)
-    size = -(-lengths // (2 * world_size))
+    size = -(-lengths // (2 * world_size * unit)) * unit
     starts = spans[:-1, None] + np.minimum(chunk * size[:, None], lengths[:, None])
     owners = np.tile(np.minimum(chunk, 2 * world_size - 1 - chunk), len(lengths))
     return TokenOrder.from_cuts(np.append(starts.reshape(-1), spans[-1]), owners, world_size)
+
+
+def even_dual_chunk(spans: Int, world_size: int, unit: int = 1) -> TokenOrder:
+    """`dual_chunk` with equal tokens per rank, whatever the lengths.
+
+    All 2P chunks of a span have floor(length / 2P) tokens; the tokens left over of all spans are dealt to ranks
+    0, 1, …, P − 1, 0, … in turn, and a rank adds its own to its first chunk of the span, a second one to the other.
+
+        spans 7 and 5, 2 ranks     0 0 1 1 1 0 0 | 0 1 1 1 0     left over: 3 and 1
+
+    Args:
+        spans: (N + 1,) ascending bounds from 0 to the row's total.
+        unit: cuts fall on multiples of it; inner bounds of spans must be multiples too.
+    """
+    units = np.diff(-(-spans // unit))
+    over = units % (2 * world_size)
+    chunk = np.arange(2 * world_size, dtype=np.int64)
+    owner = np.minimum(chunk, 2 * world_size - 1 - chunk)
+    turn = (owner - (np.cumsum(over) - over)[:, None]) % world_size + np.where(chunk < world_size, 0, world_size)
+    sizes = (units // (2 * world_size))[:, None] + (turn < over[:, None])
+    bounds = np.minimum(np.append(0, np.cumsum(sizes)) * unit, spans[-1])
+    return TokenOrder.from_cuts(bounds, np.tile(owner, len(units)), world_size)
 
 
 def common_local_size(orders: Sequence[TokenOrder]) -> int:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -50,14 +51,19 @@ class Parts:
         return cls(*(np.concatenate(column) for column in columns))
 
     @classmethod
-    def of_row(cls, documents: Documents, mask: PackedMask) -> Parts:
-        """The row's documents, and its padding as parts without work."""
-        starts, lengths = documents.starts, documents.lengths
+    def of_row(cls, documents: Documents, mask: PackedMask, unit: int = 1) -> Parts:
+        """The row's documents, and its padding as parts without work.
+
+        Sizes are rounded up to multiples of `unit`, of which documents' starts are multiples too.
+        """
+        real = documents.lengths > 0
+        starts, lengths = documents.starts[real], -(-documents.lengths[real] // unit) * unit
+        total = -(-documents.total // unit) * unit
         if not mask.packed:
-            starts, lengths = np.zeros(1, dtype=np.int64), np.array([documents.total])
+            starts, lengths = np.zeros(1, dtype=np.int64), np.array([total])
         ends = starts + lengths
         gap_starts = np.append(0, ends)
-        gaps = np.append(starts, documents.total) - gap_starts
+        gaps = np.append(starts, total) - gap_starts
         start, size = np.append(starts, gap_starts), np.append(lengths, gaps)
         real = np.append(np.ones(len(lengths)), np.zeros(len(gaps)))
         parts = cls(start, size, size, np.zeros_like(size), real).take(np.flatnonzero(size > 0))
@@ -91,11 +97,14 @@ class Line:
         """The part that holds token x; the last one for the end of the line."""
         return bisect_right(self.bounds, x, 0, len(self.bounds) - 1) - 1
 
-    def aligned(self, x: int) -> int:
-        """The first position from x on where a cut does not add a tile row: between tiles, or between parts."""
+    def aligned(self, x: int, unit: int) -> int:
+        """The first position from x on where a cut does not add a tile row: between tiles, or between parts.
+
+        Of x and the bounds of parts, which are multiples of `unit`, it is one too.
+        """
         i = self.index(x)
         inside = x - self.bounds[i] + int(self.parts.first[i])
-        return min(x + -inside % TILE, self.bounds[i + 1])
+        return min(x + -inside % lcm(TILE, unit), self.bounds[i + 1])
 
     def work(self, x: int) -> float:
         """Work of tokens [0, x)."""

@@ -57,7 +57,13 @@ class BatchPlan:
 
 
 def plan_batch(
-    rows: Sequence[Documents], world_size: int, layout: str = "balanced", mask: PackedMask | None = None
+    rows: Sequence[Documents],
+    world_size: int,
+    layout: str = "balanced",
+    mask: PackedMask | None = None,
+    *,
+    chunk_size: int = 1,
+    pad_to_multiple: int = 1,
 ) -> BatchPlan:
     """Lay out a batch.
 
@@ -66,8 +72,9 @@ def plan_batch(
         world_size: ranks.
         layout: one of `layouts.LAYOUTS`.
         mask: what `balanced` balances; by default causal attention within documents.
+        chunk_size, pad_to_multiple: as for `plan`.
     Raises:
-        ValueError: no rows, rows of different totals, an unknown layout, world_size < 1.
+        ValueError: no rows, rows of different totals, and what `plan` raises for the others.
     """
     if not rows:
         raise ValueError("a batch needs at least one row")
@@ -75,7 +82,10 @@ def plan_batch(
     if len(totals) > 1:
         raise ValueError(f"all rows of a batch have one length, got {sorted(totals)} tokens")
     mask = PackedMask() if mask is None else mask
-    orders = tuple(order_tokens(documents, world_size, layout, mask) for documents in rows)
+    orders = tuple(
+        order_tokens(row, world_size, layout, mask, chunk_size=chunk_size, pad_to_multiple=pad_to_multiple)
+        for row in rows
+    )
     return BatchPlan(tuple(rows), orders, world_size)
 
 
@@ -214,6 +224,8 @@ def plan(
     head_dim: int = 128,
     *,
     total: int | None = None,
+    chunk_size: int = 1,
+    pad_to_multiple: int = 1,
     device: str | Device = "h200",
     ranks_per_node: int | None = None,
 ) -> Plan:
@@ -227,10 +239,15 @@ def plan(
         heads: (query heads, key/value heads), for predicted times.
         head_dim: of queries, keys and values.
         total: tokens of the row where it is longer than its documents: the rest is padding.
+        chunk_size: documents are cut only at multiples of it, counted from the document's start. Tokens per rank stay
+            equal, so documents must start at multiples of it and chunk_size * world_size divide the row's tokens, or
+            `pad_to_multiple` be a multiple of it. The simple layouts pad ranks as much as their chunks need.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it; padding rows are a local row's last.
         device: name of a device, a file made by `calibrate`, or a Device.
         ranks_per_node: ranks that share fast links; None: all.
     Raises:
-        ValueError: lengths that are negative or exceed `total`, no tokens, an unknown layout or device, bad heads.
+        ValueError: lengths that are negative or exceed `total`, no tokens, an unknown layout or device, bad heads,
+            a number below 1, or chunks that can't be had with equal tokens per rank.
     """
     documents = lengths if isinstance(lengths, Documents) else Documents.from_lengths(lengths, total)
     if documents.total < 1:
@@ -242,7 +259,17 @@ def plan(
     mask = PackedMask() if mask is None else mask
     model = Model(heads, head_dim)
     speeds = device if isinstance(device, Device) else Device.named(device)
-    order = order_tokens(documents, world_size, layout, mask, ranks_per_node=ranks_per_node, device=speeds, model=model)
+    order = order_tokens(
+        documents,
+        world_size,
+        layout,
+        mask,
+        chunk_size=chunk_size,
+        pad_to_multiple=pad_to_multiple,
+        ranks_per_node=ranks_per_node,
+        device=speeds,
+        model=model,
+    )
     return Plan(documents, layout, order, mask, model, speeds, ranks_per_node or world_size)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.layouts import LAYOUTS, TokenOrder, dual_chunk, order_tokens
+from cp_rewrite.layouts import LAYOUTS, TokenOrder, dual_chunk, even_dual_chunk, order_tokens
 from cp_rewrite.masks import PackedMask
 
 from .packs import batches, masks
@@ -45,6 +45,75 @@ def test_balanced_gives_equal_tokens(rows: tuple[Documents, ...], mask: PackedMa
     assert order.local_size == -(-rows[0].total // world_size)
 
 
+def inner_cuts(order: TokenOrder, documents: Documents, packed: bool) -> list[int]:
+    """Every cut inside a document, in tokens from the document's start."""
+    spans = list(zip(documents.starts.tolist(), documents.ends.tolist(), strict=True))
+    spans = spans if packed else [(0, documents.total)]
+    return [cut - a for cut in order.segments[0].tolist() for a, b in spans if a < cut < b]
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=8),
+    st.integers(0, 40),
+    masks(),
+    st.integers(1, 8),
+    st.integers(1, 200),
+    st.sampled_from(LAYOUTS),
+)
+def test_cuts_fall_on_chunks(
+    chunks: list[tuple[int, int]], short: int, mask: PackedMask, world_size: int, chunk_size: int, layout: str
+):
+    """Documents of whole chunks with whole chunks of padding after them; a few tokens are missing at the end."""
+    sizes = np.array(chunks, dtype=np.int64) * chunk_size
+    starts = np.cumsum(sizes.sum(1)) - sizes.sum(1)
+    total = max(1, int(sizes.sum()) - short % chunk_size)
+    lengths = np.clip(total - starts, 0, sizes[:, 0])
+    documents = Documents(np.minimum(starts, total), lengths, total)
+    order = order_tokens(documents, world_size, layout, mask, chunk_size=chunk_size, pad_to_multiple=2 * chunk_size)
+    assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
+    assert order.rank_of().shape == (total,)
+    if layout == "balanced":
+        whole = -(-total // (world_size * chunk_size)) * chunk_size
+        assert order.sizes.max() <= whole
+        assert order.local_size == -(-whole // (2 * chunk_size)) * 2 * chunk_size
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 64), masks())
+def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, chunk_size: int, mask: PackedMask):
+    rest = -sum(chunks) % world_size
+    documents = Documents.from_lengths(np.array([*chunks, rest]) * chunk_size)
+    order = order_tokens(documents, world_size, "balanced", mask, chunk_size=chunk_size)
+    assert order.sizes.tolist() == [documents.total // world_size] * world_size
+    assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
+
+
+@settings(max_examples=100)
+@given(batches(max_rows=1, max_total=300), st.integers(1, 8), st.integers(1, 70), st.sampled_from(LAYOUTS))
+def test_ranks_are_padded_to_a_multiple(rows: tuple[Documents, ...], world_size: int, multiple: int, layout: str):
+    plain = order_tokens(rows[0], world_size, layout, PackedMask())
+    order = order_tokens(rows[0], world_size, layout, PackedMask(), pad_to_multiple=multiple)
+    assert order.local_size == -(-plain.local_size // multiple) * multiple
+    assert order.padding_rows == world_size * order.local_size - rows[0].total
+    for rank in range(world_size):
+        local = order.local_indices(rank)
+        np.testing.assert_array_equal(local[: plain.local_size], plain.local_indices(rank))
+        assert (local[plain.local_size :] == -1).all()
+
+
+def test_chunks_that_cannot_be_had():
+    with pytest.raises(ValueError, match="document 1 starts at token 100; pad the documents before it"):
+        order_tokens(Documents.from_lengths([100, 28]), 2, "contiguous", PackedMask(), chunk_size=64)
+    with pytest.raises(ValueError, match="are 96 rows each, but whole chunks of 64 need 128"):
+        order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), chunk_size=64)
+    order = order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), chunk_size=64, pad_to_multiple=64)
+    assert sorted(order.sizes.tolist()) == [64, 128]
+    for name in ("chunk_size", "pad_to_multiple"):
+        with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+            order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), **{name: 0})  # type: ignore[arg-type]
+
+
 def test_contiguous_pads_the_last_rank():
     order = order_of([10], 4, "contiguous")
     assert [part.tolist() for part in order.intervals] == [[[0, 3]], [[3, 6]], [[6, 9]], [[9, 10]]]
@@ -79,6 +148,26 @@ def test_dual_chunk_of_any_length_shortens_the_last_chunks():
     order = dual_chunk(np.array([0, 7]), 2)  # chunks [0, 2) [2, 4) [4, 6) [6, 7)
     assert order.local_indices(0).tolist() == [0, 1, 6, -1]
     assert order.local_indices(1).tolist() == [2, 3, 4, 5]
+
+
+def test_even_dual_chunk_deals_what_is_left_over():
+    order = even_dual_chunk(np.array([0, 7, 12]), 2)
+    assert order.rank_of().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 5), st.integers(0, 4))
+def test_even_dual_chunk_is_even(sizes: list[int], ranks: int, unit: int, short: int):
+    spans = np.concatenate([[0], np.cumsum(np.array(sizes) * unit)])
+    whole = even_dual_chunk(spans, ranks, unit)
+    units = sum(sizes)
+    assert (whole.sizes // unit).tolist() == [units // ranks + (rank < units % ranks) for rank in range(ranks)]
+    assert (whole.segments[0] % unit == 0).all()
+    if all(size % (2 * ranks) == 0 for size in sizes):
+        np.testing.assert_array_equal(whole.rank_of(), dual_chunk(spans, ranks).rank_of())
+    if sizes[-1]:
+        spans[-1] -= short % unit
+        clipped = even_dual_chunk(spans, ranks, unit)
+        np.testing.assert_array_equal(clipped.rank_of(), whole.rank_of()[: spans[-1]])
 
 
 def test_dual_chunk_works_on_padded_documents():

@@ -89,6 +89,31 @@ def test_never_dearer_than_a_simple_layout(rows: tuple[Documents, ...], mask: Pa
             assert ours.seconds["needed"] <= other.seconds["needed"] * (1 + 1e-9)
 
 
+def test_no_rank_receives_too_much_where_another_plan_does_with_less():
+    """Three documents of a whole share each, and short ones: the first plan found gives one rank 32%."""
+    short = [762, 762, 762, 918, 1536, 3072]
+    lengths = [8192, 8192, 8192, 184, *short, 32768 - 3 * 8192 - 184 - sum(short)]
+    p = plan(lengths, 4)
+    assert p.recv_fraction[1] <= 0.3
+    assert p.imbalance <= 1.02
+
+
+def test_chunks_and_padding():
+    p = plan([3000, 5200], 2, total=8448, chunk_size=1, pad_to_multiple=128)
+    assert p.order.local_size == 4224
+    assert p.padding_rows == 0
+    p = plan([3072, 5200], 2, chunk_size=1024, pad_to_multiple=1024)
+    assert p.order.local_size == 5120
+    assert p.padding_rows == 2 * 5120 - 8272
+    assert (p.order.segments[0] % 1024 == 0).all()
+    assert (p.local_order(0)[-1], p.local_order(1)[-1]).count(-1) >= 1
+    rows = (Documents.from_lengths([3072, 5120]), Documents.from_lengths([8192]))
+    batch = plan_batch(rows, 2, chunk_size=512, pad_to_multiple=1000)
+    assert batch.local_size == 5000
+    assert all((order.segments[0] % 512 == 0).all() for order in batch.orders)
+    assert batch.schedule(PackedMask()).rows == 10000
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.integers(1, 8))
 def test_plans_are_deterministic_and_pickle(lengths: list[int], world_size: int):
@@ -143,6 +168,10 @@ def test_says_what_it_does():
         ({"lengths": [4], "total": 2}, "row has 2"),
         ({"lengths": [4], "ranks_per_node": 3}, "must divide"),
         ({"lengths": [4], "layout": "best"}, "layout must be one of"),
+        ({"lengths": [4], "chunk_size": 0}, "chunk_size must be >= 1"),
+        ({"lengths": [4], "pad_to_multiple": -1}, "pad_to_multiple must be >= 1"),
+        ({"lengths": [3, 5], "chunk_size": 2}, "document 1 starts at token 3"),
+        ({"lengths": [6], "chunk_size": 2}, "whole chunks of 2 need 4"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], message: str):
@@ -166,6 +195,8 @@ def test_command_line_reads_files_and_masks(capsys: pytest.CaptureFixture[str], 
     words = ["plan", "--lengths", str(tmp_path / "lengths.txt"), "--world-size", "2", "--layout", "contiguous"]
     assert main([*words, "--full", "--window", "64,64", "--device", "cpu"]) == 0
     assert "window (64, 64)" in capsys.readouterr().out
+    assert main([*words, "--chunk-size", "100", "--pad-to-multiple", "600"]) == 0
+    assert "176 padding rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,6 +209,7 @@ def test_command_line_reads_files_and_masks(capsys: pytest.CaptureFixture[str], 
         (["--lengths", "12", "--world-size", "2", "--window", "5"], "--window must be two whole numbers"),
         (["--lengths", "12", "--world-size", "2", "--device", "nope"], "device must be one of"),
         (["--lengths", "12", "--world-size", "2", "--heads", "3,2"], "heads must be"),
+        (["--lengths", "12", "--world-size", "2", "--chunk-size", "5"], "whole chunks of 5 need 10"),
     ],
 )
 def test_command_line_errors_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

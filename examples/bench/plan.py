@@ -77,7 +77,7 @@ def show_balance(seeds: int) -> None:
                     received[mix, local] = mean[2]
                     if local == 8192:
                         bars.append((f"received, mean over ranks and packs: {name}", mean[2], 0.17))
-                        bars.append((f"received, worst rank, mean over packs: {name}", mean[3], 0.30))
+                        bars.append((f"received, worst rank of the worst pack: {name}", most[3], 0.30))
                     else:
                         bars.append(
                             (f"received, less than at fewer tokens: {name}", mean[2], received[mix, local // 4])
