@@ -10,12 +10,14 @@ from .plan import Plan, plan
 from .refusal import Reason, Refusal, RewriteRefused
 from .report import explain
 from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
+from .verify import MaskMismatch
 
 __all__ = [
     "CheckReport",
     "CuSeqlens",
     "DocumentIds",
     "Documents",
+    "MaskMismatch",
     "PackedMask",
     "Plan",
     "PositionIds",

@@ -77,7 +77,10 @@ class Sharding:
         local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
             every rank where they differ. False saves some tenths of a millisecond per batch.
-        verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch.
+        verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
+            `assume_mask` is always compared with the tensor that comes in.
+        block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
+            `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
     Raises:
         TypeError, ValueError: a value that fits no choice; the message names the argument and the choices.
     """
@@ -97,10 +100,13 @@ class Sharding:
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
+    block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh, self.exchange)
         object.__setattr__(self, "tokens", _TokenDims(_checked_tokens(self.tokens)))
+        blocks = _checked_tokens(self.block_tokens) if self.block_tokens else {}
+        object.__setattr__(self, "block_tokens", _TokenDims(blocks))
         if not isinstance(self.packing, Packing):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}"

@@ -138,17 +138,23 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     mask, ids = recorded.mask, documents.document_ids()[np.maximum(index, 0)]
     real = (index >= 0) & (ids >= 0)
     same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
-    piece = np.cumsum(np.diff(index, prepend=index[:1]) != 1)
+    piece, run = _runs(index), _runs(index - documents.starts[ids])
     delta = index[:, None] - index[None, :]
     keep = same.copy()
     if mask.left is not None:
         keep &= delta <= mask.left
     if mask.right is not None:
         keep &= -delta <= mask.right
-    known = (piece[:, None] == piece) | ~same
+    # Positions may count on from one document's piece to another's: who reads positions takes them for one.
+    known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.right == 0:
-        known |= delta < 0
+        known |= same & (delta < 0)
     return keep, known & real[:, None] & real
+
+
+def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A number for each run of values that count up by one."""
+    return np.cumsum(np.diff(values, prepend=values[:1]) != 1)
 
 
 def _report(recorded: RecordedMask, actual: Bools, expected: Bools, known: Bools, start: int) -> list[str]:

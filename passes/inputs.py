@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from cp_rewrite.batch import PlanInput
 
+from .locality_inputs import token_dims
 from .state import State
 
 
@@ -71,7 +72,7 @@ def find_callers(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:
     for gm in root.modules():
         if isinstance(gm, fx.GraphModule):
             for node in gm.graph.nodes:
-                body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+                body: Any = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
                 if isinstance(body, fx.GraphModule):
                     callers.setdefault(body.graph, []).extend(node.users)
     return callers
@@ -118,7 +119,8 @@ def _empty(mode: FakeTensorMode, shape: Sequence[Any], like: Tensor) -> Tensor:
 
 
 def _token_size(state: State) -> Any:
+    dims = token_dims(state.sharding)
     for node, name in state.source_of.items():
-        if name in state.sharding.tokens:
-            return node.meta["example_value"].shape[state.sharding.tokens[name]]
+        if name in dims:
+            return node.meta["example_value"].shape[dims[name]]
     raise AssertionError("positions are made from a token size, so the graph has a token input")

@@ -21,7 +21,7 @@ LABELS = frozenset({"labels", "shift_labels"})
 
 def token_dims(sharding: Sharding) -> dict[str, int]:
     """Argument -> token dim. A batch cut with `shift_labels=True` also carries `shift_labels`, like `labels`."""
-    dims = dict(sharding.tokens)
+    dims = {**sharding.tokens, **sharding.block_tokens}
     if "labels" in dims:
         dims.setdefault("shift_labels", dims["labels"])
     return dims

@@ -17,6 +17,7 @@ from cp_rewrite.sharding import Sharding
 
 from .canonicalize import CanonicalizeError, Scope, canonicalize, is_parameter, nested_scopes, resolve
 from .grouped_heads import ungroup
+from .locality_inputs import token_dims
 from .match_flex import flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .predicate import prove
 from .sites import Site
@@ -109,7 +110,7 @@ class _Matcher:
         first: tuple[str, Any] | None = None
         self.local_tokens: frozenset[sympy.Expr] = frozenset()
         for node, name in self.source_of.items():
-            value, dim = node.meta.get("example_value"), self.sharding.tokens.get(name)
+            value, dim = node.meta.get("example_value"), token_dims(self.sharding).get(name)
             if not isinstance(value, Tensor) or dim is None:
                 continue
             if dim >= value.ndim:

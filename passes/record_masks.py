@@ -14,6 +14,7 @@ from torch import Tensor
 from cp_rewrite.refusal import source_line
 
 from .canonicalize import CanonicalizeError, Scope, canonicalize, nested_scopes, resolve
+from .locality_inputs import token_dims
 from .match import _Matcher
 from .match_flex import flex_arguments, is_flex, mask_function
 from .recorded import RecordedMask
@@ -73,8 +74,9 @@ class _Recorder:
     def _symbols(self) -> tuple[frozenset[sympy.Expr], frozenset[sympy.Expr]]:
         tokens: set[sympy.Expr] = set()
         rows: set[sympy.Expr] = set()
+        dims = token_dims(self.state.sharding)
         for node, name in self.state.source_of.items():
-            dim = self.state.sharding.tokens.get(name)
+            dim = dims.get(name)
             if dim is not None:
                 shape = node.meta["example_value"].shape
                 tokens |= _symbol(shape[dim])
