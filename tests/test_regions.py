@@ -116,7 +116,10 @@ def sharded(mesh: DeviceMesh, case: str) -> tuple[float, dict[str, Tensor]]:
     return float(total), grads
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("checkpointed", "nested", "sdpa_kernel", "windows")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_attention_is_found_and_right_wherever_it_hides(pool: Pool, case: str) -> None:
     model = build(case)
     expected: Tensor = model(**make_batch(LENGTHS)).loss

@@ -73,7 +73,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
     monkeypatch.setattr(match, "prove", lambda *_, **__: mask)
 
 
-@pytest.mark.parametrize("name", ["mistral", "torchtitan", "gemma2_flex"])
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", pytest.param("gemma2_flex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mask", [cp.PackedMask(causal=False), cp.PackedMask(window=(5, 0)), cp.PackedMask(packed=False)], ids=str
 )
@@ -128,7 +128,9 @@ def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, la
         assert outcomes == ["passes", "passes", "raises", "raises"]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("torchtitan", 3), ("nanogpt", 2), ("gemma2", 4)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("torchtitan", 3), ("nanogpt", 2), pytest.param("gemma2", 4, marks=pytest.mark.slow)]
+)
 def test_check_compares_a_model_with_one_process(name: str, world_size: int) -> None:
     sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"))
     report = cp.check(build_model(name), sharding, make_batch([[13, 1, 7, 29, 5]]), shift_labels=True)
