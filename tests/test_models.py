@@ -26,7 +26,8 @@ pytestmark = pytest.mark.xdist_group("pool")
 DOCS = Path(__file__).parent.parent / "docs" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5
-QUICK = ("llama", "cohere2", "deepseek_v3", "gpt_oss", "modernbert", "nanogpt", "nanogpt_mean_loss", "torchtitan", "torchtitan_eos_mask")  # fmt: skip
+QUICK = ("llama", "cohere2", "deepseek_v3", "gpt_oss", "modernbert", "nanogpt", "nanogpt_mean_loss", "torchtitan",
+         "torchtitan_eos_mask")  # fmt: skip
 """One of each kind of attention, mask, position and loss; the others are slow."""
 
 REFUSED = {
