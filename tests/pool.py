@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT_S = 240
+TIMEOUT_S = 540
 
 
 class Pool:
@@ -62,7 +62,7 @@ def _serve(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one model is compiled for many annotations
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=150)
     )
     meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",)) for n in range(1, size + 1)}
     while True:
