@@ -30,7 +30,6 @@ class Reason(Enum):
     TOKEN_INPUT = "an annotated argument does not carry the token dim the annotation says"
     TOKEN_COUNT = "the model decides by the number of tokens; make it decide alike for a shard and for the whole row"
     NESTED_REGION = "attention sits in a nested region that can't be rewritten"
-    NO_ATTENTION = "the graph holds no attention"
 
 
 @dataclass(frozen=True)
