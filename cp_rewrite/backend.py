@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from . import agree, observe, passes
-from .batch import ActivePlan, active_plan
+from .active import ActivePlan, active_plan
 from .passes.diff import graph_lines
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line

@@ -1,11 +1,9 @@
-"""A global batch, cut: this rank's tokens, and the plan that the compiled graph's extra inputs come from."""
+"""A global batch, cut: its documents read, its plan made, this rank's tokens handed over; and rows put together."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -15,139 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import agree
+from .active import ActivePlan, activate, last_plan, to_device
 from .documents import Documents
-from .grid import outer_schedule, row_order
-from .masks import PackedMask
-from .ops.exchange import ROUTES
 from .plan import BatchPlan, plan_batch
-from .pull import pull_route
-from .ring_schedule import ring_tables
-from .sharding import CuSeqlens, PositionIds, Sharding, split_exchange
+from .sharding import CuSeqlens, PositionIds, Sharding
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """One extra input of a rewritten graph: tensor `name` of the schedule of `mask`, as `exchange` needs it.
-
-    `row_index` is the (T_l,) int64 index in the global row of each local token; it belongs to no mask or exchange.
-    """
-
-    name: str
-    mask: PackedMask | None = None
-    exchange: str | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Read by ops on the host; all others live on the device."""
-        return self.name in ("pieces", "launches", "splits", "capacity", "rounds")
-
-    @property
-    def is_static(self) -> bool:
-        """The size follows from the world size alone."""
-        return self.name in ("splits", "capacity")
-
-    @staticmethod
-    def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
-        """What `packed_attention` reads: its tables, then its route."""
-        tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-        scattered, outer = split_exchange(exchange)
-        # A ring has tables for each of its steps, a grid of ranks those of its outer places.
-        whose = exchange if scattered or outer == "p2p" else None
-        route = ROUTES[outer] + (("row_order", "row_inverse") if scattered else ())
-        return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
-            PlanInput(name, mask, exchange) for name in route
-        )
-
-
-@dataclass(eq=False)
-class ActivePlan:
-    """The plan of one batch on one rank, with its tensors made once and shared by all layers."""
-
-    sharding: Sharding
-    plan: BatchPlan
-    device: torch.device
-    batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The global batch, when the annotation asks to verify on it."""
-    _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
-
-    def tensor(self, key: PlanInput) -> Tensor:
-        """The tensor of one extra input, on the device unless the host reads it."""
-        if key not in self._tensors:
-            if key.name == "row_index":
-                self._keep(key, self._row_index())
-            else:
-                for name, array in self._arrays(key, self.sharding.rank).items():
-                    self._keep(PlanInput(name, key.mask, key.exchange), array)
-        return self._tensors[key]
-
-    def example(self, key: PlanInput) -> Tensor:
-        """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
-        for the backward, in which order to run), and must decide the same on all ranks."""
-        if key.mask is None:
-            return self.tensor(key)
-        array = self._arrays(key, 0)[key.name]
-        device = torch.device("cpu") if key.on_host else self.device
-        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
-
-    def check_full(self, sums: Sequence[str]) -> None:
-        """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
-        missing = self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
-        if missing:
-            raise ValueError(
-                f"{sums[0]} sums over tokens, and the {missing} rows that fill up this batch's ranks would be counted: "
-                f"pad rows to a multiple of {self.sharding.world_size} tokens, or mask the sum"
-            )
-
-    def indices(self) -> NDArray[np.int64]:
-        """(B, T_l): index in the global row of each local token, -1 where there is none."""
-        return self.plan.local_indices(self.sharding.rank)
-
-    def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
-        assert key.mask is not None
-        if key.exchange is None:
-            return self.plan.schedule(key.mask).attention(rank)
-        scattered, outer = split_exchange(key.exchange)
-        inner = self.sharding.grid[1] if scattered else 1
-        place = rank // inner
-        schedule = outer_schedule(self.plan, key.mask, inner) if scattered else self.plan.schedule(key.mask)
-        order = row_order(self.plan, place, inner) if scattered else {}
-        if outer == "p2p":
-            return {**ring_tables(schedule, place), **order}
-        route = pull_route(schedule, place) if outer == "pull" else schedule.route(outer, place)
-        return {**(schedule.attention(place) if scattered else {}), **route, **order}
-
-    def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        self._tensors[key] = tensor if key.on_host else to_device(tensor, self.device)
-
-    def _row_index(self) -> NDArray[np.int64]:
-        indices = self.indices()
-        if (indices != indices[:1]).any():
-            raise ValueError(
-                "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
-                "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
-            )
-        return np.maximum(indices[0], 0)
-
-
-_current: ContextVar[tuple[ActivePlan, bool] | None] = ContextVar("cp_rewrite_plan", default=None)
-
-
-def active_plan(sharding: Sharding) -> ActivePlan:
-    """The plan of the batch in flight.
-
-    Raises:
-        RuntimeError: outside `with sharding.shard(batch)`, or inside another Sharding's.
-    """
-    current = _current.get()
-    if current is None or not current[1]:
-        raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
-    if current[0].sharding.graph_key != sharding.graph_key:
-        raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
-    return current[0]
 
 
 class LocalBatch(dict[str, Any]):
@@ -202,14 +74,8 @@ def shard(
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
     first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
-    token = _current.set((ActivePlan(sharding, plan, first.device, kept), True))
-    try:
+    with activate(ActivePlan(sharding, plan, first.device, kept)):
         yield LocalBatch(values, plan)
-    finally:
-        done = _current.get()
-        _current.reset(token)
-        # Remembered, no longer active: unshard() of the outputs comes after the block.
-        _current.set(None if done is None else (done[0], False))
 
 
 def plan_of(
@@ -248,10 +114,10 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
         The global tensor, on every rank. Its gradient is cut to this rank's tokens and not summed over ranks: a loss
         computed from it counts once, and parameter gradients are summed over the group as for local losses.
     """
-    current = _current.get()
-    if current is None or current[0].sharding.graph_key != sharding.graph_key:
+    last = last_plan(sharding)
+    if last is None:
         raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
-    plan = current[0].plan
+    plan = last.plan
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
@@ -281,11 +147,6 @@ def _join_tokens(x: Tensor, dim: int, plan: BatchPlan) -> Tensor:
         for row, local in enumerate(plan.local_indices(rank)):
             sources[row, local[local >= 0]] = rank * plan.local_size + np.flatnonzero(local >= 0)
     return cut_tokens(x, dim, sources, 0)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without waiting for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _along(x: Tensor, ndim: int, dim: int) -> Tensor:

@@ -13,8 +13,9 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from . import loss, passes, simulate
+from .active import active_plan
 from .backend import capture
-from .batch import _join_tokens, active_plan, cut_tokens
+from .batch import _join_tokens, cut_tokens
 from .plan import BatchPlan
 from .refusal import RewriteRefused
 from .sharding import Sharding

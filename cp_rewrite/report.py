@@ -12,8 +12,8 @@ import torch.fx as fx
 from torch import nn
 
 from . import passes
+from .active import active_plan
 from .backend import capture
-from .batch import active_plan
 from .passes.diff import graph_diff, graph_lines
 from .refusal import Refusal, source_line
 from .sharding import Sharding

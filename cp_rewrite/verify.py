@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .batch import ActivePlan
+from .active import ActivePlan
 from .documents import Documents
 from .passes.canonicalize import Canonical, Ref
 from .passes.recorded import RecordedMask

@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from cp_rewrite.batch import PlanInput
+from cp_rewrite.active import PlanInput
 
 from .locality_inputs import token_dims
 from .state import State

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch import PlanInput
+from cp_rewrite.active import PlanInput
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import HeadScatter, attend

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch import ActivePlan, PlanInput
+from cp_rewrite.active import ActivePlan, PlanInput
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 

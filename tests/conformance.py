@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch import ActivePlan, PlanInput
+from cp_rewrite.active import ActivePlan, PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params

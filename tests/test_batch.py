@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cp_rewrite as cp
-from cp_rewrite.batch import active_plan
+from cp_rewrite.active import active_plan
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 

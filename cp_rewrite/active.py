@@ -1,0 +1,167 @@
+"""The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .grid import outer_schedule, row_order
+from .masks import PackedMask
+from .ops.exchange import ROUTES
+from .plan import BatchPlan
+from .pull import pull_route
+from .ring_schedule import ring_tables
+from .sharding import Sharding, split_exchange
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """One extra input of a rewritten graph: tensor `name` of the schedule of `mask`, as `exchange` needs it.
+
+    `row_index` is the (T_l,) int64 index in the global row of each local token; it belongs to no mask or exchange.
+    """
+
+    name: str
+    mask: PackedMask | None = None
+    exchange: str | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Read by ops on the host; all others live on the device."""
+        return self.name in ("pieces", "launches", "splits", "capacity", "rounds")
+
+    @property
+    def is_static(self) -> bool:
+        """The size follows from the world size alone."""
+        return self.name in ("splits", "capacity")
+
+    @staticmethod
+    def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
+        """What `packed_attention` reads: its tables, then its route."""
+        tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
+        scattered, outer = split_exchange(exchange)
+        # A ring has tables for each of its steps, a grid of ranks those of its outer places.
+        whose = exchange if scattered or outer == "p2p" else None
+        route = ROUTES[outer] + (("row_order", "row_inverse") if scattered else ())
+        return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
+            PlanInput(name, mask, exchange) for name in route
+        )
+
+
+@dataclass(eq=False)
+class ActivePlan:
+    """The plan of one batch on one rank, with its tensors made once and shared by all layers."""
+
+    sharding: Sharding
+    plan: BatchPlan
+    device: torch.device
+    batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The global batch, when the annotation asks to verify on it."""
+    _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
+
+    def tensor(self, key: PlanInput) -> Tensor:
+        """The tensor of one extra input, on the device unless the host reads it."""
+        if key not in self._tensors:
+            if key.name == "row_index":
+                self._keep(key, self._row_index())
+            else:
+                for name, array in self._arrays(key, self.sharding.rank).items():
+                    self._keep(PlanInput(name, key.mask, key.exchange), array)
+        return self._tensors[key]
+
+    def example(self, key: PlanInput) -> Tensor:
+        """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
+        for the backward, in which order to run), and must decide the same on all ranks."""
+        if key.mask is None:
+            return self.tensor(key)
+        array = self._arrays(key, 0)[key.name]
+        device = torch.device("cpu") if key.on_host else self.device
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+
+    def check_full(self, sums: Sequence[str]) -> None:
+        """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
+        missing = self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
+        if missing:
+            raise ValueError(
+                f"{sums[0]} sums over tokens, and the {missing} rows that fill up this batch's ranks would be counted: "
+                f"pad rows to a multiple of {self.sharding.world_size} tokens, or mask the sum"
+            )
+
+    def indices(self) -> NDArray[np.int64]:
+        """(B, T_l): index in the global row of each local token, -1 where there is none."""
+        return self.plan.local_indices(self.sharding.rank)
+
+    def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
+        assert key.mask is not None
+        if key.exchange is None:
+            return self.plan.schedule(key.mask).attention(rank)
+        scattered, outer = split_exchange(key.exchange)
+        inner = self.sharding.grid[1] if scattered else 1
+        place = rank // inner
+        schedule = outer_schedule(self.plan, key.mask, inner) if scattered else self.plan.schedule(key.mask)
+        order = row_order(self.plan, place, inner) if scattered else {}
+        if outer == "p2p":
+            return {**ring_tables(schedule, place), **order}
+        route = pull_route(schedule, place) if outer == "pull" else schedule.route(outer, place)
+        return {**(schedule.attention(place) if scattered else {}), **route, **order}
+
+    def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        self._tensors[key] = tensor if key.on_host else to_device(tensor, self.device)
+
+    def _row_index(self) -> NDArray[np.int64]:
+        indices = self.indices()
+        if (indices != indices[:1]).any():
+            raise ValueError(
+                "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
+                "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
+            )
+        return np.maximum(indices[0], 0)
+
+
+_current: ContextVar[tuple[ActivePlan, bool] | None] = ContextVar("cp_rewrite_plan", default=None)
+
+
+def active_plan(sharding: Sharding) -> ActivePlan:
+    """The plan of the batch in flight.
+
+    Raises:
+        RuntimeError: outside `with sharding.shard(batch)`, or inside another Sharding's.
+    """
+    current = _current.get()
+    if current is None or not current[1]:
+        raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
+    if current[0].sharding.graph_key != sharding.graph_key:
+        raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
+    return current[0]
+
+
+def last_plan(sharding: Sharding) -> ActivePlan | None:
+    """The plan of the last batch that was cut, whether its block has ended or not; None: of another Sharding."""
+    current = _current.get()
+    return None if current is None or current[0].sharding.graph_key != sharding.graph_key else current[0]
+
+
+@contextmanager
+def activate(plan: ActivePlan) -> Generator[None]:
+    """Make `plan` the active one. It is remembered afterwards: unshard() of the outputs comes after the block."""
+    token = _current.set((plan, True))
+    try:
+        yield
+    finally:
+        done = _current.get()
+        _current.reset(token)
+        _current.set(None if done is None else (done[0], False))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
