@@ -41,7 +41,7 @@ class PlanInput:
     @property
     def is_static(self) -> bool:
         """The size follows from the world size alone."""
-        return self.name in ("splits", "capacity")
+        return self.name in ("splits", "capacity", "remote_jobs")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:

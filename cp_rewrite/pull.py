@@ -13,7 +13,8 @@ from .intervals import Int
 from .schedule import Schedule
 
 NAMES = (
-    "publish_rows", "job_source", "job_ptr", "job_rows", "return_rows", "pull_ptr", "pull_rows", "capacity",
+    "publish_rows", "job_source", "job_ptr", "job_rows", "remote_jobs", "return_rows", "pull_ptr", "pull_rows",
+    "capacity",
 )  # fmt: skip
 """Names of the route's tensors, in the order in which ops take them. `capacity` stays on the host."""
 
@@ -26,10 +27,11 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
         job_source (U,) int32: each row needed here, once, as owner R + local row: peers' rows first, the peers
             taking turns, then own rows.
         job_ptr (U + 1,), job_rows (E,) int32: the expanded rows that hold it.
+        remote_jobs (1,) int32: how many jobs, the first ones, read peers.
         return_rows (W,) int32: expanded rows that belong to peers, ascending.
         pull_ptr (R + 1,) int32, pull_rows int64: who contributes to each local row's gradient, as
             reader << 32 | expanded row of the reader, ascending.
-        capacity (2,) int64: E of the rank that has most, the same on all ranks; how many jobs read peers.
+        capacity (1,) int64: E of the rank that has most, the same on all ranks.
     """
     rows = schedule.rows
     gathered = schedule.route("all_gather", rank)
@@ -42,16 +44,16 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     peers = np.diff(np.concatenate([[0], np.cumsum(readers)])[ptr])
     source, job_ptr, job_rows = _jobs(gathered["sum_ptr"].astype(np.int64), gathered["sum_rows"], rows, rank)
     remote_jobs = int((source // rows != rank).sum())
-    capacity = np.array([max(2, int(schedule.expanded.max(initial=0))), remote_jobs], dtype=np.int64)
     arrays = (
         _index(np.flatnonzero(peers)),
         _index(source),
         _index(job_ptr, last=True),
         _index(job_rows),
+        np.array([remote_jobs], dtype=np.int32),
         _index(np.flatnonzero(owner != rank)),
         pulled["pull_ptr"],
         contributions,
-        capacity,
+        np.array([max(2, int(schedule.expanded.max(initial=0)))], dtype=np.int64),
     )
     return dict(zip(NAMES, arrays, strict=True))
 

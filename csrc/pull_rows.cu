@@ -18,7 +18,7 @@ struct Source {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pull_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* publish_rows,
-    u32 publish_count, const int* job_source, const int* job_ptr, const int* job_rows, u32 jobs, u32 remote_jobs,
+    u32 publish_count, const int* job_source, const int* job_ptr, const int* job_rows, u32 jobs, const u32* remote,
     u32 local_rows, chunk* out, const u64* peers, u32* state, int rank, int world, u64 slot_bytes) {
   const Meeting meeting = {peers, state, rank, world};
   const Source own = {k, v, k_stride, v_stride, k_width, width};
@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pull_rows(
   }
   publish(meeting, call);
 
+  const u32 remote_jobs = *remote;
   const u32 begin = mine.remote ? 0 : remote_jobs, end = mine.remote ? remote_jobs : jobs;
   u32 met = 1u << rank;  // peers known to have published
   for (u32 job = begin + mine.first; job < end; job += mine.step) {

@@ -12,7 +12,6 @@ from torch import Tensor
 from . import varlen
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
-from .tables import Tables
 
 _aten: Any = torch.ops.aten
 
@@ -28,18 +27,6 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     if spec.softcap:
         found.append("no soft cap of the logits")
     return found
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
-    """See `reference.forward`."""
-    return varlen.run_forward(_forward, q, k, v, tables, params)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tables: Tables, params: Params
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.backward`; dk and dv are views of one (E, C) buffer."""
-    return varlen.run_backward(_backward, dout, q, k, v, out, lse, tables, params)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
@@ -101,3 +88,6 @@ def _deterministic(on: bool) -> Generator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+forward, backward = varlen.functions(_forward, _backward)

@@ -9,7 +9,6 @@ from torch import Tensor
 from . import varlen
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
-from .tables import Tables
 
 
 def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
@@ -27,18 +26,6 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
         if spec.softcap:
             found.append("the backward with a soft cap is not in every build; it is not used here")
     return found
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
-    """See `reference.forward`."""
-    return varlen.run_forward(_forward, q, k, v, tables, params)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tables: Tables, params: Params
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.backward`; dk and dv are views of one (E, C) buffer."""
-    return varlen.run_backward(_backward, dout, q, k, v, out, lse, tables, params)
 
 
 def _interface() -> Any:
@@ -84,3 +71,6 @@ def _arguments(launch: varlen.Launch) -> dict[str, Any]:
         "window_size_left": left,
         "window_size_right": right,
     }
+
+
+forward, backward = varlen.functions(_forward, _backward)

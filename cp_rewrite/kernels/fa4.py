@@ -12,7 +12,6 @@ from torch import Tensor
 from . import varlen
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
-from .tables import Tables
 
 
 def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
@@ -28,18 +27,6 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     if spec.needs_backward and spec.heads != spec.heads_kv and spec.head_dim != spec.head_dim_v:
         found.append("the backward with grouped heads needs equal head dims of keys and values")
     return found
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
-    """See `reference.forward`."""
-    return varlen.run_forward(_forward, q, k, v, tables, params)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tables: Tables, params: Params
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.backward`; dk and dv are views of one (E, C) buffer."""
-    return varlen.run_backward(_backward, dout, q, k, v, out, lse, tables, params)
 
 
 def _interface() -> Any:
@@ -96,3 +83,6 @@ def _arguments(launch: varlen.Launch) -> dict[str, Any]:
         "window_size_left": left,
         "window_size_right": None if launch.causal else right,
     }
+
+
+forward, backward = varlen.functions(_forward, _backward)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,13 +81,26 @@ def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
     return known[2]
 
 
+def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`forward` and `backward` of a kernel module, with the arguments and results of `reference`'s."""
+    return partial(run_forward, forward), partial(run_backward, backward)
+
+
 def run_forward(
-    kernel: Forward, q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params: Params
+    kernel: Forward,
+    q_RHD: Tensor,
+    k_EHD: Tensor,
+    v_EHV: Tensor,
+    tables: Tables,
+    params: Params,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. Written to `into` when given."""
     rows, heads = q_RHD.shape[:2]
-    out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
-    lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
+    out, lse = into or (
+        q_RHD.new_empty(rows, heads, v_EHV.shape[2]),
+        q_RHD.new_empty(heads, rows, dtype=torch.float32),
+    )
     launches = launches_of(tables, rows)
     for number, launch in enumerate(launches):
         k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
@@ -116,10 +131,14 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer."""
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer.
+
+    dq is written to `into` when given.
+    """
     rows = q_RHD.shape[0]
-    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
+    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
     dk, dv = _grad_rows(k_EHD, v_EHV)
     launches = launches_of(tables, rows)
     for number, launch in enumerate(launches):
