@@ -43,6 +43,12 @@ PACKS = {
     "two rows": (Documents.from_lengths([9, 30, 1], 44), Documents.from_cu_seqlens([0, 3, 20], 44, [0, 4, 44])),
     "empty ranks": (Documents.from_lengths([3]),),
 }
+LONG_PACKS = {
+    # Around kernels' tiles and far from them.
+    "dense": (Documents.from_lengths([700, 33, 1, 1500, 301, 128]),),
+    "tail of 366": (Documents.from_lengths([700, 33, 1, 1500], 2600),),
+    "gaps": (Documents.from_cu_seqlens([0, 640, 673, 674, 2000], 2600, [0, 704, 768, 800, 2200]),),
+}
 HEADS = ((4, 4), (8, 2), (4, 1), (12, 2), (3, 3), (6, 2))
 DIMS = ((8, 8), (24, 16), (16, 8), (64, 64), (192, 128), (128, 64), (256, 256))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,9 +68,26 @@ class Cell:
     world_size: int
     sinks: bool = False
     softcap: float = 0.0
+    kernel: str = "reference"
+    keep_kv: bool = False
+    deterministic: bool = True
+
+    @property
+    def rows(self) -> tuple[Documents, ...]:
+        """The batch."""
+        return {**PACKS, **LONG_PACKS}[self.padding]
+
+    @property
+    def params(self) -> Params:
+        return Params(self.dims[0] ** -0.5, self.softcap, self.deterministic)
+
+    def padding_rows(self) -> Tensor:
+        """(B T,) bool: rows of no document."""
+        return torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in self.rows]))
 
     def __str__(self) -> str:
-        extras = [name for name, on in (("sinks", self.sinks), ("soft cap", self.softcap)) if on]
+        named = {"sinks": self.sinks, "soft cap": self.softcap, "keep_kv": self.keep_kv}
+        extras = [name for name, on in named.items() if on]
         columns = (
             self.exchange, self.layout, self.mask, self.padding, f"{self.heads[0]}/{self.heads[1]}",
             f"{self.dims[0]}/{self.dims[1]}", str(self.dtype).removeprefix("torch."), self.world_size,
@@ -99,88 +122,96 @@ def _ranks(exchange: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def grid_mesh(outer: int, inner: int) -> DeviceMesh:
+def grid_mesh(kind: str, outer: int, inner: int) -> DeviceMesh:
     """Made once per process: every mesh makes process groups."""
-    return DeviceMesh("cpu", torch.arange(outer * inner).view(outer, inner), mesh_dim_names=("outer", "inner"))
+    return DeviceMesh(kind, torch.arange(outer * inner).view(outer, inner), mesh_dim_names=("outer", "inner"))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def attend_on(
-    mesh: DeviceMesh, rows: tuple[Documents, ...], cell: Cell, params: Params, deterministic: bool = True
+    mesh: DeviceMesh | int, rows: tuple[Documents, ...], cell: Cell, params: Params, device: torch.device | None = None
 ) -> tuple[Any, Any]:
-    """(a function of q, k, v and sinks, this rank's token indices (B, T_l)) for one cell."""
-    if cell.exchange.startswith("a2a+"):
-        mesh = grid_mesh(2, mesh.size() // 2)
+    """(a function of q, k, v and sinks, this rank's token indices (B, T_l)) for one cell.
+
+    `local` is the exchange of a mesh of 1, `pull` is how `needed` travels between GPUs.
+    """
+    if not isinstance(mesh, int) and cell.exchange.startswith("a2a+"):
+        mesh = grid_mesh(mesh.device_type, 2, mesh.size() // 2)
+    if not isinstance(mesh, int):
+        device = device_of(mesh)
     exchange: Any = cell.exchange
-    sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), exchange)
-    active = ActivePlan(sharding, plan_batch(rows, mesh.size(), cell.layout, cell.mask), torch.device("cpu"))
+    annotated = "needed" if exchange in ("local", "pull") else exchange
+    sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated)
+    plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
+    active = ActivePlan(sharding, plan, device or torch.device("cpu"))
     tables = [active.tensor(key) for key in PlanInput.of_site(cell.mask, exchange)]
     scattered, outer = split_exchange(exchange)
-    where, heads = (outer, sharding.group_name, mesh.size()), None
+    where, heads = (outer, sharding.group_name, sharding.world_size), None
     if scattered:
         heads = HeadScatter(HeadDeal.best(*cell.heads, sharding.grid[1]), cell.dims, sharding.grid_groups[1])
         where = (outer, sharding.grid_groups[0], sharding.grid[0])
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, tables[:4], tables[4:], where, params, "reference", False, sinks, heads)[0]
+        return attend(q, k, v, tables[:4], tables[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)[0]
 
     return run, active.indices()
 
 
-def make_inputs(cell: Cell) -> list[Tensor]:
+def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
     """q, k, v, dout of all rows, in the cell's dtype, and sinks."""
-    rows = PACKS[cell.padding]
-    generator = torch.Generator().manual_seed(0)
-    (hq, hkv), (d, v) = cell.heads, cell.dims
-    shapes = [(hq, d), (hkv, d), (hkv, v), (hq, v)]
-    made = [torch.randn(len(rows) * rows[0].total, *shape, generator=generator) for shape in shapes]
-    return [x.to(cell.dtype) for x in made] + [torch.randn(hq, generator=generator)]
+    generator = torch.Generator(device).manual_seed(0)
+    (hq, hkv), (d, v), size = cell.heads, cell.dims, len(cell.rows) * cell.rows[0].total
+    shapes = [(size, hq, d), (size, hkv, d), (size, hkv, v), (size, hq, v), (hq,)]
+    made = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    return [x.to(cell.dtype) for x in made[:4]] + made[4:]
+
+
+def run_cell(mesh: DeviceMesh, cell: Cell) -> list[Tensor]:
+    """out, dq, dk, dv and sinks' gradient of this rank, and the flat global rows they belong to."""
+    device = device_of(mesh)
+    inputs = make_inputs(cell, device)
+    if cell.mask.packed:
+        for x in inputs[:4]:
+            x[cell.padding_rows().to(device)] = torch.nan
+    run, indices = attend_on(mesh, cell.rows, cell, cell.params)
+    offsets = np.arange(len(cell.rows))[:, None] * cell.rows[0].total
+    index = torch.from_numpy((indices + offsets).reshape(-1)).to(device)
+    holes = torch.from_numpy(indices.reshape(-1) < 0).to(device)
+    local = [x[index.clamp(min=0)] for x in inputs[:4]]
+    for x in local:
+        x[holes] = torch.nan
+    q, k, v = (x.requires_grad_() for x in local[:3])
+    leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
+    runs: list[list[Tensor]] = []
+    for _ in range(2 if cell.deterministic else 1):
+        out = run(*leaves)
+        runs.append([out, *torch.autograd.grad(out, leaves, local[3])])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True)), f"two runs differ: {cell}"
+    assert all((x[holes] == 0).all() for x in runs[0][:4]), f"padding is not exact zero: {cell}"
+    return [*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], index[~holes]]
 
 
 def run_cells(mesh: DeviceMesh, cases: list[Cell]) -> list[list[Tensor]]:
-    """Per cell: out, dq, dk, dv and sinks' gradient of this rank, and the flat global rows they belong to."""
-    results: list[list[Tensor]] = []
-    for cell in cases:
-        rows = PACKS[cell.padding]
-        total = rows[0].total
-        padding = torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in rows]))
-        inputs = make_inputs(cell)
-        if cell.mask.packed:
-            for x in inputs[:4]:
-                x[padding] = torch.nan
-        params = Params(cell.dims[0] ** -0.5, cell.softcap, True)
-        run, indices = attend_on(mesh, rows, cell, params)
-        index = torch.from_numpy((indices + np.arange(len(rows))[:, None] * total).reshape(-1))
-        holes = torch.from_numpy(indices.reshape(-1) < 0)
-        local = [x[index.clamp(min=0)] for x in inputs[:4]]
-        for x in local:
-            x[holes] = torch.nan
-        q, k, v = (x.requires_grad_() for x in local[:3])
-        leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
-        runs: list[list[Tensor]] = []
-        for _ in range(2):
-            out = run(*leaves)
-            runs.append([out, *torch.autograd.grad(out, leaves, local[3])])
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), f"two runs differ: {cell}"
-        assert all((x[holes] == 0).all() for x in runs[0][:4]), f"padding is not exact zero: {cell}"
-        results.append([*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], index[~holes]])
-    return results
+    """`run_cell` of each."""
+    return [run_cell(mesh, cell) for cell in cases]
 
 
 def errors(cell: Cell, parts: list[list[Tensor]]) -> Iterator[tuple[str, float]]:
     """Relative errors of the ranks' results against dense attention in fp64."""
-    rows = PACKS[cell.padding]
     *inputs, sinks = make_inputs(cell)
     q, k, v, dout = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks.double()] if cell.sinks else []))]
-    params = Params(cell.dims[0] ** -0.5, cell.softcap)
-    dense = dense_attention(q, k, v, rows, cell.mask, params, *leaves[3:])
+    dense = dense_attention(q, k, v, cell.rows, cell.mask, cell.params, *leaves[3:])
     expected = [dense, *torch.autograd.grad(dense, leaves, dout)]
     for i, name in enumerate(("out", "dq", "dk", "dv")):
         whole = torch.full_like(expected[i], torch.nan)
         for part in parts:
             whole[part[-1]] = part[i].double()
-        padding = torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in rows]))
-        assert not cell.mask.packed or (whole[padding] == 0).all(), f"{name} in padding is not exact zero: {cell}"
+        assert not cell.mask.packed or (whole[cell.padding_rows()] == 0).all(), f"{name} in padding not zero: {cell}"
         yield name, relative_error(whole, expected[i])
     if cell.sinks:
         yield "dsinks", relative_error(torch.stack([part[4] for part in parts]).sum(0), expected[4])
