@@ -8,17 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_rewrite.kernels.rows import merge_steps
+
 
 def merge_parts(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both: out (R, H, V), updated in place, and lse, both in fp32 (fp64 for fp64).
+    """Attention over the keys of both: out (R, H, V) and lse, both in fp32 (fp64 for fp64).
 
     A row that saw no key in a part keeps what it has; one that saw none in both stays at 0 and -inf.
     """
-    lse, part_lse = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse, part_lse))
-    total = torch.logaddexp(lse, part_lse)
-    finite = total.masked_fill(total == -torch.inf, 0.0)
-    old, new = (torch.exp(x - finite).t()[..., None] for x in (lse, part_lse))
-    return out.mul_(old).add_(part.to(out.dtype).mul(new)), total
+    return merge_steps(torch.stack([out, part.to(out.dtype)]), torch.stack([lse, part_lse]))
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
