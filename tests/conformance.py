@@ -49,6 +49,22 @@ LONG_PACKS = {
     "tail of 366": (Documents.from_lengths([700, 33, 1, 1500], 2600),),
     "gaps": (Documents.from_cu_seqlens([0, 640, 673, 674, 2000], 2600, [0, 704, 768, 800, 2200]),),
 }
+TE_SIZES = {"s 256": 256, "s 4096": 4096}
+
+
+def te_packs(name: str, size: int) -> dict[str, tuple[Documents, ...]]:
+    """TransformerEngine's batches: two documents of up to `size` tokens, without and with padding to that."""
+    lengths = [size * 3001 // 4096, size * 1777 // 4096]
+    padded = Documents.from_cu_seqlens([0, lengths[0], sum(lengths)], 2 * size, [0, size, 2 * size])
+    return {f"b 2, {name}": (Documents.from_lengths(lengths),), f"b 2, {name}, padded": (padded,)}
+
+
+ROWS = PACKS | LONG_PACKS | te_packs("s 256", 256) | te_packs("s 4096", 4096)
+TE_SHAPES = (
+    ((12, 12), (128, 128)), ((32, 4), (128, 128)), ((12, 2), (128, 128)), ((32, 32), (128, 128)),
+    ((128, 128), (192, 128)), ((12, 12), (192, 128)), ((128, 128), (128, 64)), ((12, 12), (128, 64)),
+    ((64, 8), (64, 64)),
+)  # fmt: skip
 HEADS = ((4, 4), (8, 2), (4, 1), (12, 2), (3, 3), (6, 2))
 DIMS = ((8, 8), (24, 16), (16, 8), (64, 64), (192, 128), (128, 64), (256, 256))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +91,7 @@ class Cell:
     @property
     def rows(self) -> tuple[Documents, ...]:
         """The batch."""
-        return {**PACKS, **LONG_PACKS}[self.padding]
+        return ROWS[self.padding]
 
     @property
     def params(self) -> Params:
@@ -115,6 +131,25 @@ def cells() -> list[Cell]:
         for exchange, heads, dims, dtype in itertools.product(EXCHANGES, HEADS, DIMS, DTYPES)
     ]
     return found
+
+
+def te_cells(name: str, kernel: str = "reference", exchanges: tuple[str, ...] = EXCHANGES) -> list[Cell]:
+    """TransformerEngine's shapes x masks x padding on 2 ranks and a grid of 4; dtypes and exchanges take turns."""
+    size = TE_SIZES[name]
+    masks = (
+        PackedMask(),
+        PackedMask(causal=False),
+        PackedMask(window=(size // 8, 0)),
+        PackedMask(window=(size // 32, 0)),
+        PackedMask(causal=False, window=(size // 8, size // 8)),
+    )
+    dtypes, turns = itertools.cycle((torch.bfloat16, torch.float16)), itertools.cycle(exchanges)
+    return [
+        Cell(exchange, "dual_chunk", mask, padding, heads, dims, next(dtypes), ranks, kernel=kernel)
+        for (heads, dims), mask, padding in itertools.product(TE_SHAPES, masks, te_packs(name, size))
+        for exchange in (next(turns), next(turns))
+        for ranks in ((4,) if exchange.startswith("a2a+") else (2,))
+    ]
 
 
 def _ranks(exchange: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.sharding import split_exchange
-from tests.conformance import LAYOUTS, Cell, attend_on, device_of, make_inputs, run_cell
+from tests.conformance import LAYOUTS, Cell, attend_on, device_of, make_inputs, run_cell, te_cells
 from tests.tolerances import relative_error, tolerance
 
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
@@ -67,6 +67,17 @@ def sweep_cells(world_size: int, kernels: Sequence[str] = ORDER) -> list[Cell]:
                     cell = Cell(exchange, next(layouts), *problem, ranks, **fields, kernel=kernel)  # type: ignore[arg-type]
                     keeps = next(keep) and not exchange.endswith("p2p")
                     found.append(dataclasses.replace(cell, keep_kv=keeps))
+    return found
+
+
+def te_sweep(world_size: int) -> list[Cell]:
+    """TransformerEngine's cases at full size: torch's flash for all it can, FA4, which compiles for every shape and
+    kind of mask, for head dims of qk and v that differ."""
+    exchanges = EXCHANGES + GRID_EXCHANGES * (world_size == 4)
+    found = te_cells("s 4096", "aten_flash", exchanges)
+    for cell in te_cells("s 4096", "fa4", exchanges):
+        if cell.dims[0] != cell.dims[1] and (cell.mask.window is None or not cell.mask.causal):
+            found.append(dataclasses.replace(cell, dtype=BF16))
     return found
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.conformance import Cell
-from tests.gpu_cells import Outcome, failures, report, run_sweep, split_able, sweep_cells
+from tests.gpu_cells import Outcome, failures, report, run_sweep, split_able, sweep_cells, te_sweep
 from tests.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -25,9 +25,12 @@ pytestmark = pytest.mark.xdist_group("pool")
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
-def test_every_exchange_with_every_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("cells_for", [sweep_cells, te_sweep])
+def test_every_exchange_with_every_kernel(
+    cells_for: Callable[[int], list[Cell]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world_size = 4 if torch.cuda.device_count() >= 4 else 2
-    check_on_gpus(world_size, sweep_cells(world_size), tmp_path, capsys)
+    check_on_gpus(world_size, cells_for(world_size), tmp_path, capsys)
 
 
 def check_on_gpus(world_size: int, cells: Sequence[Cell], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
