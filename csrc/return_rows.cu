@@ -8,18 +8,16 @@
 
 constexpr u32 BATCH = 8;  // rows whose lists a warp looks at together
 
-// Results go to dk and dv, whose rows lie k_stride and v_stride chunks apart.
 struct Gradients {
   const chunk* own;
   chunk *dk, *dv;
-  u64 k_stride, v_stride;
   u32 width, k_width;
 };
 
 __device__ __forceinline__ void sum_row(
     const Meeting& meeting, const Gradients& grads, const i64* contributions, int begin, int end, u32 row, u64 slot,
     u32 lane) {
-  const u32 width = grads.width;
+  const u32 width = grads.width, v_width = width - grads.k_width;
   for (u32 c0 = lane; c0 < width; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
 #pragma unroll
@@ -43,18 +41,18 @@ __device__ __forceinline__ void sum_row(
     for (int u = 0; u < IN_FLIGHT; ++u) {
       const u32 c = c0 + 32 * u;
       if (c >= width) continue;
-      if (c < grads.k_width) grads.dk[row * grads.k_stride + c] = rounded(sum[u]);
-      else grads.dv[row * grads.v_stride + c - grads.k_width] = rounded(sum[u]);
+      if (c < grads.k_width) grads.dk[(u64)row * grads.k_width + c] = rounded(sum[u]);
+      else grads.dv[(u64)row * v_width + c - grads.k_width] = rounded(sum[u]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     const chunk* grad, u32 width, const int* publish_rows, u32 publish_count, const int* ptr, const i64* contributions,
-    u32 local_rows, chunk* dk, chunk* dv, u64 k_stride, u64 v_stride, u32 k_width, const u64* peers, u32* state,
-    int rank, int world, u64 slot_bytes) {
+    u32 local_rows, chunk* dk, chunk* dv, u32 k_width, const u64* peers, u32* state, int rank, int world,
+    u64 slot_bytes) {
   const Meeting meeting = {peers, state, rank, world};
-  const Gradients grads = {grad, dk, dv, k_stride, v_stride, width, k_width};
+  const Gradients grads = {grad, dk, dv, width, k_width};
   const u32 call = *(volatile u32*)state + 1;
   const u64 slot = HEADER + (call & 1) * slot_bytes;
   const Share every(0, WARPS), mine(REMOTE_WARPS);

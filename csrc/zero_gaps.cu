@@ -1,16 +1,16 @@
 // Rows of entries that have no key become exact zeros, and -inf in lse (heads, rows) when it is given: what a kernel
-// wrote there, or read there, does not matter. Rows lie stride chunks apart. One block column per entry; entries with keys cost one comparison.
+// wrote there, or read there, does not matter. One block column per entry; entries with keys cost one comparison.
 #include "rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) zero_gaps(
     chunk* __restrict__ out, float* __restrict__ lse, const int* __restrict__ cu_q, const int* __restrict__ cu_k,
-    u32 entries, u32 width, u64 stride, u32 heads, u32 rows) {
+    u32 entries, u32 width, u32 heads, u32 rows) {
   for (u32 entry = blockIdx.x; entry < entries; entry += gridDim.x) {
     if (cu_k[entry] != cu_k[entry + 1]) continue;
     const u32 begin = cu_q[entry], count = cu_q[entry + 1] - begin;
     const u64 total = (u64)count * width, step = (u64)gridDim.y * 256;
     for (u64 at = (u64)blockIdx.y * 256 + threadIdx.x; at < total; at += step)
-      out[(begin + at / width) * stride + at % width] = chunk{};
+      out[(u64)begin * width + at] = chunk{};
     if (lse == nullptr) continue;
     for (u64 at = (u64)blockIdx.y * 256 + threadIdx.x; at < (u64)count * heads; at += step)
       lse[at / count * rows + begin + at % count] = __int_as_float(0xff800000);

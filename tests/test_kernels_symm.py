@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels import symm
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.pull import pull_kv, return_kv
 from cp_rewrite.pull import NAMES, pull_route
 from cp_rewrite.schedule import Schedule
 from tests.packed import make_schedule
@@ -40,6 +40,8 @@ def _rank(rank: int, world_size: int, port: int) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    from cp_rewrite.kernels import symm
+
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     assert symm.reasons(name) == ()
     for lengths, layout, mask in (
@@ -77,18 +79,6 @@ def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return k.unflatten(1, (HEADS, DIM)), v.unflatten(1, (HEADS, DIM_V))
 
 
-def _pull(k: torch.Tensor, v: torch.Tensor, route: list[torch.Tensor], group: str, beside: bool) -> torch.Tensor:
-    return symm.pull_rows(k, v, *route[:5], group=group, beside=beside)
-
-
-def _give_back(
-    grad: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: list[torch.Tensor], group: str, beside: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dk, dv = (torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (k, v))
-    symm.return_rows(grad, route[5], route[6], route[7], int(route[8]), dk, dv, group, beside)
-    return dk, dv
-
-
 def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: torch.dtype) -> None:
     route = _tensors(schedule, rank)
     for call in range(5):  # slots take turns
@@ -98,16 +88,16 @@ def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: to
         expected = torch.cat(kv)[torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()]
         if call % 2:  # ranks out of step
             torch.cuda._sleep(3_000_000 * rank)
-        got = _pull(k, v, route, group, beside=call > 2)
+        got = pull_kv(k, v, route, group)
         assert torch.equal(got[:used], expected[:used])
-        dk, dv = _give_back(grads[rank], k, v, route, group, beside=call > 2)
+        dk, dv = return_kv(grads[rank], k, v, route, group)
         total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
         for reader in range(world_size):
             size = int(schedule.expanded[reader])
             slots = torch.from_numpy(schedule.route("all_gather", reader)["kv_rows"]).cuda().long()[:size]
             total.index_add_(0, slots, grads[reader][:size].float())
         want = total[rank * schedule.rows : (rank + 1) * schedule.rows]
-        again = _give_back(grads[rank], k, v, route, group, beside=call < 2)
+        again = return_kv(grads[rank], k, v, route, group)
         for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
             torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
             assert torch.equal(got_grad, repeat)
@@ -121,7 +111,7 @@ def _replay(rank: int, world_size: int, group: str) -> None:
     k, v = (x.contiguous() for x in _split(kv[rank]))
 
     def step() -> tuple[Any, Any]:
-        return _pull(k, v, route, group, False), _give_back(grads[rank], k, v, route, group, False)
+        return pull_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -135,5 +125,5 @@ def _replay(rank: int, world_size: int, group: str) -> None:
         graph.replay()
         slots = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()[:used]
         assert torch.equal(captured[0][:used], torch.cat(kv)[slots])
-        expected = _give_back(grads[rank], k, v, route, group, False)
+        expected = return_kv(grads[rank], k, v, route, group)
         assert all(torch.equal(a, b) for a, b in zip(captured[1], expected, strict=True))

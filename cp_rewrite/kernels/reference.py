@@ -18,29 +18,17 @@ _BLOCK = 1 << 22
 """Logits held at once."""
 
 
-def forward(
-    q_RHD: Tensor,
-    k_EHD: Tensor,
-    v_EHV: Tensor,
-    tables: Tables,
-    params: Params,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
     """Attention of every piece over its own keys.
 
     Args:
         q_RHD: (R, Hq, D). k_EHD: (E, Hkv, D). v_EHV: (E, Hkv, V). Rows in no piece are not read.
-        into: out and lse to write to; None: new tensors.
     Returns:
         out: (R, Hq, V) in q's dtype, exact zeros in rows of no piece; lse: (Hq, R) fp32 (fp64 for fp64), -inf there.
     """
     acc = torch.promote_types(q_RHD.dtype, torch.float32)
-    out, lse_HR = into or (
-        q_RHD.new_empty(*q_RHD.shape[:2], v_EHV.shape[2]),
-        q_RHD.new_empty(q_RHD.shape[1], q_RHD.shape[0], dtype=acc),
-    )
-    out.zero_()
-    lse_HR.fill_(-torch.inf)
+    out = q_RHD.new_zeros(*q_RHD.shape[:2], v_EHV.shape[2])
+    lse_HR = q_RHD.new_full((q_RHD.shape[1], q_RHD.shape[0]), -torch.inf, dtype=acc)
     for rows, keys, keep in _blocks(tables, q_RHD.shape[1], q_RHD.device):
         logits, _ = _logits(q_RHD[rows].to(acc), k_EHD[keys].to(acc), keep, params)
         lse = logits.logsumexp(-1)
@@ -60,14 +48,10 @@ def backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
-    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (R, Hq, D), k (E, Hkv, D) and v (E, Hkv, V), in their dtypes; exact zeros in rows of no piece.
-
-    dq is written to `into` when given.
-    """
+    """Gradients of q (R, Hq, D), k (E, Hkv, D) and v (E, Hkv, V), in their dtypes; exact zeros in rows of no piece."""
     acc = torch.promote_types(q_RHD.dtype, torch.float32)
-    dq = (torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into).zero_()
+    dq = torch.zeros_like(q_RHD, memory_format=torch.contiguous_format)
     # Keys of a piece are summed over its blocks of queries, so dk and dv gather in the wide dtype.
     dk = torch.zeros(k_EHD.shape, dtype=acc, device=k_EHD.device)
     dv = torch.zeros(v_EHV.shape, dtype=acc, device=v_EHV.device)

@@ -85,17 +85,13 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
 
 
 def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """In place: rows of entries without a key become exact zeros, and -inf in lse (Hq, R) when it is given.
-
-    `out_RHD` may be some heads of a wider tensor."""
+    """In place: rows of entries without a key become exact zeros, and -inf in lse (Hq, R) when it is given."""
     entries = cu_seqlens_q.shape[0] - 1
     row_bytes = out_RHD[0].numel() * out_RHD.element_size() if out_RHD.shape[0] else 0
-    stride = out_RHD.stride(0) * out_RHD.element_size()
-    access = _access(row_bytes, stride, out_RHD.data_ptr())
+    access = _access(row_bytes, out_RHD.data_ptr())
     if out_RHD.numel() == 0:
         return
-    dense = out_RHD[0].is_contiguous() and (lse_HR is None or lse_HR.is_contiguous())
-    if not (out_RHD.is_cuda and _compiled()) or access == 0 or not dense:
+    if not (out_RHD.is_cuda and _compiled()) or access == 0 or not out_RHD.is_contiguous():
         lengths = cu_seqlens_q.diff().long()
         gap = torch.repeat_interleave(cu_seqlens_k.diff() == 0, lengths, output_size=out_RHD.shape[0])
         out_RHD.masked_fill_(gap.view(-1, *[1] * (out_RHD.ndim - 1)), 0)
@@ -113,7 +109,6 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
         cu_seqlens_k.data_ptr(),
         cuda.u32(entries),
         cuda.u32(row_bytes // access),
-        cuda.u64(stride // access),
         cuda.u32(0 if lse_HR is None else lse_HR.shape[0]),
         cuda.u32(out_RHD.shape[0]),
     )

@@ -24,42 +24,11 @@ from . import cuda
 
 _HEADER = 1024
 _MAX_RANKS = 32
+_WARPS, _REMOTE_WARPS, _IN_FLIGHT = 16, 4, 4
+"""Warps of a block, those of them that read peers, and the 16-byte loads in flight per lane."""
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
-
-
-@dataclass(frozen=True)
-class Crew:
-    """Who moves rows: blocks (None: one per multiprocessor), warps of a block, those of them that read peers, and the
-    16-byte loads in flight per lane. Never more blocks than run at once: a block that waits for a peer must not keep
-    out one that has yet to publish."""
-
-    blocks: int | None
-    warps: int
-    remote_warps: int
-    in_flight: int
-
-    def grid(self, device: torch.device) -> int:
-        every = cuda.multiprocessors(device)
-        return every if self.blocks is None else min(self.blocks, every)
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def macros(self) -> cuda.Macros:
-        return (
-            ("WARPS", str(self.warps)),
-            ("REMOTE_WARPS", str(self.remote_warps)),
-            ("IN_FLIGHT", str(self.in_flight)),
-        )
-
-
-_ALONE = Crew(None, 16, 4, 4)
-_BESIDE = Crew(16, 16, 12, 4)
-"""Measured best on H200s, see examples/bench/RESULTS.md."""
 
 
 @cache
@@ -162,28 +131,24 @@ def pull_rows(
     job_rows: Tensor,
     remote_jobs: Tensor,
     group: str,
-    out_EC: Tensor | None = None,
-    beside: bool = False,
 ) -> Tensor:
     """(E, C): the expanded rows, from all ranks' k and v. All ranks call it, in the same order.
 
     Args:
         publish_rows, job_source, job_ptr, job_rows, remote_jobs: of `pull.pull_route`, int32.
-        out_EC: where the rows go, contiguous; None: a new tensor.
-        beside: leave most of the GPU to a kernel that computes meanwhile.
     """
     process_group = _resolve_process_group(group)
     k, v = _dense_rows(k_RHD), _dense_rows(v_RHV)
     device, size = k.device, k.element_size()
     k_width, v_width = _chunks(k), _chunks(v)
     width = k_width + v_width
-    out = k.new_empty(job_rows.shape[0], (width * 16) // size) if out_EC is None else out_EC
+    out = k.new_empty(job_rows.shape[0], (width * 16) // size)
     way = channel(group, "pull", k.shape[0] * width * 16, device)
-    crew = _BESIDE if beside else _ALONE
     cuda.launch(
-        cuda.kernel("pull_rows", device, crew.macros),
-        crew.grid(device),
-        crew.threads,
+        cuda.kernel("pull_rows", device, _macros()),
+        # One block per multiprocessor: a block that waits must not keep out one that publishes.
+        cuda.multiprocessors(device),
+        32 * _WARPS,
         device,
         k.data_ptr(),
         v.data_ptr(),
@@ -215,30 +180,29 @@ def return_rows(
     pull_ptr: Tensor,
     pull_rows: Tensor,
     capacity: int,
-    dk_RHD: Tensor,
-    dv_RHV: Tensor,
+    heads: int,
+    dims: tuple[int, int],
     group: str,
-    beside: bool = False,
-) -> None:
-    """Writes dk and dv: fp32 sums, in a fixed order, over all ranks' expanded rows, rounded once to the gradient's
-    dtype. The transpose of `pull_rows`; all ranks call it, in the same order.
+) -> tuple[Tensor, Tensor]:
+    """dk (R, Hkv, D) and dv (R, Hkv, V) in the gradient's dtype: fp32 sums, in a fixed order, over all ranks' expanded
+    rows. The transpose of `pull_rows`; all ranks call it, in the same order.
 
     Args:
         grad_EC: (E, C), gradients of this rank's expanded rows.
         return_rows, pull_ptr, pull_rows: of `pull.pull_route`. capacity: E of the rank that has most.
-        dk_RHD, dv_RHV: results; may be some heads of wider tensors.
-        beside: see `pull_rows`.
+        heads, dims: Hkv and (D, V).
     """
     process_group = _resolve_process_group(group)
     grad = grad_EC.contiguous()
-    device, size = grad.device, grad.element_size()
+    device, rows = grad.device, pull_ptr.shape[0] - 1
+    dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
     width = _chunks(grad)
     way = channel(group, "return", capacity * width * 16, device)
-    crew = _BESIDE if beside else _ALONE
     cuda.launch(
-        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *crew.macros)),
-        crew.grid(device),
-        crew.threads,
+        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros())),
+        # One block per multiprocessor: a block that waits must not keep out one that publishes.
+        cuda.multiprocessors(device),
+        32 * _WARPS,
         device,
         grad.data_ptr(),
         cuda.u32(width),
@@ -246,22 +210,25 @@ def return_rows(
         cuda.u32(return_rows.shape[0]),
         pull_ptr.data_ptr(),
         pull_rows.data_ptr(),
-        cuda.u32(dk_RHD.shape[0]),
-        dk_RHD.data_ptr(),
-        dv_RHV.data_ptr(),
-        cuda.u64(dk_RHD.stride(0) * size // 16),
-        cuda.u64(dv_RHV.stride(0) * size // 16),
-        cuda.u32(_chunks(dk_RHD)),
+        cuda.u32(rows),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        cuda.u32(_chunks(dk)),
         way.peers,
         way.state.data_ptr(),
         cuda.i32(process_group.rank()),
         cuda.i32(process_group.size()),
         cuda.u64(way.slot_bytes),
     )
+    return dk, dv
+
+
+def _macros() -> cuda.Macros:
+    return (("WARPS", str(_WARPS)), ("REMOTE_WARPS", str(_REMOTE_WARPS)), ("IN_FLIGHT", str(_IN_FLIGHT)))
 
 
 def _dense_rows(x_RHD: Tensor) -> Tensor:
-    """x with rows of 16-byte chunks without holes; rows themselves may lie apart, as in some heads of a tensor."""
+    """x with rows of 16-byte chunks without holes; rows themselves may lie apart."""
     row = x_RHD.stride(1) == x_RHD.shape[2] and x_RHD.stride(2) == 1
     aligned = x_RHD.stride(0) * x_RHD.element_size() % 16 == 0 and x_RHD.data_ptr() % 16 == 0
     return x_RHD if row and aligned else x_RHD.contiguous()

@@ -93,14 +93,11 @@ def run_forward(
     v_EHV: Tensor,
     tables: Tables,
     params: Params,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. Written to `into` when given."""
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
     rows, heads = q_RHD.shape[:2]
-    out, lse = into or (
-        q_RHD.new_empty(rows, heads, v_EHV.shape[2]),
-        q_RHD.new_empty(heads, rows, dtype=torch.float32),
-    )
+    out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
+    lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
     launches = launches_of(tables, rows)
     for number, launch in enumerate(launches):
         k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
@@ -131,14 +128,10 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
-    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer.
-
-    dq is written to `into` when given.
-    """
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer."""
     rows = q_RHD.shape[0]
-    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
+    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     dk, dv = _grad_rows(k_EHD, v_EHV)
     launches = launches_of(tables, rows)
     for number, launch in enumerate(launches):

@@ -149,9 +149,6 @@ def attend(
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     if where[0] == "p2p":
         return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
-    if where[0] == "pull":
-        arguments = (*tables, *route, *numbers, keep_kv, where[1], sinks)
-        return _ops.pulled_attention.default(q, k, v, *arguments)
     kv = exchange_kv(k, v, route, *where)
     return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *where, sinks)
 

@@ -28,7 +28,6 @@ from cp_rewrite.schedule import Schedule
 
 HOST = ("pieces", "launches", "splits", "capacity")
 CAUSAL = PackedMask()
-OPS: Any = torch.ops.cp_rewrite
 
 
 @dataclass(frozen=True)
@@ -102,34 +101,31 @@ class Ours:
         self, pack: Pack, setup: Setup, layout: str, exchange: str, *, keep: bool = False, alone: bool = False
     ) -> None:
         self.name = f"{layout} + {exchange}{' kept' if keep else ''}{', kernel alone' if alone else ''}"
-        self.setup, self.alone = setup, alone
+        self.setup, self.keep, self.alone = setup, keep, alone
         schedule = plan(pack, setup.world_size, layout)
         route = pull_route(schedule, setup.rank) if exchange == "pull" else schedule.route(exchange, setup.rank)
-        tables = on_device(schedule.attention(setup.rank))
-        self.tables, self.route = Tables(*tables), on_device(route, ROUTES[exchange])
-        self.arguments = (*tables, *self.route, setup.dim**-0.5, 0.0, setup.kernel, False, keep, setup.group)
+        self.tables = Tables(*on_device(schedule.attention(setup.rank)))
+        self.route = on_device(route, ROUTES[exchange])
         self.where = exchange, setup.group, setup.world_size
         self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
         self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
         self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, *self.where) if alone else None
 
-    def _rows(self) -> Tensor:
-        return exchange_kv(self.k, self.v, self.route, *self.where) if self.kv is None else self.kv
+    def _rows(self, kept: bool) -> Tensor:
+        if kept and self.kv is not None:
+            return self.kv
+        return exchange_kv(self.k, self.v, self.route, *self.where)
 
     def forward(self) -> object:
-        if self.where[0] == "pull" and not self.alone:
-            self.out, self.lse, self.kept = OPS.pulled_attention(self.q, self.k, self.v, *self.arguments, None)
-            return self.out
-        kv = self._rows()
+        kv = self._rows(self.alone)
+        if self.keep:
+            self.kv = kv
         keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
         self.out, self.lse = self.setup.module.forward(self.q, keys, values, self.tables, self.setup.params)
         return self.out
 
     def backward(self) -> object:
-        if self.where[0] == "pull" and not self.alone:
-            saved = self.q, self.k, self.v, self.out, self.lse, self.kept
-            return OPS.pulled_attention_backward(self.dout, *saved, *self.arguments)
-        kv = self._rows()
+        kv = self._rows(self.keep or self.alone)
         keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
         dq, dk, _ = self.setup.module.backward(
             self.dout, self.q, keys, values, self.out, self.lse, self.tables, self.setup.params

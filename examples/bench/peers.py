@@ -21,10 +21,6 @@ from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048
-SWEEP = tuple(symm.Crew(*numbers) for numbers in (
-    (8, 16, 12, 4), (12, 16, 12, 4), (16, 16, 12, 4), (24, 16, 12, 4), (32, 16, 8, 4), (8, 32, 24, 4), (16, 32, 24, 4),
-    (16, 16, 14, 2), (16, 16, 14, 8),
-))  # fmt: skip
 
 
 def index(values: Tensor) -> Tensor:
@@ -39,7 +35,7 @@ def remote_rows(rank: int, world_size: int, rows: int, spread: bool) -> Tensor:
     return torch.cat([sources, sources[: rows - len(sources)]])
 
 
-def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str, beside: bool) -> tuple[float, float]:
+def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str) -> tuple[float, float]:
     """GB/s of pull and of return."""
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
     sources = remote_rows(rank, world_size, rows, spread)
@@ -48,7 +44,7 @@ def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str, b
     pointers = index(torch.arange(rows + 1))
 
     def pull() -> Tensor:
-        return symm.pull_rows(k, v, few, index_of_sources, pointers, everything, remote_jobs, group, beside=beside)
+        return symm.pull_rows(k, v, few, index_of_sources, pointers, everything, remote_jobs, group)
 
     index_of_sources = index(sources)
     nbytes = rows * COLUMNS * 2
@@ -56,10 +52,8 @@ def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str, b
     grad = torch.randn(rows, COLUMNS, device="cuda").bfloat16()
     contributions = ((sources // rows) << 32 | (sources % rows)).cuda()
 
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-
     def back() -> object:
-        return symm.return_rows(grad, few, pointers, contributions, rows, dk, dv, group, beside)
+        return symm.return_rows(grad, few, pointers, contributions, rows, 8, (128, 128), group)
 
     return pulled, nbytes / milliseconds(back, 10) / 1e6
 
@@ -84,7 +78,7 @@ def plain_read_rate(rank: int, world_size: int, rows: int, group: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="vary blocks, warps and loads in flight")
+    parser.add_argument("--sweep", action="store_true", help="vary warps and loads in flight")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -96,13 +90,12 @@ def main() -> None:
         plain = plain_read_rate(rank, world_size, count, group)
         rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        for spread in (False, True):
-            name = f"{'all peers' if spread else 'one peer'}, {count} rows"
-            rows.append((f"pull, {name}", *pull_rate(rank, world_size, count, spread, group, False)))
-        for crew in SWEEP if options.sweep else (symm._BESIDE,):
-            symm._BESIDE = crew
-            name = f"all peers, {count} rows, {crew.blocks} blocks, {crew.remote_warps} of {crew.warps} warps"
-            rows.append((f"{name}, {crew.in_flight} loads", *pull_rate(rank, world_size, count, True, group, True)))
+        default = symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT
+        for setting in ((16, 2, 4), (16, 4, 4), (16, 4, 2), (16, 6, 4), (16, 8, 2)) if options.sweep else (default,):
+            symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT = setting
+            for spread in (False, True):
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, warps {setting}"
+                rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
     empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
     meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, empty[:1], group), 50)
