@@ -11,8 +11,8 @@ import numpy as np
 from .balance import Style, share_out
 from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, needed_seconds
 from .documents import Documents
-from .layouts import TokenOrder, contiguous, dual_chunk, even_dual_chunk
 from .masks import PackedMask
+from .orders import TokenOrder, contiguous, dual_chunk, even_dual_chunk
 from .parts import Parts, part_tiles
 from .schedule import build
 from .tiles import TILE, Float, imbalance
@@ -47,7 +47,6 @@ def balanced(
     documents: Documents,
     world_size: int,
     mask: PackedMask,
-    *,
     chunk_size: int = 1,
     ranks_per_node: int | None = None,
     device: Device | None = None,

@@ -17,8 +17,8 @@ import numpy as np
 
 from .documents import Documents
 from .intervals import Int
-from .layouts import TokenOrder
 from .masks import PackedMask
+from .orders import TokenOrder
 from .parts import SeenKeys
 from .schedule import Schedule
 from .tiles import TILE, TILE_ROW_OVERHEAD, Float, window_tiles

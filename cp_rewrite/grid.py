@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .layouts import TokenOrder
 from .masks import PackedMask
+from .orders import TokenOrder
 from .plan import BatchPlan
 from .schedule import Schedule, build
 

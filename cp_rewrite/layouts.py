@@ -1,102 +1,18 @@
-"""Token orders: which rank owns which tokens of a row, as run-length intervals.
-
-Every rank keeps its tokens sorted by their position in the row, so an order is the set of intervals per rank:
-
-    contiguous, 2 ranks        rank 0: 0 1 2 3          rank 1: 4 5 6 7
-    head_tail, 2 ranks         rank 0: 0 1 6 7          rank 1: 2 3 4 5
-    dual_chunk, docs 4 and 4   rank 0: 0 3 4 7          rank 1: 1 2 5 6
-"""
+"""Layouts: the ways to share the tokens of a row out over ranks, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
+from .balanced import balanced
+from .cost import Device, Model
 from .documents import Documents
-from .intervals import Int, expand_ranges
 from .masks import PackedMask
-
-if TYPE_CHECKING:
-    from .cost import Device, Model
+from .orders import TokenOrder, contiguous, dual_chunk
 
 LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
-
-
-@dataclass(frozen=True, eq=False)
-class TokenOrder:
-    """Who owns the tokens of one row of `total` tokens. Every token has exactly one owner.
-
-    Ranks with fewer than `local_size` tokens have padding at the end of their local row.
-
-    Args:
-        total: tokens in the row.
-        intervals: per rank, (n, 2) int64 intervals (start, stop) of the row, non-empty, ascending, not touching.
-        pad_to_multiple: `local_size` is rounded up to a multiple of it.
-    """
-
-    total: int
-    intervals: tuple[Int, ...]
-    pad_to_multiple: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return len(self.intervals)
-
-    @cached_property
-    def sizes(self) -> Int:
-        """(P,) tokens that each rank owns."""
-        return np.array([int((part[:, 1] - part[:, 0]).sum()) for part in self.intervals], dtype=np.int64)
-
-    @cached_property
-    def local_size(self) -> int:
-        """Tokens of a local row, padding included: the most tokens any rank owns, rounded up."""
-        return _round_up(int(self.sizes.max()), self.pad_to_multiple)
-
-    @property
-    def padding_rows(self) -> int:
-        """Local rows, over all ranks, that hold no token."""
-        return self.local_size * self.world_size - self.total
-
-    def local_indices(self, rank: int) -> Int:
-        """(local_size,) position in the row of each local token, -1 where the local row is padding."""
-        part = self.intervals[rank]
-        indices = np.full(self.local_size, -1, dtype=np.int64)
-        indices[: self.sizes[rank]] = expand_ranges(part[:, 0], part[:, 1] - part[:, 0])
-        return indices
-
-    def rank_of(self) -> Int:
-        """(total,) the owner of each token."""
-        _, stops, owners = self.segments
-        return np.repeat(owners, np.diff(stops, prepend=0))
-
-    @cached_property
-    def segments(self) -> tuple[Int, Int, Int]:
-        """All intervals of all ranks in the row's order: (starts, stops, owners). They tile [0, total)."""
-        parts = np.concatenate(self.intervals)
-        owners = np.repeat(np.arange(self.world_size), [len(part) for part in self.intervals])
-        order = np.argsort(parts[:, 0], kind="stable")
-        return parts[order, 0], parts[order, 1], owners[order]
-
-    @classmethod
-    def from_cuts(cls, bounds: Int, owners: Int, world_size: int) -> TokenOrder:
-        """The order in which rank owners[i] owns tokens [bounds[i], bounds[i + 1]).
-
-        Args:
-            bounds: (n + 1,) ascending from 0; bounds[-1] is the row's total. Empty ranges are dropped.
-            owners: (n,) ranks.
-        """
-        keep = np.diff(bounds) > 0
-        starts, owners = bounds[:-1][keep], owners[keep]
-        new = np.diff(owners, prepend=-1) != 0  # neighbours of one rank are one interval
-        starts, owners = starts[new], owners[new]
-        parts = np.stack([starts, np.append(starts[1:], bounds[-1])[: len(starts)]], axis=1).astype(np.int64)
-        by_rank = np.argsort(owners, kind="stable")
-        splits = np.searchsorted(owners[by_rank], np.arange(1, world_size))
-        return cls(int(bounds[-1]), tuple(np.split(parts[by_rank], splits)))
 
 
 def order_tokens(
@@ -127,35 +43,24 @@ def order_tokens(
         ValueError: an unknown layout; world_size, chunk_size or pad_to_multiple < 1; a document that starts inside a
             chunk; or chunks that `balanced` can't share out without more rows per rank than the tokens need.
     """
-    for name, value in (("world_size", world_size), ("chunk_size", chunk_size), ("pad_to_multiple", pad_to_multiple)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    _check_starts(documents, chunk_size)
-    if layout == "contiguous":
-        order = contiguous(documents.total, world_size, chunk_size)
-    elif layout == "head_tail":
-        order = dual_chunk(np.array([0, documents.total]), world_size, chunk_size)
-    elif layout == "dual_chunk":
-        order = dual_chunk(documents.spans, world_size, chunk_size)
-    elif layout == "balanced":
-        from .balanced import balanced  # which itself weighs the layouts of this file
-
+    _check(documents, world_size, layout, chunk_size, pad_to_multiple)
+    if layout == "balanced":
         _check_equal_chunks(documents.total, world_size, chunk_size, pad_to_multiple)
-        order = balanced(
-            documents,
-            world_size,
-            mask,
-            chunk_size=chunk_size,
-            ranks_per_node=ranks_per_node,
-            device=device,
-            model=model,
-        )
+        order = balanced(documents, world_size, mask, chunk_size, ranks_per_node, device, model)
+    elif layout == "contiguous":
+        order = contiguous(documents.total, world_size, chunk_size)
     else:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+        spans = documents.spans if layout == "dual_chunk" else np.array([0, documents.total])
+        order = dual_chunk(spans, world_size, chunk_size)
     return replace(order, pad_to_multiple=pad_to_multiple)
 
 
-def _check_starts(documents: Documents, chunk_size: int) -> None:
+def _check(documents: Documents, world_size: int, layout: str, chunk_size: int, pad_to_multiple: int) -> None:
+    for name, value in (("world_size", world_size), ("chunk_size", chunk_size), ("pad_to_multiple", pad_to_multiple)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     off = np.flatnonzero((documents.starts % chunk_size != 0) & (documents.lengths > 0))
     if off.size:
         raise ValueError(
@@ -166,67 +71,10 @@ def _check_starts(documents: Documents, chunk_size: int) -> None:
 
 def _check_equal_chunks(total: int, world_size: int, chunk_size: int, pad_to_multiple: int) -> None:
     """Ranks get whole chunks: that must not take more rows than equal tokens do."""
-    rows = _round_up(-(-total // world_size), pad_to_multiple)
+    rows = -(-total // (world_size * pad_to_multiple)) * pad_to_multiple
     needed = -(-total // (world_size * chunk_size)) * chunk_size
     if needed > rows and world_size > 1:
         raise ValueError(
             f"{total} tokens on {world_size} ranks are {rows} rows each, but whole chunks of {chunk_size} need "
             f"{needed}: chunk_size * world_size must divide the row's tokens, or pad_to_multiple be {chunk_size}"
         )
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
-def contiguous(total: int, world_size: int, unit: int = 1) -> TokenOrder:
-    """Rank r owns tokens [r c, (r + 1) c), c = ceil(total / world_size), rounded up to a multiple of `unit`."""
-    chunk = -(-total // (world_size * unit)) * unit
-    bounds = np.minimum(np.arange(world_size + 1, dtype=np.int64) * chunk, total)
-    return TokenOrder.from_cuts(bounds, np.arange(world_size), world_size)
-
-
-def dual_chunk(spans: Int, world_size: int, unit: int = 1) -> TokenOrder:
-    """Each span is cut into 2P chunks and rank r owns chunks r and 2P - 1 - r: equal causal work within a span.
-
-    The order of TransformerEngine and Megatron when spans are the padded documents, each a multiple of 2P. A span
-    of any other length has chunks of ceil(length / 2P) tokens, the later ones shorter or empty. With one span this
-    is `head_tail`.
-
-    Args:
-        spans: (N + 1,) ascending bounds from 0 to the row's total.
-        unit: chunks are a multiple of it.
-    """
-    lengths = np.diff(spans)
-    chunk = np.arange(2 * world_size, dtype=np.int64)
-    size = -(-lengths // (2 * world_size * unit)) * unit
-    starts = spans[:-1, None] + np.minimum(chunk * size[:, None], lengths[:, None])
-    owners = np.tile(np.minimum(chunk, 2 * world_size - 1 - chunk), len(lengths))
-    return TokenOrder.from_cuts(np.append(starts.reshape(-1), spans[-1]), owners, world_size)
-
-
-def even_dual_chunk(spans: Int, world_size: int, unit: int = 1) -> TokenOrder:
-    """`dual_chunk` with equal tokens per rank, whatever the lengths.
-
-    All 2P chunks of a span have floor(length / 2P) tokens; the tokens left over of all spans are dealt to ranks
-    0, 1, …, P − 1, 0, … in turn, and a rank adds its own to its first chunk of the span, a second one to the other.
-
-        spans 7 and 5, 2 ranks     0 0 1 1 1 0 0 | 0 1 1 1 0     left over: 3 and 1
-
-    Args:
-        spans: (N + 1,) ascending bounds from 0 to the row's total.
-        unit: cuts fall on multiples of it; inner bounds of spans must be multiples too.
-    """
-    units = np.diff(-(-spans // unit))
-    over = units % (2 * world_size)
-    chunk = np.arange(2 * world_size, dtype=np.int64)
-    owner = np.minimum(chunk, 2 * world_size - 1 - chunk)
-    turn = (owner - (np.cumsum(over) - over)[:, None]) % world_size + np.where(chunk < world_size, 0, world_size)
-    sizes = (units // (2 * world_size))[:, None] + (turn < over[:, None])
-    bounds = np.minimum(np.append(0, np.cumsum(sizes)) * unit, spans[-1])
-    return TokenOrder.from_cuts(bounds, np.tile(owner, len(units)), world_size)
-
-
-def common_local_size(orders: Sequence[TokenOrder]) -> int:
-    """Tokens of a local row of a batch whose rows are laid out by `orders`."""
-    return max(order.local_size for order in orders)

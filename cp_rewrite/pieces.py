@@ -99,8 +99,9 @@ def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedM
 def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tuple[Int, Int]:
     """The window of a kernel that aligns the last query b - 1 with the last key min(end, b + right) - 1.
 
-    Seen from there the query's own position lies `ahead` = (keys after it) back, so both sides shift by it. A side
-    that hides no key of the piece is written as "no limit" where that lets more pieces share a launch.
+    Seen from there the query's own position lies `ahead` = (keys after it) back, so both sides shift by it. A piece
+    that sees all its keys takes the window of whole documents if that hides none of them either, else "no limit": so
+    more pieces share a launch.
     """
     no_limit = np.full(len(a), -1, dtype=np.int64)
     if mask.right is None:
@@ -109,10 +110,15 @@ def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tu
         ahead = np.minimum(end - b, mask.right)
         clipped = (mask.right > 0) & (b < end) & (a >= end - mask.right)
         right = np.where(clipped, -1, mask.right - ahead)
+    sees_all, fits = clipped, clipped
+    if mask.left is not None:
+        sees_all = clipped & (b - 1 - mask.left <= first)
+        fits = sees_all & (end - first <= mask.left + 1)
+    # A clipped piece has at most `right` queries, so a limit of `right` keys after each hides none.
+    right = right if mask.right is None else np.where(fits, mask.right, right)
     if mask.left is None:
         return no_limit, right
-    hides = b - 1 - mask.left > first
-    return np.where(clipped & ~hides, -1, mask.left + ahead), right
+    return np.where(fits, mask.left, np.where(sees_all, -1, mask.left + ahead)), right
 
 
 def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:

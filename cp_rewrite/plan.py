@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from .cost import Device, Load, Model, exchange_seconds, ideal_seconds, load_of, same_node
 from .documents import Documents
 from .intervals import Int
-from .layouts import LAYOUTS, TokenOrder, common_local_size, order_tokens
+from .layouts import LAYOUTS, order_tokens
 from .masks import PackedMask
+from .orders import TokenOrder, common_local_size
 from .parts import Parts
 from .schedule import Schedule, build
 from .tiles import imbalance

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from .documents import Documents
 from .intervals import Int, expand_ranges, group_rows, overlaps, union
-from .layouts import TokenOrder, common_local_size
 from .masks import PackedMask
+from .orders import TokenOrder, common_local_size
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
 
 Int32 = NDArray[np.int32]

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.layouts import LAYOUTS, TokenOrder, dual_chunk, even_dual_chunk, order_tokens
+from cp_rewrite.layouts import LAYOUTS, order_tokens
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.orders import TokenOrder, dual_chunk, even_dual_chunk
 
 from .packs import batches, masks
 
