@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,9 +21,10 @@ from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.plan import plan_batch
 from cp_rewrite.sharding import split_exchange
-from tests.packed import dense_attention
+from tests.packed import dense_attention, dense_logits
 from tests.tolerances import relative_error, tolerance
 
 EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
@@ -167,33 +169,47 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class RankAttention:
+    """A rank's part of one cell. run: q, k, v and sinks -> out. largest: q, k, v -> the largest logit per head.
+    indices: (B, T_l) tokens of this rank, -1 for none."""
+
+    run: Callable[..., Tensor]
+    largest: Callable[[Tensor, Tensor, Tensor], Tensor]
+    indices: NDArray[np.int64]
+
+
 def attend_on(
     mesh: DeviceMesh | int, rows: tuple[Documents, ...], cell: Cell, params: Params, device: torch.device | None = None
-) -> tuple[Any, Any]:
-    """(a function of q, k, v and sinks, this rank's token indices (B, T_l)) for one cell.
-
-    `local` is the exchange of a mesh of 1, `pull` is how `needed` travels between GPUs.
-    """
-    if not isinstance(mesh, int) and cell.exchange.startswith("a2a+"):
-        mesh = grid_mesh(mesh.device_type, 2, mesh.size() // 2)
+) -> RankAttention:
+    """Plan and tables of one cell. `local` is the exchange of a mesh of 1, `pull` is `needed` between GPUs."""
     if not isinstance(mesh, int):
         device = device_of(mesh)
-    exchange: Any = cell.exchange
-    annotated = "needed" if exchange in ("local", "pull") else exchange
+        if cell.exchange.startswith("a2a+"):
+            mesh = grid_mesh(mesh.device_type, 2, mesh.size() // 2)
+    annotated: Any = "needed" if cell.exchange in ("local", "pull") else cell.exchange
     sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated)
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))
-    tables = [active.tensor(key) for key in PlanInput.of_site(cell.mask, exchange)]
-    scattered, outer = split_exchange(exchange)
-    where, heads = (outer, sharding.group_name, sharding.world_size), None
-    if scattered:
-        heads = HeadScatter(HeadDeal.best(*cell.heads, sharding.grid[1]), cell.dims, sharding.grid_groups[1])
-        where = (outer, sharding.grid_groups[0], sharding.grid[0])
+    inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
+    where, heads = _way(sharding, cell)
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, tables[:4], tables[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)[0]
+        return attend(q, k, v, inputs[:4], inputs[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)[0]
 
-    return run, active.indices()
+    def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return max_logits(q, k, v, inputs[:4], inputs[4:], where, params, heads)
+
+    return RankAttention(run, largest, active.indices())
+
+
+def _way(sharding: cp.Sharding, cell: Cell) -> tuple[tuple[str, str, int], HeadScatter | None]:
+    """`where` and `heads` of `attend`."""
+    scattered, outer = split_exchange(cell.exchange)
+    if not scattered:
+        return (outer, sharding.group_name, sharding.world_size), None
+    heads = HeadScatter(HeadDeal.best(*cell.heads, sharding.grid[1]), cell.dims, sharding.grid_groups[1])
+    return (outer, sharding.grid_groups[0], sharding.grid[0]), heads
 
 
 def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
@@ -206,16 +222,16 @@ def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
 
 
 def run_cell(mesh: DeviceMesh, cell: Cell) -> list[Tensor]:
-    """out, dq, dk, dv and sinks' gradient of this rank, and the flat global rows they belong to."""
+    """out, dq, dk, dv of this rank, sinks' gradient if any, largest logits, and the flat global rows of the first."""
     device = device_of(mesh)
     inputs = make_inputs(cell, device)
     if cell.mask.packed:
         for x in inputs[:4]:
             x[cell.padding_rows().to(device)] = torch.nan
-    run, indices = attend_on(mesh, cell.rows, cell, cell.params)
+    attention = attend_on(mesh, cell.rows, cell, cell.params)
     offsets = np.arange(len(cell.rows))[:, None] * cell.rows[0].total
-    index = torch.from_numpy((indices + offsets).reshape(-1)).to(device)
-    holes = torch.from_numpy(indices.reshape(-1) < 0).to(device)
+    index = torch.from_numpy((attention.indices + offsets).reshape(-1)).to(device)
+    holes = torch.from_numpy(attention.indices.reshape(-1) < 0).to(device)
     local = [x[index.clamp(min=0)] for x in inputs[:4]]
     for x in local:
         x[holes] = torch.nan
@@ -223,11 +239,11 @@ def run_cell(mesh: DeviceMesh, cell: Cell) -> list[Tensor]:
     leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
     runs: list[list[Tensor]] = []
     for _ in range(2 if cell.deterministic else 1):
-        out = run(*leaves)
+        out = attention.run(*leaves)
         runs.append([out, *torch.autograd.grad(out, leaves, local[3])])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True)), f"two runs differ: {cell}"
     assert all((x[holes] == 0).all() for x in runs[0][:4]), f"padding is not exact zero: {cell}"
-    return [*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], index[~holes]]
+    return [*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], attention.largest(q, k, v), index[~holes]]
 
 
 def run_cells(mesh: DeviceMesh, cases: list[Cell]) -> list[list[Tensor]]:
@@ -250,6 +266,17 @@ def errors(cell: Cell, parts: list[list[Tensor]]) -> Iterator[tuple[str, float]]
         yield name, relative_error(whole, expected[i])
     if cell.sinks:
         yield "dsinks", relative_error(torch.stack([part[4] for part in parts]).sum(0), expected[4])
+    largest = dense_logits(q.detach(), k.detach(), cell.rows, cell.mask, cell.params).amax((1, 2))
+    for part in parts:
+        yield "largest logits", logits_error(part[-2], largest)
+
+
+def logits_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative error of the largest logits (Hq,); infinite unless -inf stands for the same heads."""
+    none = expected == -torch.inf
+    if not torch.equal(actual == -torch.inf, none):
+        return torch.inf
+    return relative_error(actual.masked_fill(none, 0.0), expected.masked_fill(none, 0.0))
 
 
 def limit(cell: Cell) -> float:

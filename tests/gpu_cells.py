@@ -20,7 +20,7 @@ from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.sharding import split_exchange
-from tests.conformance import LAYOUTS, Cell, attend_on, device_of, make_inputs, run_cell, te_cells
+from tests.conformance import LAYOUTS, Cell, attend_on, device_of, logits_error, make_inputs, run_cell, te_cells
 from tests.tolerances import relative_error, tolerance
 
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
@@ -136,8 +136,9 @@ def _outcome(mesh: DeviceMesh, cell: Cell) -> Outcome:
 def _compare(mesh: DeviceMesh, cell: Cell) -> tuple[float, float, str]:
     """(worst error over its limit, worst error over that of one process with the same kernel, what failed)."""
     device = device_of(mesh)
-    *parts, index = run_cell(mesh, cell)
-    expected, alone = whole_row(_problem(cell, "reference"), True, device), None
+    *parts, largest, index = run_cell(mesh, cell)
+    *expected, largest_expected = whole_row(_problem(cell, "reference"), True, device)
+    alone = None
     if cell.kernel != "reference":
         alone = whole_row(_problem(cell, cell.kernel), False, device)
     worst, ratio, failed = 0.0, math.nan, list[str]()
@@ -156,6 +157,8 @@ def _compare(mesh: DeviceMesh, cell: Cell) -> tuple[float, float, str]:
         worst = max(worst, error / limit)
         if alone is not None and RESULTS[i] != "dsinks":
             ratio = max(error / relative_error(alone[i], expected[i]), 0.0 if math.isnan(ratio) else ratio)
+    if not (error := logits_error(largest, largest_expected)) <= tolerance(torch.float32):
+        failed.append(f"largest logits {error:.1e}")
     return worst, ratio, ", ".join(failed)
 
 
@@ -166,12 +169,13 @@ def _problem(cell: Cell, kernel: str) -> Cell:
 
 @functools.lru_cache(maxsize=4)
 def whole_row(problem: Cell, exact: bool, device: torch.device) -> list[Tensor]:
-    """out, dq, dk, dv and sinks' gradient in fp32, attended to by one process; `exact`: computed in fp32 too."""
+    """out, dq, dk, dv, sinks' gradient and largest logits in fp32, by one process; `exact`: computed in fp32 too."""
     *inputs, sinks = make_inputs(problem, device)
     q, k, v, dout = (x.float() if exact else x for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks] if problem.sinks else []))]
-    out = attend_on(1, problem.rows, problem, problem.params, device)[0](*leaves)
-    return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+    attention = attend_on(1, problem.rows, problem, problem.params, device)
+    out = attention.run(*leaves)
+    return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, dout), attention.largest(q, k, v))]
 
 
 def report(world_size: int, outcomes: Sequence[Outcome], left_out: Sequence[tuple[Cell, list[str]]]) -> Iterator[str]:

@@ -70,6 +70,17 @@ def dense_attention(
 
     `sinks` (Hq,) is the logit of one more key per head, whose value is 0.
     """
+    logits = dense_logits(q_RHD, k_RHD, rows, mask, params)
+    tokens, group = logits.shape[2], q_RHD.shape[1] // k_RHD.shape[1]
+    seen = (logits[0] > -torch.inf).any(-1)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)], -1)
+    prob = logits.softmax(-1)[..., :tokens].masked_fill(~seen[:, None], 0.0)
+    return torch.einsum("hqk,khv->qhv", prob, v_RHV.repeat_interleave(group, 1))
+
+
+def dense_logits(q_RHD: Tensor, k_RHD: Tensor, rows: Sequence[Documents], mask: PackedMask, params: Params) -> Tensor:
+    """(Hq, Q, K) logits of rows of (B * T) tokens after scale and soft cap, -inf where the mask hides the key."""
     total = rows[0].total
     keep = torch.zeros(len(rows) * total, len(rows) * total, dtype=torch.bool)
     for b, row in enumerate(rows):
@@ -79,9 +90,4 @@ def dense_attention(
     logits = torch.einsum("qhd,khd->hqk", q_RHD, k_RHD.repeat_interleave(group, 1)) * params.scale
     if params.softcap:
         logits = params.softcap * torch.tanh(logits / params.softcap)
-    seen = keep.any(-1)
-    logits = logits.masked_fill(~keep, -torch.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)], -1)
-    prob = logits.softmax(-1)[..., : keep.shape[1]].masked_fill(~seen[:, None], 0.0)
-    return torch.einsum("hqk,khv->qhv", prob, v_RHV.repeat_interleave(group, 1))
+    return logits.masked_fill(~keep, -torch.inf)

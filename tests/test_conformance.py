@@ -80,7 +80,8 @@ def gradcheck_rank(mesh: DeviceMesh, exchange: str) -> bool:
     """The sum of all ranks' outputs is differentiated by finite differences: each rank moves its own inputs in turn."""
     rows = (Documents.from_lengths([5, 1, 3], 10),)
     cell = Cell(exchange, "dual_chunk", PackedMask(window=(3, 0)), "none", (4, 2), (3, 2), torch.float64, mesh.size())
-    run, indices = attend_on(mesh, rows, cell, Params(0.6, 1.5))
+    attention = attend_on(mesh, rows, cell, Params(0.6, 1.5))
+    run, indices = attention.run, attention.indices
     generator = torch.Generator().manual_seed(mesh.get_rank())
     size = indices.size
     shapes = [(size, 4, 3), (size, 2, 3), (size, 2, 2), (size, 4, 2)]

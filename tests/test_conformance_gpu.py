@@ -78,13 +78,14 @@ def gloo_rank(mesh: DeviceMesh, cells: Sequence[Cell]) -> list[Outcome]:
 
 def test_the_same_sweep_on_gloo(pool: Pool) -> None:
     """The reference kernel's cells on short rows, but for the exchange that needs GPUs; a cell that fails is told."""
-    cells = [cell for cell in sweep_cells(4, ["reference"]) if cell.exchange != "pull"]
+    cells = [cell for cell in sweep_cells(4, ["reference"]) if cell.exchange != "pull"][::2]
     cells = [dataclasses.replace(cell, padding="between") for cell in cells]
     able, left_out = split_able(cells, torch.device("cpu"))
     assert not left_out
     broken = dataclasses.replace(able[0], kernel="fa4")
     outcomes = [o for part in pool.run(4, gloo_rank, [*able, broken]) for o in part]
     assert {o.cell for o in outcomes} == {*able, broken}
+    assert len(failures(outcomes)) == 1, failures(outcomes)
     (failure,) = failures(outcomes)
     assert "fa4 | " in failure
     lines = list(report(4, outcomes, left_out))

@@ -33,7 +33,8 @@ MASKS = {
 
 def results_on(mesh: DeviceMesh, exchange: str, row: str, mask: str) -> list[Tensor]:
     cell = Cell(exchange, "dual_chunk", MASKS[mask], "none", (4, 2), (16, 8), torch.float32, mesh.size())
-    run, indices = attend_on(mesh, (ROWS[row],), cell, Params(0.25))
+    attention = attend_on(mesh, (ROWS[row],), cell, Params(0.25))
+    run, indices = attention.run, attention.indices
     real = indices.reshape(-1) >= 0
     index = torch.from_numpy(np.maximum(indices.reshape(-1), 0))
     q, k, v, dout = (x[index] for x in inputs_of(row))

@@ -73,10 +73,13 @@ def gather_heads(out: Any, order: Any, inverse: Any, deal: HeadDeal, group: str)
     """The way back: (A R, hq, V) -> (R, Hq, V)."""
     x = _ops.permute_rows.default(out.flatten(1), inverse, order).unflatten(0, (deal.ranks, -1))
     x = _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * deal.ranks, [1] * deal.ranks, group))
-    x = x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1))
-    units, part = deal.heads_kv * deal.copies, deal.part
-    x = x.narrow(1, 0, units * part).unflatten(1, (deal.heads_kv, deal.copies * part))
-    return x.narrow(2, 0, deal.group).flatten(1, 2)
+    return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
+
+
+def gather_per_head(x: Any, deal: HeadDeal, group: str) -> Any:
+    """One number per head of this rank, (hq,) -> those of all heads, (Hq,)."""
+    gathered = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(x, deal.ranks, group))
+    return _undeal_queries(gathered[None, :, None], deal).flatten()
 
 
 def own_sinks(sinks: Any, deal: HeadDeal, group: str) -> Any:
@@ -99,6 +102,13 @@ def _deal_queries(q: Any, deal: HeadDeal) -> Any:
         q = _pad(q.unflatten(1, (deal.heads_kv, deal.group)), (0, 0, 0, missing)).flatten(1, 2)
     extra = deal.ranks * deal.local - deal.heads_kv * deal.copies * deal.part
     return _pad(q, (0, 0, 0, extra)) if extra else q
+
+
+def _undeal_queries(x: Any, deal: HeadDeal) -> Any:
+    """(R, A hq, V) -> (R, Hq, V): the inverse of `_deal_queries`."""
+    units, part = deal.heads_kv * deal.copies, deal.part
+    x = x.narrow(1, 0, units * part).unflatten(1, (deal.heads_kv, deal.copies * part))
+    return x.narrow(2, 0, deal.group).flatten(1, 2)
 
 
 def _copy(x: Any, deal: HeadDeal) -> Any:

@@ -13,7 +13,7 @@ Shapes: R local rows, E expanded rows of a round, C = Hkv * (D + V), P ranks.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,24 +66,18 @@ def ring_attention(
     Returns:
         out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
     """
-    steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
+    tables, route = (cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds)
     run, params = _kernel(kernel), Params(scale, softcap, deterministic)
-    ring = _Ring(group, world_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     q_in = _as_exact(q, kernel)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide)
     first = True
-    held = pack_kv(k, v)
-    for step in range(world_size):
-        coming, under_way = ring.shift(held, _KV) if step + 1 < world_size else (held, ())
-        for r in steps.get(step, ()):
-            keys, values = _keys(held, r, k, v, kernel)
-            part, part_lse = run.forward(q_in, keys, values, r.tables, params)
-            out, lse = (part.to(wide), part_lse) if first else merge_parts(out, lse, part, part_lse)
-            first = False
-        _finish(under_way)
-        held = coming
+    for held, r in go_round(pack_kv(k, v), tables, route, group, world_size):
+        keys, values = _keys(held, r, k, v, kernel)
+        part, part_lse = run.forward(q_in, keys, values, r.tables, params)
+        out, lse = (part.to(wide), part_lse) if first else merge_parts(out, lse, part, part_lse)
+        first = False
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype, copy=True), lse.clone()
@@ -178,6 +172,19 @@ class _Round:
     kv_rows: Tensor
     sum_ptr: Tensor
     sum_rows: Tensor
+
+
+def go_round(
+    rows_RC: Tensor, tables: Sequence[Tensor], route: Sequence[Tensor], group: str, world_size: int
+) -> Iterator[tuple[Tensor, _Round]]:
+    """(the rows at hand, a round that reads them), while all ranks' rows go round once."""
+    steps, ring, held = _steps(tables, route, rows_RC.shape[0]), _Ring(group, world_size), rows_RC
+    for step in range(world_size):
+        coming, under_way = ring.shift(held, _KV) if step + 1 < world_size else (held, ())
+        for r in steps.get(step, ()):
+            yield held, r
+        _finish(under_way)
+        held = coming
 
 
 _known = WeakTensorKeyDictionary()
