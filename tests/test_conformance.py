@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
-from tests.conformance import EXCHANGES, HEADER, Cell, attend_on, cells, errors, limit, run_cells
+from tests.conformance import HEADER, Cell, cells, errors, limit, run_cells
 from tests.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -74,43 +73,6 @@ def write_table(found: dict[Cell, float]) -> None:
         *(f"| {cell} | {error:.0e} | {'pass' if error <= limit(cell) else 'FAIL'} |" for cell, error in found.items()),
     ]
     TABLE.write_text("\n".join(lines) + "\n")
-
-
-def gradcheck_rank(mesh: DeviceMesh, exchange: str) -> bool:
-    """The sum of all ranks' outputs is differentiated by finite differences: each rank moves its own inputs in turn."""
-    rows = (Documents.from_lengths([5, 1, 3], 10),)
-    cell = Cell(exchange, "dual_chunk", PackedMask(window=(3, 0)), "none", (4, 2), (3, 2), torch.float64, mesh.size())
-    attention = attend_on(mesh, rows, cell, Params(0.6, 1.5))
-    run, indices = attention.run, attention.indices
-    generator = torch.Generator().manual_seed(mesh.get_rank())
-    size = indices.size
-    shapes = [(size, 4, 3), (size, 2, 3), (size, 2, 2), (size, 4, 2)]
-    q, k, v, dout = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    grads = torch.autograd.grad(run(*leaves), leaves, dout)
-
-    def total(values: list[torch.Tensor]) -> float:
-        loss = (run(*values).detach() * dout).sum()
-        torch.distributed.all_reduce(loss)
-        return float(loss)
-
-    # All ranks take part in every evaluation; one direction per rank and input.
-    for rank, which in itertools.product(range(mesh.size()), range(3)):
-        step = torch.zeros_like(leaves[which])
-        if mesh.get_rank() == rank:
-            step = torch.randn(step.shape, dtype=step.dtype, generator=generator)
-        sides = [total([x.detach() + s * 1e-6 * step if i == which else x.detach() for i, x in enumerate(leaves)])
-                 for s in (1, -1)]  # fmt: skip
-        slope = (grads[which] * step).sum()
-        torch.distributed.all_reduce(slope)
-        if abs((sides[0] - sides[1]) / 2e-6 - float(slope)) > 1e-6 * max(1.0, abs(float(slope))):
-            return False
-    return True
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_gradients_match_finite_differences(pool: Pool, exchange: str) -> None:
-    assert all(pool.run(4, gradcheck_rank, exchange))
 
 
 def test_memory_grows_with_tokens_not_their_square() -> None:
