@@ -1,6 +1,7 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
 from .backend import backend, context_parallel
+from .capacity import Capacity
 from .check import CheckReport, check
 from .documents import Documents
 from .gradients import sum_gradients
@@ -13,6 +14,7 @@ from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
 from .verify import MaskMismatch
 
 __all__ = [
+    "Capacity",
     "CheckReport",
     "CuSeqlens",
     "DocumentIds",

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .capacity import buffers_of, fixed_route, fixed_tables
 from .grid import outer_schedule, row_order
 from .masks import PackedMask
 from .ops.exchange import ROUTES
@@ -77,6 +78,12 @@ class ActivePlan:
                     self._keep(PlanInput(name, key.mask, key.exchange), array)
         return self._tensors[key]
 
+    def refill(self) -> None:
+        """With a capacity: put this batch into every tensor that graphs already read."""
+        for key in buffers_of(self.sharding).keys:
+            if isinstance(key, PlanInput):
+                self.tensor(key)
+
     def example(self, key: PlanInput) -> Tensor:
         """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
         for the backward, in which order to run), and must decide the same on all ranks."""
@@ -101,6 +108,12 @@ class ActivePlan:
 
     def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
         assert key.mask is not None
+        capacity = self.sharding.capacity
+        if capacity is not None:
+            schedule = self.plan.schedule(key.mask)
+            if key.exchange is None:
+                return fixed_tables(schedule, rank, key.mask, capacity)
+            return fixed_route(schedule, rank, key.exchange, capacity)
         if key.exchange is None:
             return self.plan.schedule(key.mask).attention(rank)
         scattered, outer = split_exchange(key.exchange)
@@ -115,7 +128,9 @@ class ActivePlan:
 
     def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        self._tensors[key] = tensor if key.on_host else to_device(tensor, self.device)
+        device = torch.device("cpu") if key.on_host else self.device
+        fixed = self.sharding.capacity is not None
+        self._tensors[key] = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
 
     def _row_index(self) -> NDArray[np.int64]:
         indices = self.indices()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import agree
 from .active import ActivePlan, activate, last_plan, to_device
+from .capacity import Capacity, buffers_of, fill_cu_seqlens
 from .documents import Documents
 from .plan import BatchPlan, plan_batch
 from .sharding import CuSeqlens, PositionIds, Sharding
@@ -42,7 +43,8 @@ def shard(
     """Cut a global batch and make its plan active for the calls inside.
 
     Token tensors are cut along their token dim in the layout's order; where a rank has fewer tokens than another its
-    part is filled up at the end with 0 (labels: -100). Everything else is handed over as it is.
+    part is filled up at the end with 0 (labels: -100). Everything else is handed over as it is. With a capacity, all
+    tensors are handed over in buffers that every batch shares.
 
     Args:
         sharding: the annotation.
@@ -71,10 +73,15 @@ def shard(
     for name, dim in tokens.items():
         fill = IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0
         values[name] = cut_tokens(values[name], dim, indices, fill)
+    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
+    active = ActivePlan(sharding, plan, first.device, kept)
+    if sharding.capacity is not None:
+        values = _fixed_values(sharding, sharding.capacity, values)
+        active.refill()
+    for name, dim in tokens.items():
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
-    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
-    with activate(ActivePlan(sharding, plan, first.device, kept)):
+    with activate(active):
         yield LocalBatch(values, plan)
 
 
@@ -151,6 +158,19 @@ def _join_tokens(x: Tensor, dim: int, plan: BatchPlan) -> Tensor:
 
 def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
     return x.view([-1 if d == dim else 1 for d in range(ndim)])
+
+
+def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in buffers that keep their addresses; what is no tensor must not change."""
+    buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
+    sums = (packing.arg, packing.padded_arg) if isinstance(packing, CuSeqlens) else ()
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            filled = fill_cu_seqlens(value, name, capacity) if name in sums else value
+            fixed[name] = buffers.fill(name, filled, value.device)
+        else:
+            buffers.keep(name, value)
+    return fixed
 
 
 def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:

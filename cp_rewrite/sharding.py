@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .capacity import Capacity
 from .masks import PackedMask
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
-Kernel = Literal["auto", "fa4", "fa3", "cudnn", "aten_flash", "reference"]
+Kernel = Literal["auto", "fa4", "fa3", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step"]
 
@@ -79,6 +80,8 @@ class Sharding:
             every rank where they differ. False saves some tenths of a millisecond per batch.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
             `assume_mask` is always compared with the tensor that comes in.
+        capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
+            step replays on other documents: see `cp_rewrite.capacity`.
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
     Raises:
@@ -100,6 +103,7 @@ class Sharding:
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
+    capacity: Capacity | None = None
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -117,6 +121,8 @@ class Sharding:
         for name in ("assume_mask", "balance_for"):
             if not isinstance(getattr(self, name), PackedMask | None):
                 raise TypeError(f"{name} must be a cp_rewrite.PackedMask or None, got {getattr(self, name)!r}")
+        if not isinstance(self.capacity, Capacity | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"capacity must be a cp_rewrite.Capacity or None, got {self.capacity!r}")
         for name in ("strict", "keep_kv", "deterministic", "check_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")

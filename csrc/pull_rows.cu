@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pull_rows(
   chunk* published = (chunk*)(peers[rank] + slot);
 
   for (u32 i = every.first; i < publish_count; i += every.step) {
-    const u32 row = publish_rows[i];
+    const int row = publish_rows[i];
+    if (row < 0) break;  // filling
     for (u32 c0 = every.lane; c0 < width; c0 += SPAN) {
       chunk held[IN_FLIGHT];
 #pragma unroll

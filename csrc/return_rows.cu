@@ -59,7 +59,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
   chunk* published = (chunk*)(peers[rank] + slot);
 
   for (u32 i = every.first; i < publish_count; i += every.step) {
-    const u64 at = (u64)publish_rows[i] * width;
+    const int row = publish_rows[i];
+    if (row < 0) break;  // filling
+    const u64 at = (u64)row * width;
     for (u32 c0 = every.lane; c0 < width; c0 += SPAN) {
       chunk held[IN_FLIGHT];
 #pragma unroll

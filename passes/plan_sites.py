@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cp_rewrite import capacity
 from cp_rewrite.choose import choose_exchange
 from cp_rewrite.cost import Device, Model
 from cp_rewrite.heads import HeadDeal
@@ -34,6 +35,8 @@ def plan_sites(state: State) -> State:
 
 def _decide(site: Site, state: State) -> Decision | Refusal:
     spec = spec_of(site, state.sharding.deterministic)
+    if state.sharding.capacity is not None and not capacity.fits(site.mask):
+        return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
     exchange, why = _exchange(site, spec, state)
     if against := exchange_reasons(exchange, state.sharding):
         return Refusal(Reason.EXCHANGE, f"{exchange}: {'; '.join(against)}", site.node)
@@ -53,6 +56,8 @@ def exchange_reasons(exchange: str, sharding: Sharding) -> list[str]:
     found: list[str] = []
     if scattered and outer != "local" and isinstance(sharding.mesh, int):
         found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
+    if sharding.capacity is not None and exchange not in capacity.EXCHANGES:
+        found.append(f"with capacity, rows travel by {', '.join(capacity.EXCHANGES)}: the host must not know how many")
     if sharding.keep_kv and outer == "p2p":
         found.append("a ring holds no more than two buffers of keys and values, so keep_kv=True has nothing to keep")
     return found
@@ -65,8 +70,8 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     window = site.mask.window or (None, None)
     return AttentionSpec(
         dtype=out.dtype,
-        head_dim=int(query.shape[3]),
-        head_dim_v=int(value.shape[3]),
+        head_dim=int(query.shape[-1]),
+        head_dim_v=int(value.shape[-1]),
         heads=int(query.shape[1]),
         heads_kv=int(key.shape[1]),
         causal=site.mask.causal,
@@ -83,7 +88,10 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
     if sharding.world_size == 1:
         return "local", "one rank: nothing moves"
     exchange, why = sharding.exchange, "asked for"
-    if exchange == "auto":
+    fixed = exchange == "auto" and sharding.capacity is not None
+    if fixed:
+        exchange, why = "needed", "capacity is set"
+    elif exchange == "auto":
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
         choice = choose_exchange(model, sharding.world_size, site.mask, _speeds(state.device))
         exchange, why = choice.exchange, choice.reason
@@ -92,8 +100,8 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         against = [*symm.row_reasons(spec.dtype, *columns), *symm.reasons(sharding.group_name)]
         if not against:
             return "pull", f"{why}; rows are read from the peers' memory"
-        why += f"; by all-to-all, since {'; '.join(against)}"
-    return exchange, why
+        why += f"; not from the peers' memory, since {'; '.join(against)}"
+    return "all_gather" if fixed else exchange, why
 
 
 def _speeds(device: torch.device) -> Device:

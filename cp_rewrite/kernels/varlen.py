@@ -13,6 +13,7 @@ Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V h
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -175,6 +176,8 @@ def _grad_rows(k_EHD: Tensor, v_EHV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make_launches(tables: Tables, rows: int) -> tuple[Launch, ...]:
+    if tables.launches.shape[0] > 1 and int(tables.launches[1, 2]) == -1:
+        return (_fixed_launch(tables, rows),)
     pieces: NDArray[np.int64] = tables.pieces.numpy()
     pieces = pieces[(pieces[:, 1] > pieces[:, 0]) & (pieces[:, 3] > pieces[:, 2])]
     found = [_main_launch(tables, pieces, rows)]
@@ -182,6 +185,14 @@ def _make_launches(tables: Tables, rows: int) -> tuple[Launch, ...]:
         if number:
             found.append(_gathered_launch(pieces[pieces[:, 6] == number], tables.cu_seqlens_q.device))
     return tuple(found)
+
+
+def _fixed_launch(tables: Tables, rows: int) -> Launch:
+    """Over all rows, some of which may belong to no piece, whatever the batch."""
+    left, right, max_q, max_k = tables.launches[0].tolist()
+    keys = (0, sys.maxsize)
+    window = _window(left, right)
+    return Launch(tables.cu_seqlens_q, tables.cu_seqlens_k, None, rows, keys, window, max_q, max_k, True, True)
 
 
 def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> Launch:
