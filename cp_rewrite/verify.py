@@ -21,12 +21,16 @@ from torch.utils._pytree import tree_map_only
 from .active import ActivePlan
 from .documents import Documents
 from .passes.canonicalize import Canonical, Ref
+from .passes.predicate import DROPPED_AT
 from .passes.recorded import RecordedMask
 from .sharding import CuSeqlens, Sharding
 
 log = logging.getLogger(__name__)
 SAMPLE = 2048
 Bools = NDArray[np.bool_]
+Codes = NDArray[np.int8]
+_DROPPED, _KEPT, _BIASED = 0, 1, 2
+_SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
 
 
 class MaskMismatch(RuntimeError):
@@ -157,21 +161,21 @@ def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(np.diff(values, prepend=values[:1]) != 1)
 
 
-def _report(recorded: RecordedMask, actual: Bools, expected: Bools, known: Bools, start: int) -> list[str]:
+def _report(recorded: RecordedMask, actual: Codes, expected: Bools, known: Bools, start: int) -> list[str]:
     wrong = np.argwhere((actual != expected[:, None]) & known[:, None])
     if not len(wrong):
         return []
     row, _, q, k = wrong[0].tolist()
     word = "assumed" if recorded.assumed else "proven"
-    sees = "lets" if actual[tuple(wrong[0])] else "does not let"
+    says = _SAYS[int(actual[tuple(wrong[0])])].format(q=start + q, k=start + k)
     return [
-        f"{recorded.where}: the mask is {word} to be '{recorded.mask}', but the model's own mask {sees} "
-        f"query {start + q} see key {start + k} in row {row} ({len(wrong)} pairs differ)"
+        f"{recorded.where}: the mask is {word} to be '{recorded.mask}', but the model's own mask {says} "
+        f"in row {row} ({len(wrong)} pairs differ)"
     ]
 
 
-def _run(recorded: RecordedMask, values: dict[Ref, Tensor], tokens: int, rows: int, device: torch.device) -> Bools:
-    """(B, H, T, T) booleans: the mask's own computation on `values`."""
+def _run(recorded: RecordedMask, values: dict[Ref, Tensor], tokens: int, rows: int, device: torch.device) -> Codes:
+    """(B, H, T, T): the mask's own computation on `values`; whether it drops, keeps or biases a pair."""
     sizes = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
     for ref, value in values.items():
         sizes |= {s.node.expr: n for s, n in zip(ref.shape, value.shape, strict=True) if _is_symbol(s)}
@@ -183,7 +187,9 @@ def _run(recorded: RecordedMask, values: dict[Ref, Tensor], tokens: int, rows: i
             index = torch.arange(tokens, device=device) if dim > 1 else torch.arange(grid[dim], device=device)
             values[ref] = index.view(shape)
     out = evaluate(recorded.canonical, {r: v.to(device) for r, v in values.items()}, sizes, device)
-    keep = out if out.dtype == torch.bool else out > torch.finfo(out.dtype).min / 2
+    keep = out.to(torch.int8)
+    if out.dtype != torch.bool:
+        keep = torch.where(out == 0, _KEPT, torch.where(out <= DROPPED_AT, _DROPPED, _BIASED))
     heads = keep.shape[1] if keep.ndim == 4 else 1
     return keep.expand(rows, heads, tokens, tokens).cpu().numpy()
 

@@ -11,7 +11,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from .canonicalize import CanonicalizeError, Scope, canonicalize
-from .predicate_aten import Evaluator
+from .locality_liveness import writers_between
+from .predicate_aten import Evaluator, Leaf
 from .predicate_values import ZERO
 
 _METHODS = frozenset(
@@ -24,18 +25,22 @@ _FUNCTIONS: frozenset[Any] = frozenset(
 Known = dict[Any, bool]
 
 
-def ungroup(gm: fx.GraphModule, query: fx.Node, key: fx.Node, value: fx.Node, known: Known) -> tuple[fx.Node, fx.Node]:
+def ungroup(
+    gm: fx.GraphModule, query: fx.Node, key: fx.Node, value: fx.Node, known: Known, reader: fx.Node
+) -> tuple[fx.Node, fx.Node]:
     """The key and value nodes before their heads were repeated, each n times in a row:
 
         heads of k   0 1        ->  0 0 0 1 1 1        (n = 3: query head h reads key head h // n)
 
-    Only where both provably were, to equally many heads; a `repeat` (0 1 0 1 0 1) is another order and stays.
-    `known` remembers answers: layers repeat each other.
+    Only where both provably were, to equally many heads, and where what was repeated still is what it was when `reader`
+    (attention) runs; a `repeat` (0 1 0 1 0 1) is another order and stays. `known` remembers answers: layers repeat
+    each other.
     """
     heads = query.meta["example_value"].shape[1]
     k, v = (_before_repeat(gm, node, heads, known) for node in (key, value))
     equal = k.meta["example_value"].shape[1] == v.meta["example_value"].shape[1]
-    return (k, v) if equal else (key, value)
+    unchanged = not writers_between((k,), k, reader) and not writers_between((v,), v, reader)
+    return (k, v) if equal and unchanged else (key, value)
 
 
 def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) -> fx.Node:
@@ -79,18 +84,37 @@ def _signature(node: fx.Node) -> Any:
     )
 
 
+def repeats_per_head(scope: Scope, node: fx.Node) -> fx.Node | None:
+    """The (H,) tensor s with node[b, h, t, 0] = s[h]; None where there is none."""
+    source: fx.Node | None = node
+    while source is not None and source.meta["example_value"].ndim > 1:
+        source = _moved_from(source)
+    if source is None or node.meta["example_value"].ndim != 4:
+        return None
+    read = _read(scope.gm, source, node)
+    return source if read is not None and read[0] == read[2].function(read[1][1]) else None
+
+
 def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> bool:
     """Whether node[b, h, t, d] is source[b, h // n, t, d]."""
+    read = _read(gm, source, node)
+    if read is None:
+        return False
+    value, index, leaf, heads = read
+    head = ZERO if leaf.shape[1] == 1 else sympy.floor(index[1] * leaf.shape[1] / heads)
+    return value == leaf.function(index[0], head, index[2], index[3])
+
+
+def _read(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> tuple[Any, tuple[Any, ...], Leaf, Any] | None:
+    """(node[b, h, t, d] in terms of `source`, the index, the leaf that stands for `source`, heads)."""
     try:
         canonical = canonicalize(Scope(gm), node, lambda _, n: n is source)
     except CanonicalizeError:
-        return False
+        return None
     evaluator = Evaluator(frozenset(), lambda n: n.name)
     tensor = evaluator.run(canonical)
     index = tuple(
         ZERO if s == 1 else evaluator.symbol(n, s) for n, s in zip(("b", "h", "t", "d"), tensor.shape, strict=True)
     )
-    few = evaluator.size(source.meta["example_value"].shape[1])
-    head = ZERO if few == 1 else sympy.floor(index[1] * few / tensor.shape[1])
     leaf = next((x for x in evaluator.leaves.values() if x.node is source), None)
-    return leaf is not None and tensor.at(index) == leaf.function(index[0], head, index[2], index[3])
+    return None if leaf is None else (tensor.at(index), index, leaf, tensor.shape[1])

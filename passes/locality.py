@@ -199,14 +199,17 @@ class _Walk:
         return unknown_like(node)
 
     def attention(self, site: Site) -> States:
+        dim = 0 if site.rows else 2
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
             state = self.env.get(node, REPLICATED)
-            if state is not UNKNOWN and not (isinstance(state, Rows) and state.dims[2:3] == ((T,),)):
-                self.refuse(site.node, Reason.TOKEN_MIXING, f"attention's {name} does not have its tokens in dim 2")
+            if state is not UNKNOWN and not (isinstance(state, Rows) and state.dims[dim : dim + 1] == ((T,),)):
+                detail = f"attention's {name} does not have its tokens in dim {dim}"
+                self.refuse(site.node, Reason.TOKEN_MIXING, detail)
+        if site.sinks is not None and self.env.get(site.sinks, REPLICATED) is not REPLICATED:
+            self.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
         batch = None if self.extents.batch == 1 else (B,)
-        dims: Dims = (batch, None, (T,), None)
-        value = site.node.meta.get("example_value")
-        return [Rows(dims[: t.ndim]) for t in value] if isinstance(value, list | tuple) else Rows(dims)
+        dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
+        return Rows(dims)
 
     def region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
         """A nested region, run on its operands; the same for operands of the same states."""

@@ -69,7 +69,7 @@ class _Liveness:
     def _inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         site = self.sites.get(node)
         if site is not None:
-            return [site.query, site.key, site.value]
+            return site.operands
         if node.op == "placeholder":
             return self.operands[node]
         if is_attention(node.target):
@@ -129,6 +129,18 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, OpOverload):
         return list(node.all_input_nodes)
     return [node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else list(node.all_input_nodes)
+
+
+def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """What changes the memory of `nodes` in place between two nodes of their graph."""
+    memory = {memory_of(node) for node in nodes} - {None}
+    found: list[fx.Node] = []
+    node = start.next
+    while node is not end and node.op != "root":
+        if any(memory_of(target) in memory for target in written_nodes(node)):
+            found.append(node)
+        node = node.next
+    return found
 
 
 def _writes(node: fx.Node) -> bool:

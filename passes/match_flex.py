@@ -10,6 +10,7 @@ import torch.fx as fx
 from cp_rewrite.refusal import Reason, Refusal
 
 from .canonicalize import Scope
+from .operands import op_name, times_constant
 
 _OPERANDS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",
@@ -48,7 +49,7 @@ def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Sc
     return Scope(body, scope, node, captured), result, placeholders[:_INDICES]
 
 
-def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any], constant: Any) -> float | Refusal:
+def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:
     """c where the score function is c * tanh(score / c); 0.0 where it is the score; a Refusal for any other."""
     body = getattr(scope.gm, str(args["score_mod"].target))
     score = next(n for n in body.graph.nodes if n.op == "placeholder")
@@ -56,27 +57,9 @@ def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any], constant: Any)
     output = output[0] if isinstance(output, tuple | list) else output
     if output is score:
         return 0.0
-    outer, tanh = _times_constant(output, constant)
-    if tanh is not None and _name(tanh) == "tanh":
-        inner, argument = _times_constant(tanh.args[0], constant)
+    outer, tanh = times_constant(output)
+    if tanh is not None and op_name(tanh) == "tanh":
+        inner, argument = times_constant(tanh.args[0])
         if argument is score and outer is not None and inner is not None and abs(outer * inner - 1) < 1e-6:
             return outer
     return Refusal(Reason.KERNEL, "the score function is neither the score nor a soft cap c * tanh(score / c)", node)
-
-
-def _times_constant(node: Any, constant: Any) -> tuple[float | None, fx.Node | None]:
-    """(c, x) when a node is c * x or x / (1 / c)."""
-    if not isinstance(node, fx.Node) or len(node.args) != 2:
-        return None, None
-    left, right = node.args
-    name = _name(node)
-    if name == "mul" and constant(left) is not None:
-        left, right = right, left
-    c = constant(right)
-    if name not in ("mul", "truediv", "div") or c is None or not c or not isinstance(left, fx.Node):
-        return None, None
-    return (c if name == "mul" else 1 / c), left
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

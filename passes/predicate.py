@@ -33,6 +33,7 @@ def prove(
     name_of: Callable[[fx.Node], str],
     local_tokens: frozenset[Expr],
     indices: Sequence[fx.Node] = (),
+    zeros: Sequence[fx.Node] = (),
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
 
@@ -42,8 +43,9 @@ def prove(
         name_of: the argument's name of a leaf node.
         local_tokens: the expressions that count this shard's tokens.
         indices: placeholders that stand for b, h, q and k, when the mask is a function of them.
+        zeros: nodes that count as 0: logits that the mask is added to.
     """
-    evaluator = Evaluator(local_tokens, name_of)
+    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO))
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))

@@ -48,7 +48,7 @@ class Evaluator:
     Args:
         local_tokens: sizes (ints or symbols' expressions) that count this shard's tokens.
         name_of: what a leaf node is called; its elements are applications of a function of that name.
-        given: leaf nodes of one element whose value is known.
+        given: leaf nodes whose elements are all one known value.
     """
 
     local_tokens: frozenset[Expr]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cp_rewrite.refusal import source_line
 
-from .canonicalize import CanonicalizeError, Scope, canonicalize, nested_scopes, resolve
+from .canonicalize import CanonicalizeError, Scope, nested_scopes, resolve
 from .locality_inputs import token_dims
-from .match import _Matcher
 from .match_flex import flex_arguments, is_flex, mask_function
+from .prove_masks import Prover
 from .recorded import RecordedMask
 from .sites import Site
 from .state import State
@@ -37,7 +37,7 @@ def record_masks(state: State) -> State:
 class _Recorder:
     def __init__(self, state: State) -> None:
         self.state = state
-        self.matcher = _Matcher(state.graph_module, state.sharding, state.source_of)
+        self.prover = Prover(state.sharding, state.source_of)
         self.scopes = {id(scope.gm): scope for scope in reversed(list(_scopes(Scope(state.graph_module))))}
         self.inputs = [n for n in state.graph_module.graph.nodes if n.op == "placeholder"]
         self.recorded: dict[Any, RecordedMask] = {}
@@ -54,10 +54,13 @@ class _Recorder:
         if not isinstance(source, fx.Node) or key in self.recorded:
             return
         try:
-            canonical = canonicalize(scope, source, self.matcher._holds_weights)
+            canonical = self.prover.trace(scope, source, site.logits)
         except CanonicalizeError:  # a mask that can't be traced is the user's word, and can't be run either
             return
         leaves = canonical.leaves
+        held = {ref: value for n, ref in leaves.items() if isinstance(value := _held(n), Tensor)}
+        if site.logits:  # what the mask is added to counts as 0
+            held[leaves[site.logits[0]]] = torch.zeros(1, 1, 1, 1, dtype=leaves[site.logits[0]].dtype)
         self.recorded[key] = RecordedMask(
             canonical,
             site.mask,
@@ -65,7 +68,7 @@ class _Recorder:
             source_line(site.node),
             {ref: self.state.source_of[n] for n, ref in leaves.items() if n in self.state.source_of},
             {ref: self.inputs.index(n) for n, ref in leaves.items() if n in self.inputs},
-            {ref: value for n, ref in leaves.items() if isinstance(value := _held(n), Tensor)},
+            held,
             tuple(leaves.get(node) for node in indices),
             self.tokens,
             self.rows,

@@ -24,7 +24,7 @@ class RecordedMask:
         where: the attention node's source line.
         names: leaves that are arguments -> their names.
         places: leaves that are inputs of the graph -> their place among the inputs.
-        values: leaves that are tensors held by the graph.
+        values: leaves that are tensors held by the graph, or known numbers.
         indices: leaves that stand for b, h, q and k, in this order, when the mask is a function of them.
         tokens, rows: symbols that count tokens and batch rows.
     """

@@ -59,9 +59,12 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
     params = Params(float(scale), site.softcap, sharding.deterministic)
 
     def emit() -> Any:
-        nodes = (replaced.get(node, node) for node in (site.query, site.key, site.value))
-        q, k, v = (_rows(fx.Proxy(node, tracer), value.dtype) for node in nodes)
-        out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv, None, heads)[0]
+        nodes = [fx.Proxy(replaced.get(node, node), tracer) for node in site.operands]
+        q, k, v = (_rows(node, value.dtype, site.rows) for node in nodes[:3])
+        sinks = nodes[3] if site.sinks is not None else None
+        out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv, sinks, heads)[0]
+        if site.rows:
+            return out
         return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
 
     new = _insert(site.node, emit, inputs.mode)
@@ -85,10 +88,10 @@ def _where(decision: Decision, state: State) -> tuple[tuple[str, str, int], Head
     return where, HeadScatter(deal, (spec.head_dim, spec.head_dim_v), groups[1])
 
 
-def _rows(x_BHTD: fx.Proxy, dtype: torch.dtype) -> fx.Proxy:
-    """(B * T, H, D); under autocast attention runs in another dtype than its inputs have."""
-    x = x_BHTD if x_BHTD.node.meta["example_value"].dtype == dtype else x_BHTD.to(dtype)
-    return x.transpose(1, 2).flatten(0, 1)
+def _rows(x: fx.Proxy, dtype: torch.dtype, rows: bool) -> fx.Proxy:
+    """(B * T, H, D) of (B, H, T, D); under autocast attention runs in another dtype than its inputs have."""
+    x = x if x.node.meta["example_value"].dtype == dtype else x.to(dtype)
+    return x if rows else x.transpose(1, 2).flatten(0, 1)
 
 
 def _batch_size(query: fx.Node, tracer: GraphAppendingTracer) -> Any:

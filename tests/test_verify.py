@@ -18,7 +18,7 @@ from tests.models import build_model
 from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 
-match: Any = importlib.import_module("cp_rewrite.passes.match")
+prove_masks: Any = importlib.import_module("cp_rewrite.passes.prove_masks")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def run_model(name: str, sharding: cp.Sharding, batch: dict[str, Tensor]) -> Non
         compiled(**local)
 
 
-@pytest.mark.parametrize("name", ["mistral", "torchtitan", "nanogpt", "gemma2_flex"])
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", "nanogpt", "gemma2_flex", "gemma2_eager"])
 def test_true_masks_pass(name: str) -> None:
     run_model(name, make_sharding(), make_batch([[13, 1, 7], [20, 1]]))
 
@@ -70,7 +70,7 @@ class Shifted(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
-    monkeypatch.setattr(match, "prove", lambda *_, **__: mask)
+    monkeypatch.setattr(prove_masks, "prove", lambda *_, **__: mask)
 
 
 @pytest.mark.parametrize("name", ["mistral", "torchtitan", pytest.param("gemma2_flex", marks=pytest.mark.slow)])
@@ -103,7 +103,7 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
     """What happens with a mask tensor that each rank makes of its own tokens, right or wrong."""
     sharding = make_sharding(mesh, assume_mask=cp.PackedMask(), layout=layout, verify="never")
     outcomes: list[str] = []
-    for kind in ("documents", "positions", "causal only", "not causal"):
+    for kind in ("documents", "positions", "causal only", "not causal", "bias"):
         torch._dynamo.reset()
         compiled = torch.compile(with_mask, backend=cp.backend(sharding), fullgraph=True)
         with sharding.shard(make_batch([[13, 1, 7, 29, 4]])) as local:
@@ -112,6 +112,7 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
             doc = (pos.diff(prepend=pos[:, :1] - 1) != 1).cumsum(1) if kind == "positions" else doc
             mask = (doc[:, :, None] == doc[:, None, :]) | (kind == "causal only")
             mask = (mask.tril() if kind != "not causal" else mask)[:, None]
+            mask = torch.where(mask, 0.5, -torch.inf) if kind == "bias" else mask
             torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
             try:
                 compiled(**local, mask=mask)
@@ -125,7 +126,7 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
 @pytest.mark.parametrize("layout", ["balanced", "dual_chunk"])
 def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
     for outcomes in pool.run(2, local_masks, layout):
-        assert outcomes == ["passes", "passes", "raises", "raises"]
+        assert outcomes == ["passes", "passes", "raises", "raises", "raises"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tests.packed_model import PackedModel
 
-from . import experts, losses, masks, positions, tokens
+from . import effects, experts, losses, masks, positions, scores, selections, tokens
 
 
 class Mutant(PackedModel):
@@ -29,6 +29,5 @@ def _of(module: ModuleType) -> dict[str, type[Mutant]]:
     }
 
 
-MUTANTS: dict[str, type[Mutant]] = {
-    name: mutant for module in (tokens, experts, losses, positions, masks) for name, mutant in _of(module).items()
-}
+_MODULES = (tokens, selections, effects, experts, losses, positions, masks, scores)
+MUTANTS: dict[str, type[Mutant]] = {name: mutant for module in _MODULES for name, mutant in _of(module).items()}

@@ -225,11 +225,3 @@ class AttentionOverHeads(PackedModel):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-class ScoresByHand(PackedModel):
-    reason, line = "TOKEN_MIXING", "q @ k.mT"
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        assert mask is not None
-        return (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ v

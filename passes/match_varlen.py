@@ -1,0 +1,77 @@
+"""Read `torch.nn.attention.varlen.varlen_attn`: its documents are the ones that `cu_seqlens` tells apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import CuSeqlens
+
+from .canonicalize import Scope, resolve
+from .match_flex import output_of
+from .operands import check_operands, check_options, constant, op_name
+from .prove_masks import Prover
+from .sites import Site
+
+_OP = "torch_attn::_varlen_attn"
+
+
+def is_varlen(node: fx.Node) -> bool:
+    """Whether a node is variable-length attention. It returns (out, logsumexp, random state)."""
+    return node.op == "call_function" and _schema(node) is not None
+
+
+def match_varlen(scope: Scope, node: fx.Node, prover: Prover) -> Site | list[Refusal]:
+    """The node as a Site of rows: (T, heads, D) operands of one packed row."""
+    args = _arguments(node)
+    output, mask = output_of(node), _mask(scope, node, args, prover)
+    refusals = check_operands(node, args, prover.local_tokens, form="THD") + check_options(node, args)
+    refusals += [
+        Refusal(Reason.KERNEL, f"{name} is given: context parallelism is for self-attention over a row", node)
+        for name in ("seqused_k", "block_table")
+        if args.get(name) is not None
+    ]
+    if refusals or isinstance(output, Refusal) or isinstance(mask, Refusal):
+        return refusals + [r for r in (output, mask) if isinstance(r, Refusal)]
+    operands = (args["query"], args["key"], args["value"])
+    return Site(output, scope.gm, *operands, mask, scale=constant(args["scale"]), rows=True)
+
+
+def _schema(node: fx.Node) -> Any:
+    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
+    return schema if schema is not None and schema.name == _OP else None
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Operands by name. Later versions of torch put more of them between those of earlier ones."""
+    declared = _schema(node).arguments
+    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    given |= dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
+    return {"dropout_p": 0.0, "attn_mask": None, "enable_gqa": True} | given
+
+
+def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> PackedMask | Refusal:
+    packing = prover.sharding.packing
+    named = {_source(scope, args[key], prover) for key in ("cu_seq_q", "cu_seq_k")}
+    if not isinstance(packing, CuSeqlens) or packing.padded_arg is not None or named != {packing.arg}:
+        names = " and ".join(sorted(map(str, named)))
+        told = packing.arg if not isinstance(packing, CuSeqlens) or packing.padded_arg is None else "with padding"
+        detail = f"documents of varlen_attn are told apart by {names}, the packing is {type(packing).__name__} {told}"
+        return Refusal(Reason.MASK_WRONG_SOURCE, detail, node)
+    window: list[Any] = list(args.get("window_size") or (-1, -1))
+    if not all(isinstance(side, int) for side in window) or not isinstance(args["is_causal"], bool):
+        return Refusal(Reason.MASK_OPAQUE, "is_causal or the window is computed in the graph", node)
+    left, right = (None if side < 0 else side for side in window)
+    right = 0 if args["is_causal"] else right
+    return PackedMask(causal=right == 0, window=(left, right), packed=True)
+
+
+def _source(scope: Scope, node: Any, prover: Prover) -> str:
+    """Argument that a tensor of offsets is, in another integer dtype perhaps."""
+    scope, node = resolve(scope, node)
+    while op_name(node) in ("to", "int", "long", "contiguous") and len(node.args) <= 2:
+        scope, node = resolve(scope, node.args[0])
+    return prover.source_of.get(node, f"%{node.name}") if isinstance(node, fx.Node) else str(node)

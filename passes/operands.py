@@ -1,0 +1,117 @@
+"""What attention nodes of any kind are asked: their operands' sizes, and numbers that the graph fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.refusal import Reason, Refusal
+
+_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
+
+
+def shape_of(node: Any) -> tuple[Any, ...] | None:
+    """The fake shape of a node's tensor."""
+    value: Any = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def expression(size: Any) -> sympy.Expr:
+    """An int or SymInt as the shape environment knows it now."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def same_size(size: Any, other: Any) -> bool:
+    """Equal sizes; where two symbols happen to be equal, a guard makes sure that they stay so."""
+    if expression(size) == expression(other):
+        return True
+    hints = [s.node.hint if isinstance(s, torch.SymInt) else s for s in (size, other)]
+    return None not in hints and hints[0] == hints[1] and bool(size == other)
+
+
+def constant(value: Any) -> float | None:
+    """A number that the graph fixes, or can be made to fix by a guard; None for anything else."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("example_value")
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return float(value) if value.node.has_hint() else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def op_name(node: Any) -> str:
+    """A node's function or method by one name for its spellings: `add` for `+`, `+=`, `torch.add`, `x.add_`."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).strip("_")
+    return _INPLACE.get(name, name)
+
+
+def times_constant(node: Any) -> tuple[float | None, fx.Node | None]:
+    """(c, x) when a node is c * x or x / (1 / c)."""
+    name = op_name(node)
+    if name not in ("mul", "div", "multiply", "divide") or len(node.args) != 2 or node.kwargs:
+        return None, None
+    left, right = node.args
+    product = name in ("mul", "multiply")
+    if product and constant(left) is not None:
+        left, right = right, left
+    c = constant(right)
+    if not c or not isinstance(left, fx.Node):
+        return None, None
+    return (c if product else 1 / c), left
+
+
+def check_operands(
+    node: fx.Node, args: Mapping[str, Any], local_tokens: frozenset[sympy.Expr], form: str = "BHTD"
+) -> list[Refusal]:
+    """Every reason why query, key and value don't fit: each of `form`, all of one row's tokens, heads in groups."""
+    found: list[Refusal] = []
+    names = {"B": "batch", "H": "heads", "T": "tokens", "D": "head dim"}
+    shapes = {name: shape_of(args[name]) for name in ("query", "key", "value")}
+    for name, shape in shapes.items():
+        if shape is None or len(shape) != len(form):
+            sizes = "no tensor" if shape is None else f"{len(shape)}-d"
+            dims = ", ".join(names[letter] for letter in form)
+            found.append(Refusal(Reason.SHAPE, f"{name} is {sizes}; ({dims}) is read", node))
+        elif expression(shape[form.index("T")]) not in local_tokens:
+            counted = ", ".join(map(str, local_tokens)) or "no annotated input found"
+            dim = form.index("T")
+            detail = f"{name} has {shape[dim]} tokens in dim {dim}, the annotated inputs have {counted}"
+            found.append(Refusal(Reason.QK_LENGTH, detail, node))
+    if not found:
+        found += _check_heads(node, bool(args["enable_gqa"]), *(s for s in shapes.values() if s is not None))
+    return found
+
+
+def _check_heads(node: fx.Node, grouped: bool, query: Any, key: Any, value: Any) -> list[Refusal]:
+    q, k, v = (expression(shape[1]) for shape in (query, key, value))
+    rows = {expression(shape[0]) for shape in (query, key, value)}
+    found: list[Refusal] = []
+    if len(rows) != 1:
+        found.append(Refusal(Reason.SHAPE, f"query, key and value have {sorted(map(str, rows))} batch rows", node))
+    if k != v or (q != k and not grouped) or (grouped and not (q / k).is_integer):
+        found.append(Refusal(Reason.SHAPE, f"{q} query heads do not fit {k} key and {v} value heads", node))
+    return found
+
+
+def check_options(node: fx.Node, args: Mapping[str, Any]) -> list[Refusal]:
+    """Every reason why dropout, scale and `is_causal` can't be taken over."""
+    found: list[Refusal] = []
+    dropout, scale = constant(args["dropout_p"]), constant(args["scale"])
+    if dropout is None or dropout > 0:
+        what = "is computed in the graph" if dropout is None else f"is {dropout:g}"
+        found.append(Refusal(Reason.DROPOUT, f"dropout_p {what}", node))
+    if args["scale"] is not None and scale is None:
+        found.append(Refusal(Reason.KERNEL, "the softmax scale is computed in the graph", node))
+    elif scale is not None and scale <= 0:
+        found.append(Refusal(Reason.KERNEL, f"the softmax scale is {scale:g}; kernels take positive ones", node))
+    if not isinstance(args["is_causal"], bool):
+        found.append(Refusal(Reason.MASK_OPAQUE, "is_causal is computed in the graph", node))
+    if args["is_causal"] and args["attn_mask"] is not None:
+        found.append(Refusal(Reason.MASK_NOT_PACKED, "attn_mask and is_causal=True exclude each other", node))
+    return found

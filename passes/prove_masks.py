@@ -1,0 +1,124 @@
+"""Prove the masks of a graph: each is traced once, however many layers read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+
+from .canonicalize import Canonical, CanonicalizeError, Scope, canonicalize, is_parameter, resolve
+from .locality_inputs import token_dims
+from .operands import expression, same_size
+from .predicate import prove
+
+# What these make depends on no element of their input.
+_SHAPE_ONLY = frozenset(
+    f"{name}{end}" for name in ("zeros", "ones", "full", "empty") for end in ("_like",)
+) | frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "size", "dim"})
+
+
+class Prover:
+    """Proves what masks of one graph mean for the row that the annotation describes.
+
+    `local_tokens`: the sizes that count a shard's tokens, under as many symbols as Dynamo gave it. `refusals`: what is
+    wrong with the annotated inputs.
+    """
+
+    def __init__(self, sharding: Sharding, source_of: Mapping[fx.Node, str]) -> None:
+        self.sharding, self.source_of = sharding, source_of
+        self.refusals: list[Refusal] = []
+        self.local_tokens = self._count_tokens()
+        self._masks: dict[Any, PackedMask | list[Refusal]] = {}
+        self._weighed: dict[tuple[Scope, fx.Node], bool] = {}
+
+    def _count_tokens(self) -> frozenset[sympy.Expr]:
+        first: tuple[str, Any] | None = None
+        found: set[sympy.Expr] = set()
+        for node, name in self.source_of.items():
+            value, dim = node.meta.get("example_value"), token_dims(self.sharding).get(name)
+            if not isinstance(value, Tensor) or dim is None:
+                continue
+            if dim >= value.ndim:
+                detail = f"{name!r} has {value.ndim} dims, the annotation says that dim {dim} counts tokens"
+                self.refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
+                continue
+            size = value.shape[dim]
+            first = first or (name, size)
+            if not same_size(size, first[1]):
+                detail = f"{name!r} has {size} tokens in dim {dim}, {first[0]!r} has {first[1]}"
+                self.refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
+            found.add(expression(size))
+        return frozenset(found)
+
+    def prove(
+        self,
+        scope: Scope,
+        mask: fx.Node,
+        node: fx.Node,
+        shape: Sequence[Any],
+        indices: Sequence[fx.Node] = (),
+        logits: Sequence[fx.Node] = (),
+    ) -> PackedMask | list[Refusal]:
+        """What `mask`, which the attention `node` of `scope` reads, means.
+
+        Args:
+            shape: (B, H, T, D) of the queries. indices: placeholders that stand for b, h, q and k.
+            logits: the mask is what is added to the first of these nodes on the way to the last, `mask` itself.
+        """
+        # One mask feeds all layers, often through the regions of many checkpointed calls.
+        outer, source = resolve(scope, mask)
+        if not isinstance(source, fx.Node):
+            return [Refusal(Reason.MASK_OPAQUE, f"the mask is {source!r}", node)]
+        key = (outer, source, tuple(str(s) for s in shape[:3]))
+        if key in self._masks:
+            return self._masks[key]
+        while scope is not outer and scope.call is not None and scope.parent is not None:
+            scope, node = scope.parent, scope.call
+        try:
+            canonical = self.trace(outer, source, logits, node)
+        except CanonicalizeError as error:
+            detail = f"the mask's computation can't be traced: {error}"
+            return [Refusal(Reason.MASK_UNSUPPORTED_OP, detail, error.node)]
+        zeros = logits[:1]
+        found = prove(canonical, source, shape, self.sharding, self._name, self.local_tokens, indices, zeros)
+        if not canonical.updated:  # else it says another thing to another reader
+            self._masks[key] = found
+        return found
+
+    def trace(
+        self, scope: Scope, mask: fx.Node, logits: Sequence[fx.Node] = (), before: fx.Node | None = None
+    ) -> Canonical:
+        """The mask's computation as ATen, back to inputs, weights and the first of `logits`; see `canonicalize`."""
+
+        def stop(scope: Scope, node: fx.Node) -> bool:
+            return node is logits[0] if node in logits else self.holds_weights(scope, node)
+
+        return canonicalize(scope, mask, stop, before)
+
+    def _name(self, node: fx.Node) -> str:
+        # A value inside the model may be called like an argument: only arguments go by their plain name.
+        return self.source_of.get(node, f"%{node.name}")
+
+    def holds_weights(self, scope: Scope, node: fx.Node) -> bool:
+        """Whether a node's value comes from weights: no mask does, and tracing stops there."""
+        scope, node = resolve(scope, node)
+        if not isinstance(node, fx.Node):
+            return False
+        key = (scope, node)
+        if key not in self._weighed:
+            for n in scope.gm.graph.nodes:
+                value = n.meta.get("example_value")
+                self._weighed[scope, n] = is_parameter(value) or (
+                    getattr(n.target, "__name__", n.target) not in _SHAPE_ONLY
+                    and any(self.holds_weights(scope, arg) for arg in n.all_input_nodes if arg.op != "get_attr")
+                )
+                if n is node:
+                    break
+        return self._weighed[key]
