@@ -1,9 +1,8 @@
-"""The cells of the conformance table, and what runs one: every exchange through the op layer, NaN in all padding."""
+"""What runs a cell of the conformance table: any exchange through the op layer, NaN in all padding."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,143 +18,13 @@ from cp_rewrite.active import ActivePlan, PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import HeadScatter, attend
 from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.plan import plan_batch
 from cp_rewrite.sharding import split_exchange
+from tests.conformance_cells import Cell
 from tests.packed import dense_attention, dense_logits
 from tests.tolerances import relative_error, tolerance
-
-EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
-LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
-MASKS = (
-    PackedMask(),
-    PackedMask(causal=False),
-    PackedMask(window=(5, 0)),
-    PackedMask(causal=False, window=(6, 6)),
-    PackedMask(causal=False, window=(None, 3)),
-    PackedMask(packed=False),
-)
-PACKS = {
-    # Lengths that nothing divides, of 0 and of 1; more capacity than documents; gaps after each document; two rows.
-    "none": (Documents.from_lengths([13, 0, 1, 7, 29, 2, 1]),),
-    "tail": (Documents.from_lengths([21, 1, 17], 60),),
-    "between": (Documents.from_cu_seqlens([0, 5, 6, 6, 29], 48, [0, 8, 9, 16, 48]),),
-    "two rows": (Documents.from_lengths([9, 30, 1], 44), Documents.from_cu_seqlens([0, 3, 20], 44, [0, 4, 44])),
-    "empty ranks": (Documents.from_lengths([3]),),
-}
-LONG_PACKS = {
-    # Around kernels' tiles and far from them.
-    "dense": (Documents.from_lengths([700, 33, 1, 1500, 301, 128]),),
-    "tail of 366": (Documents.from_lengths([700, 33, 1, 1500], 2600),),
-    "gaps": (Documents.from_cu_seqlens([0, 640, 673, 674, 2000], 2600, [0, 704, 768, 800, 2200]),),
-}
-TE_SIZES = {"s 256": 256, "s 4096": 4096}
-
-
-def te_packs(name: str, size: int) -> dict[str, tuple[Documents, ...]]:
-    """TransformerEngine's batches: two documents of up to `size` tokens, without and with padding to that."""
-    lengths = [size * 3001 // 4096, size * 1777 // 4096]
-    padded = Documents.from_cu_seqlens([0, lengths[0], sum(lengths)], 2 * size, [0, size, 2 * size])
-    return {f"b 2, {name}": (Documents.from_lengths(lengths),), f"b 2, {name}, padded": (padded,)}
-
-
-ROWS = PACKS | LONG_PACKS | te_packs("s 256", 256) | te_packs("s 4096", 4096)
-TE_SHAPES = (
-    ((12, 12), (128, 128)), ((32, 4), (128, 128)), ((12, 2), (128, 128)), ((32, 32), (128, 128)),
-    ((128, 128), (192, 128)), ((12, 12), (192, 128)), ((128, 128), (128, 64)), ((12, 12), (128, 64)),
-    ((64, 8), (64, 64)),
-)  # fmt: skip
-HEADS = ((4, 4), (8, 2), (4, 1), (12, 2), (3, 3), (6, 2))
-DIMS = ((8, 8), (24, 16), (16, 8), (64, 64), (192, 128), (128, 64), (256, 256))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One case: what is attended to, and how."""
-
-    exchange: str
-    layout: str
-    mask: PackedMask
-    padding: str
-    heads: tuple[int, int]
-    dims: tuple[int, int]
-    dtype: torch.dtype
-    world_size: int
-    sinks: bool = False
-    softcap: float = 0.0
-    kernel: str = "reference"
-    keep_kv: bool = False
-    deterministic: bool = True
-
-    @property
-    def rows(self) -> tuple[Documents, ...]:
-        """The batch."""
-        return ROWS[self.padding]
-
-    @property
-    def params(self) -> Params:
-        return Params(self.dims[0] ** -0.5, self.softcap, self.deterministic)
-
-    def padding_rows(self) -> Tensor:
-        """(B T,) bool: rows of no document."""
-        return torch.from_numpy(np.concatenate([row.document_ids() < 0 for row in self.rows]))
-
-    def __str__(self) -> str:
-        named = {"sinks": self.sinks, "soft cap": self.softcap, "keep_kv": self.keep_kv}
-        extras = [name for name, on in named.items() if on]
-        columns = (
-            self.exchange, self.layout, self.mask, self.padding, f"{self.heads[0]}/{self.heads[1]}",
-            f"{self.dims[0]}/{self.dims[1]}", str(self.dtype).removeprefix("torch."), self.world_size,
-            ", ".join(extras) or "–",
-        )  # fmt: skip
-        return " | ".join(map(str, columns))
-
-
-HEADER = "exchange | layout | mask | padding | heads | head dims | dtype | ranks | extras"
-
-
-def cells() -> list[Cell]:
-    """Every exchange x layout x mask x padding, shapes taking turns; then every exchange x heads x dims x dtype."""
-    shapes = itertools.cycle(itertools.product(HEADS, DIMS[:3], DTYPES))
-    extras = itertools.cycle([(False, 0.0), (False, 0.0), (True, 0.0), (False, 2.0), (True, 2.0)])
-    found = [
-        Cell(exchange, layout, mask, padding, *next(shapes), ranks, *next(extras))
-        for exchange in EXCHANGES
-        for layout, mask, padding in itertools.product(LAYOUTS, MASKS, PACKS)
-        for ranks in _ranks(exchange)
-    ]
-    layouts, masks, paddings = itertools.cycle(LAYOUTS), itertools.cycle(MASKS), itertools.cycle(PACKS)
-    found += [
-        Cell(exchange, next(layouts), next(masks), next(paddings), heads, dims, dtype, _ranks(exchange)[-1])
-        for exchange, heads, dims, dtype in itertools.product(EXCHANGES, HEADS, DIMS, DTYPES)
-    ]
-    return found
-
-
-def te_cells(name: str, kernel: str = "reference", exchanges: tuple[str, ...] = EXCHANGES) -> list[Cell]:
-    """TransformerEngine's shapes x masks x padding on 2 ranks and a grid of 4; dtypes and exchanges take turns."""
-    size = TE_SIZES[name]
-    masks = (
-        PackedMask(),
-        PackedMask(causal=False),
-        PackedMask(window=(size // 8, 0)),
-        PackedMask(window=(size // 32, 0)),
-        PackedMask(causal=False, window=(size // 8, size // 8)),
-    )
-    dtypes, turns = itertools.cycle((torch.bfloat16, torch.float16)), itertools.cycle(exchanges)
-    return [
-        Cell(exchange, "dual_chunk", mask, padding, heads, dims, next(dtypes), ranks, kernel=kernel)
-        for (heads, dims), mask, padding in itertools.product(TE_SHAPES, masks, te_packs(name, size))
-        for exchange in (next(turns), next(turns))
-        for ranks in ((4,) if exchange.startswith("a2a+") else (2,))
-    ]
-
-
-def _ranks(exchange: str) -> tuple[int, ...]:
-    return (4,) if exchange.startswith("a2a+") else (2, 3, 4)
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.sharding import split_exchange
-from tests.conformance import LAYOUTS, Cell, attend_on, device_of, logits_error, make_inputs, run_cell, te_cells
+from tests.conformance import attend_on, device_of, logits_error, make_inputs, run_cell
+from tests.conformance_cells import LAYOUTS, Cell, te_cells
 from tests.tolerances import relative_error, tolerance
 
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)

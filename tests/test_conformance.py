@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from cp_rewrite import Reason
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
-from tests.conformance import HEADER, Cell, cells, errors, limit, run_cells
+from tests.conformance import errors, limit, run_cells
+from tests.conformance_cells import HEADER, PACKS, Cell, cells, uncovered_pairs
 from tests.pool import Pool
+from tests.refused_cells import REFUSED, Refused, refusal_lines, refusals_of
 
 pytestmark = pytest.mark.xdist_group("pool")
 TABLE = Path(__file__).parent.parent / "docs" / "conformance.md"
@@ -34,8 +37,23 @@ def failures(found: dict[Cell, float]) -> list[str]:
     return [f"{cell}: {error:.1e}" for cell, error in found.items() if not error <= limit(cell)]
 
 
+def test_any_two_values_meet() -> None:
+    assert not uncovered_pairs([cell for cell in cells() if cell.padding in PACKS])
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_refusals_name_their_reason(case: Refused) -> None:
+    found = {refusal.reason for refusal in refusals_of(case)}
+    # Attention that is not rewritten mixes tokens: that is said too.
+    assert case.reason in found
+    assert found <= {case.reason, Reason.TOKEN_MIXING}
+
+
 def test_a_sample_of_cells(pool: Pool) -> None:
-    assert not failures(worst_errors(pool, cells()[::23]))
+    """Not TransformerEngine's, but for some with few heads: those take long."""
+    sample = [cell for cell in cells() if cell.padding in PACKS][::23]
+    sample += [cell for cell in cells() if cell.heads == (12, 2) and cell.padding not in PACKS][::7]
+    assert not failures(worst_errors(pool, sample))
 
 
 @pytest.mark.slow
@@ -61,12 +79,15 @@ def write_table(found: dict[Cell, float]) -> None:
         "kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients against dense",
         "attention in fp64 (worst relative norm), exact zeros in padding, two runs bitwise equal.",
         "",
-        "Refused, by name: `keep_kv=True` under a ring (`EXCHANGE`), `a2a+…` without a two-dimensional mesh",
-        "(`EXCHANGE`), dropout (`DROPOUT`), query and key lengths that differ (`QK_LENGTH`).",
+        "Largest logits per head are compared in every cell too.",
         "",
         "| exchange | cells | pass |",
         "| --- | --- | --- |",
         *(f"| {name} | {len(ok)} | {sum(ok)} |" for name, ok in per_exchange.items()),
+        "",
+        "Refused:",
+        "",
+        *refusal_lines(),
         "",
         f"| {HEADER} | error | |",
         "| " + " | ".join(["---"] * (HEADER.count("|") + 3)) + " |",

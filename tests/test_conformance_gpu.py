@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.conformance import Cell
+from tests.conformance_cells import Cell
 from tests.gpu_cells import Outcome, failures, report, run_sweep, split_able, sweep_cells, te_sweep
 from tests.pool import Pool
 

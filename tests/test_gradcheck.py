@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
-from tests.conformance import EXCHANGES, Cell, attend_on
+from tests.conformance import attend_on
+from tests.conformance_cells import EXCHANGES, Cell
 from tests.packed import make_schedule, tensors
 from tests.pool import Pool
 
