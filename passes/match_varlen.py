@@ -11,6 +11,7 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens
 
 from .canonicalize import Scope, resolve
+from .locality_liveness import writers_between
 from .match_flex import output_of
 from .operands import check_operands, check_options, constant, op_name
 from .prove_masks import Prover
@@ -50,7 +51,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     declared = _schema(node).arguments
     given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
-    return {"dropout_p": 0.0, "attn_mask": None, "enable_gqa": True} | given
+    return given | {"dropout_p": 0.0, "attn_mask": None, "enable_gqa": True}  # its kernels take grouped heads anyway
 
 
 def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> PackedMask | Refusal:
@@ -74,4 +75,8 @@ def _source(scope: Scope, node: Any, prover: Prover) -> str:
     scope, node = resolve(scope, node)
     while op_name(node) in ("to", "int", "long", "contiguous") and len(node.args) <= 2:
         scope, node = resolve(scope, node.args[0])
-    return prover.source_of.get(node, f"%{node.name}") if isinstance(node, fx.Node) else str(node)
+    if not isinstance(node, fx.Node):
+        return str(node)
+    if writers_between((node,), node, next(reversed(node.graph.nodes))):
+        return f"%{node.name}, which changes in place"
+    return prover.source_of.get(node, f"%{node.name}")
