@@ -31,6 +31,7 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed  ## benchmarks that need no GPU
 	$(BIN)/python examples/bench/plan.py
 	$(BIN)/python examples/bench/compile_time.py
+	$(BIN)/python examples/bench/agree.py
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info
