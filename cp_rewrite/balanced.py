@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from .balance import Style, share_out
 from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, needed_seconds
 from .documents import Documents
 from .masks import PackedMask
-from .orders import TokenOrder, contiguous, dual_chunk, even_dual_chunk
+from .orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .parts import Parts, part_tiles
 from .schedule import build
 from .tiles import TILE, Float, imbalance
@@ -31,7 +31,9 @@ STYLES = (
     Style(slack=0.004, tries=3, rounds=6),
     Style(slack=0.008, tries=3, rounds=6),
 )
-"""The first two are always tried: on few long documents either may move fewer rows."""
+"""The first is always tried; the second too where documents are few: there either may move fewer rows."""
+FEW = 4
+"""Documents per rank."""
 
 
 class Candidate(NamedTuple):
@@ -41,6 +43,41 @@ class Candidate(NamedTuple):
     crowded: bool
     seconds: float
     order: TokenOrder
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Weighs the orders of one row.
+
+    Args:
+        documents, mask: what attention is over.
+        device, model, ranks_per_node: what it runs on.
+        most_rows: rows to receive that crowd a rank.
+    """
+
+    documents: Documents
+    mask: PackedMask
+    device: Device
+    model: Model
+    ranks_per_node: int
+    most_rows: float
+
+    def weigh(self, order: TokenOrder) -> Candidate:
+        """The order with its cost under the exchange that serves it."""
+        load = load_of(build([self.documents], [order], self.mask))
+        seconds = needed_seconds(load, self.device, self.model, self.ranks_per_node)
+        if self.ranks_per_node < order.world_size:  # an all-gather, which enters each node once, may be cheaper
+            seconds = min(seconds, all_gather_seconds(load, self.device, self.model, self.ranks_per_node))
+        crowded = load.received.sum(1).max() > self.most_rows
+        return Candidate(imbalance(load.tiles) > LIMIT, crowded, seconds, order)
+
+    def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
+        """`best`, or the order if it has as many rows per rank and costs less."""
+        if order.local_size != best.order.local_size:
+            return best
+        if least_seconds(self.documents, order, self.mask, self.device, self.model) >= best.seconds:
+            return best
+        return min(best, self.weigh(order), key=lambda c: c.seconds)
 
 
 def balanced(
@@ -66,44 +103,40 @@ def balanced(
         ranks_per_node: ranks that share a node's fast links; documents then stay inside nodes where they can.
         device, model: what the cost model plans for; by default an H200, 64/8 heads of 128.
     """
-    device, model = device or Device.named("h200"), model or Model()
-    parts = Parts.of_row(documents, mask, chunk_size)
-    per_node = ranks_per_node or world_size
     chunks, more = divmod(-(-documents.total // chunk_size), world_size)
     quotas = [(chunks + (r < more)) * chunk_size for r in range(world_size)]
     # The rank with the last token of a long causal document needs all of it: fewer rows are not to be had.
     most_rows = max(CROWDED * (world_size - 1) * quotas[0], int(documents.lengths.max(initial=0)) - quotas[0])
+    device, model = device or Device.named("h200"), model or Model()
+    scale = Scale(documents, mask, device, model, ranks_per_node or world_size, most_rows)
+    best = _best_way(Parts.of_row(documents, mask, chunk_size), quotas, chunk_size, scale)
+    for order in _simple_orders(documents, world_size, chunk_size):
+        best = scale.cheaper(order, best)
+    return best.order
 
-    def cost(order: TokenOrder) -> Candidate:
-        load = load_of(build([documents], [order], mask))
-        seconds = needed_seconds(load, device, model, per_node)
-        if per_node < world_size:  # there an all-gather, which enters each node once, may be the better exchange
-            seconds = min(seconds, all_gather_seconds(load, device, model, per_node))
-        return Candidate(imbalance(load.tiles) > LIMIT, load.received.sum(1).max() > most_rows, seconds, order)
 
+def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candidate:
+    """The best of the ways that are worth a try on such a row; of more, until all ranks are balanced, none crowded."""
     best: Candidate | None = None
-    halves = _can_halve(quotas, per_node) and _too_big(parts, quotas) > 1
-    for tried, ranks in enumerate(_ways(parts, quotas, mask, per_node, chunk_size, halves), 1):
-        candidate = cost(_to_order(ranks, documents.total))
+    halves = _can_halve(quotas, scale.ranks_per_node) and _too_big(parts, quotas) > 1
+    few = len(parts.size) <= FEW * len(quotas)
+    for tried, ranks in enumerate(_ways(parts, quotas, scale.mask, scale.ranks_per_node, unit, halves), 1):
+        candidate = scale.weigh(_to_order(ranks, scale.documents.total))
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
-        if tried >= 2 + halves and not best.unbalanced and not best.crowded:
+        if tried >= 1 + halves + few and not best.unbalanced and not best.crowded:
             break
     assert best is not None
-    for order in _simple_orders(documents, world_size, chunk_size):
-        equal = order.local_size == best.order.local_size
-        if equal and least_seconds(documents, order, mask, device, model) < best.seconds:
-            best = min(best, cost(order), key=lambda c: c.seconds)
-    return best.order
+    return best
 
 
 def _ways(
     parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, unit: int, halves: bool
 ) -> Iterator[list[Parts]]:
-    """Ways to share out, each made when asked for: those always worth a try, then more."""
+    """Ways to share out, each made when asked for: those most worth a try first."""
     halved = Style(unit=unit), len(quotas) // 2
     ways = [(replace(style, unit=unit), per_node) for style in STYLES]
     if halves:
-        ways.insert(2, halved)
+        ways.insert(1, halved)
     elif _can_halve(quotas, per_node):
         ways.append(halved)
     for style, group in ways:
@@ -153,12 +186,15 @@ def _tiles(ranks: list[Parts], mask: PackedMask) -> Float:
 
 
 def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
-    """The simple layouts, and `head_tail` and `dual_chunk` with equal tokens per rank."""
-    row = np.array([0, documents.total])
-    yield contiguous(documents.total, world_size, unit)
-    for spans in (row, documents.spans):
-        yield dual_chunk(spans, world_size, unit)
-        yield even_dual_chunk(spans, world_size, unit)
+    """The simple layouts, as they are and with equal tokens per rank."""
+    total, spans = documents.total, documents.spans
+    yield contiguous(total, world_size, unit)
+    yield even_contiguous(total, world_size, unit)
+    yield dual_chunk(np.array([0, total]), world_size, unit)
+    yield even_head_tail(spans, world_size, unit)
+    yield even_head_tail(spans, world_size, unit, near=True)
+    yield dual_chunk(spans, world_size, unit)
+    yield even_dual_chunk(spans, world_size, unit)
 
 
 def _to_order(ranks: list[Parts], total: int) -> TokenOrder:

@@ -3,7 +3,10 @@
     forward   = slowest rank's exchange + slowest rank's kernel      (phases end together: ranks wait for each other)
     backward  = the keys again, 2.5 x the FLOPs, and dK/dV back in fp32: 3 x the forward's bytes
 
-Nothing is taken to overlap, except a ring's transfers with its kernels.
+    padding   = the rest of the layer on every row that a rank has beyond an even share of the tokens
+
+Every rank computes all its local rows in every layer, tokens or not, so rows that a layout adds are paid for outside
+attention. Nothing is taken to overlap, except a ring's transfers with its kernels.
 """
 
 from __future__ import annotations
@@ -96,6 +99,11 @@ class Model:
         """Forward FLOPs of one tile over all query heads."""
         return 4.0 * TILE * TILE * self.head_dim * self.heads[0]
 
+    @property
+    def row_flops(self) -> float:
+        """Forward FLOPs of one row outside attention: a dense layer's 12 h^2 weights, h = query heads x head dim."""
+        return 24.0 * (self.heads[0] * self.head_dim) ** 2
+
 
 @dataclass(frozen=True, eq=False)
 class Load:
@@ -108,6 +116,7 @@ class Load:
         expanded: (P,) rows gathered for the kernel, copies included.
         launches: kernel launches of the rank that has most.
         whole_tiles: kernel work per head of the same documents without any cut.
+        padding: local rows of each rank beyond an even share of the tokens.
     """
 
     rows: int
@@ -116,6 +125,7 @@ class Load:
     expanded: Int
     launches: int
     whole_tiles: float
+    padding: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -129,11 +139,13 @@ def load_of(schedule: Schedule, whole_tiles: float | None = None) -> Load:
     per_rank = np.bincount(pieces.rank, tiles, schedule.world_size).astype(np.float64)
     launches = int(schedule.launch.max(initial=0)) + 1
     whole = float(per_rank.sum()) if whole_tiles is None else whole_tiles
-    return Load(schedule.rows, per_rank, schedule.received, schedule.expanded, launches, whole)
+    starts, stops = schedule.segments[:2]
+    padding = schedule.rows - float((stops - starts).sum()) / schedule.world_size
+    return Load(schedule.rows, per_rank, schedule.received, schedule.expanded, launches, whole, padding)
 
 
 def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: int | None = None) -> dict[str, float]:
-    """Predicted seconds of one layer's attention, forward and backward, per exchange that can serve it."""
+    """Predicted seconds of one layer's attention and padding, forward and backward, per exchange that can serve it."""
     per_node = ranks_per_node or load.world_size
     seconds = {
         "all_gather": all_gather_seconds(load, device, model, per_node),
@@ -142,12 +154,20 @@ def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: i
     }
     if model.heads[0] % load.world_size == 0:
         seconds["a2a"] = all_to_all_seconds(load, device, model, per_node)
-    return seconds
+    padding = padding_seconds(load, device, model)
+    return {name: attention + padding for name, attention in seconds.items()}
 
 
 def ideal_seconds(load: Load, device: Device, model: Model) -> float:
     """A P-th of the time that one device would take for the kernels alone."""
     return _kernel(load.whole_tiles / load.world_size, 0, device, model)
+
+
+def padding_seconds(load: Load, device: Device, model: Model) -> float:
+    """The rest of the layer on rows that are no rank's even share of tokens. At the attention kernel's speed: matrix
+    products are faster, norms and activations slower."""
+    flops = load.padding * model.row_flops
+    return flops / device.forward + 2 * flops / device.backward
 
 
 def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:

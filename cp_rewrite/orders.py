@@ -139,6 +139,46 @@ def even_dual_chunk(spans: Int, world_size: int, unit: int = 1) -> TokenOrder:
     return TokenOrder.from_cuts(bounds, np.tile(owner, len(units)), world_size)
 
 
+def even_contiguous(total: int, world_size: int, unit: int = 1) -> TokenOrder:
+    """`contiguous` with equal tokens per rank; those left over go to ranks evenly spaced, not to the first ones."""
+    units = -(-total // unit)
+    bounds = np.minimum(np.arange(world_size + 1) * units // world_size * unit, total)
+    return TokenOrder.from_cuts(bounds, np.arange(world_size), world_size)
+
+
+def even_head_tail(spans: Int, world_size: int, unit: int = 1, *, near: bool = False) -> TokenOrder:
+    """`head_tail` with equal tokens per rank: the same heads, and tails of the tokens that then are missing.
+
+    With `near` the two cuts of a rank move together to where one meets a bound of spans, by a quarter of its tokens at
+    most:
+
+        spans 5 and 9, 2 ranks     0 0 0 0 1 | 1 1 1 1 1 1 0 0 0
+                     near          0 0 0 0 0 | 1 1 1 1 1 1 1 0 0
+
+    Args:
+        spans: (N + 1,) ascending bounds from 0 to the row's total.
+        unit: cuts fall on multiples of it; inner bounds of spans must be multiples too.
+        near: move cuts.
+    """
+    inner = spans[1:-1] // unit
+    low, high = 0, -(-int(spans[-1]) // unit)
+    chunk = -(-high // (2 * world_size))
+    heads, tails = [low], [high]
+    for rank in range(world_size):
+        size = -(-(high - low) // (world_size - rank))
+        head = low + min(chunk, size)
+        tail = high - (low + size - head)
+        shifts = np.concatenate([inner - head, inner - tail]) if near else inner[:0]
+        shifts = shifts[np.abs(shifts) <= size // 4]
+        shift = int(shifts[np.argmin(np.abs(shifts))]) if shifts.size else 0
+        low, high = head + shift, tail + shift
+        heads.append(low)
+        tails.append(high)
+    bounds = np.minimum(np.array(heads[:-1] + tails[::-1]) * unit, spans[-1])
+    ranks = np.arange(world_size)
+    return TokenOrder.from_cuts(bounds, np.concatenate([ranks, ranks[::-1]]), world_size)
+
+
 def common_local_size(orders: Sequence[TokenOrder]) -> int:
     """Tokens of a local row of a batch whose rows are laid out by `orders`."""
     return max(order.local_size for order in orders)

@@ -170,7 +170,8 @@ class Plan:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Predicted seconds of one layer's attention, forward and backward, per exchange."""
+        """Predicted seconds of one layer's attention, forward and backward, per exchange; with what the rest of the
+        layer spends on rows beyond an even share of the tokens."""
         return exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
 
     @property

@@ -21,6 +21,7 @@ from cp_rewrite.cost import (
     least_seconds,
     load_of,
     needed_seconds,
+    padding_seconds,
 )
 from cp_rewrite.documents import Documents
 from cp_rewrite.layouts import LAYOUTS
@@ -105,6 +106,19 @@ def test_seconds_are_bytes_over_links_and_flops_over_kernels():
     assert needed_seconds(load, across, model, 4) == 0
     assert needed_seconds(load, across, model, 2) == pytest.approx((2 * 2048 + 2 * 2048) * model.kv_bytes)
     assert ideal_seconds(load, device, model) == pytest.approx(load.tiles.sum() / 4 * 4 * TILE * TILE * 64 * 8)
+
+
+def test_rows_beyond_an_even_share_are_paid_for_outside_attention():
+    model = Model((8, 2), 64)
+    device = replace(H200, forward=2.0, backward=1.0)
+    load = plan([7], 2, "dual_chunk").load  # 4 and 3 tokens; an even share is 3.5
+    assert load.padding == 0.5
+    assert padding_seconds(load, device, model) == pytest.approx(0.5 * 24 * 512**2 * (1 / 2 + 2))
+    more = exchange_seconds(replace(load, padding=1.5), device, model)
+    for name, seconds in exchange_seconds(load, device, model).items():
+        assert more[name] - seconds == pytest.approx(24 * 512**2 * 2.5)
+    assert plan([4096], 4, "contiguous").load.padding == 0
+    assert plan([1000, 3096], 4, pad_to_multiple=1500).load.padding == 1500 - 1024
 
 
 def test_a2a_needs_heads_that_divide():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.layouts import LAYOUTS, order_tokens
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.orders import TokenOrder, dual_chunk, even_dual_chunk
+from cp_rewrite.orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 
 from .packs import batches, masks
 
@@ -169,6 +169,30 @@ def test_even_dual_chunk_is_even(sizes: list[int], ranks: int, unit: int, short:
         spans[-1] -= short % unit
         clipped = even_dual_chunk(spans, ranks, unit)
         np.testing.assert_array_equal(clipped.rank_of(), whole.rank_of()[: spans[-1]])
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 5), st.booleans())
+def test_even_contiguous_and_head_tail_are_even(sizes: list[int], ranks: int, unit: int, near: bool):
+    spans = np.concatenate([[0], np.cumsum(np.array(sizes) * unit)])
+    units, total = sum(sizes), int(spans[-1])
+    fair = sorted(units // ranks + (rank < units % ranks) for rank in range(ranks))
+    row, ends = even_contiguous(total, ranks, unit), even_head_tail(spans, ranks, unit, near=near)
+    for order in (row, ends):
+        assert sorted((order.sizes // unit).tolist()) == fair
+        assert (order.segments[0] % unit == 0).all()
+    assert (np.diff(row.rank_of()) >= 0).all()
+    if units % (2 * ranks) == 0:
+        np.testing.assert_array_equal(row.rank_of(), contiguous(total, ranks).rank_of())
+        plain = even_head_tail(spans, ranks, unit)
+        np.testing.assert_array_equal(plain.rank_of(), dual_chunk(np.array([0, total]), ranks).rank_of())
+
+
+def test_even_head_tail_cuts_between_documents_that_are_near():
+    spans = np.array([0, 5, 14])
+    assert even_head_tail(spans, 2).rank_of().tolist() == [0] * 4 + [1] * 7 + [0] * 3
+    assert even_head_tail(spans, 2, near=True).rank_of().tolist() == [0] * 5 + [1] * 7 + [0] * 2
+    far = np.array([0, 6, 14])
+    np.testing.assert_array_equal(even_head_tail(far, 2, near=True).rank_of(), even_head_tail(far, 2).rank_of())
 
 
 def test_dual_chunk_works_on_padded_documents():

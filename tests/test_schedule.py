@@ -201,6 +201,22 @@ def test_a_window_that_the_document_end_clips_has_its_own_launch():
     assert table["launches"].tolist() == [[12, 0, 28, 34], [8, -1, 4, 12]]
 
 
+def test_a_piece_that_sees_all_its_keys_shares_the_launch_of_whole_documents():
+    mask = PackedMask(causal=False, window=(6, 6))
+    # Rank 0 has the start of a document of 6 tokens, all of which its queries see.
+    table = plan_batch((Documents.from_lengths([6, 2]),), 2, "contiguous").schedule(mask)
+    assert [table.attention(rank)["pieces"][:, 4:].tolist() for rank in range(2)] == [
+        [[6, 6, 0], [0, 0, 0]],
+        [[6, 6, 0], [6, 6, 0]],
+    ]
+    # Of a document of 8, queries 2 and 3 see all keys, which (6, 6) would not let the last query do.
+    rows = (Documents.from_lengths([8]),)
+    table = plan_batch(rows, 2, "contiguous").schedule(mask).attention(0)
+    assert table["pieces"][0].tolist() == [2, 4, 0, 8, -1, -1, 0]
+    table = plan_batch(rows, 2, "contiguous").schedule(PackedMask(causal=False, window=(None, 6))).attention(0)
+    assert [2, 4, -1, 6] in table["pieces"][:, [0, 1, 4, 5]].tolist()
+
+
 def test_unknown_routes_are_errors():
     schedule = plan_batch((Documents.from_lengths([8]),), 2).schedule(PackedMask())
     with pytest.raises(ValueError, match="exchange must be one of"):
