@@ -90,12 +90,13 @@ class Line:
         self.bounds: list[int] = [0, *np.cumsum(parts.size).tolist()]
         self.before: list[float] = [0.0, *np.cumsum(parts.work).tolist()]
         self.size = self.bounds[-1]
+        self._last = len(self.bounds) - 1
         self._seen = SeenKeys(mask)
         self._rates: dict[int, tuple[int, int, float, float]] = {}
 
     def index(self, x: int) -> int:
         """The part that holds token x; the last one for the end of the line."""
-        return bisect_right(self.bounds, x, 0, len(self.bounds) - 1) - 1
+        return bisect_right(self.bounds, x, 0, self._last) - 1
 
     def aligned(self, x: int, unit: int) -> int:
         """The first position from x on where a cut does not add a tile row: between tiles, or between parts.
@@ -108,19 +109,20 @@ class Line:
 
     def work(self, x: int) -> float:
         """Work of tokens [0, x)."""
-        i = self.index(x)
+        i = bisect_right(self.bounds, x, 0, self._last) - 1
         inside = x - self.bounds[i]
-        return self.before[i] + (self._inside(i, inside) if inside else 0.0)
+        return self.before[i] + self._inside(i, inside) if inside else self.before[i]
 
     def _inside(self, i: int, x: int) -> float:
         """Work of the first x tokens of part i: it goes by the keys that their queries see."""
-        if i not in self._rates:
+        known = self._rates.get(i)
+        if known is None:
             document, first = int(self.parts.document[i]), int(self.parts.first[i])
             size = self.bounds[i + 1] - self.bounds[i]
             base = self._seen.of_one(document, first)
             seen = self._seen.of_one(document, first + size) - base
-            self._rates[i] = document, first, base, (self.before[i + 1] - self.before[i]) / seen
-        document, first, base, rate = self._rates[i]
+            known = self._rates[i] = document, first, base, (self.before[i + 1] - self.before[i]) / seen
+        document, first, base, rate = known
         return rate * (self._seen.of_one(document, first + x) - base)
 
     def split(self, runs: Sequence[tuple[int, int]]) -> tuple[Parts, Parts]:
