@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from .plan import BatchPlan
 from .pull import pull_route
 from .ring_schedule import ring_tables
 from .sharding import Sharding, split_exchange
+
+Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ class ActivePlan:
     plan: BatchPlan
     device: torch.device
     batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The global batch, when the annotation asks to verify on it."""
+    """The global batch, for masks that are compared on it; empty once the batch's block has ended."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
+    _examples: dict[PlanInput, Arrays] = field(default_factory=dict[PlanInput, Arrays])
+    """Rank 0's arrays of each mask and exchange, under a key that names none of them."""
 
     def tensor(self, key: PlanInput) -> Tensor:
         """The tensor of one extra input, on the device unless the host reads it."""
@@ -89,7 +93,10 @@ class ActivePlan:
         for the backward, in which order to run), and must decide the same on all ranks."""
         if key.mask is None:
             return self.tensor(key)
-        array = self._arrays(key, 0)[key.name]
+        route = replace(key, name="")
+        if route not in self._examples:
+            self._examples[route] = self._arrays(key, 0)
+        array = self._examples[route][key.name]
         device = torch.device("cpu") if key.on_host else self.device
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
 
@@ -99,14 +106,15 @@ class ActivePlan:
         if missing:
             raise ValueError(
                 f"{sums[0]} sums over tokens, and the {missing} rows that fill up this batch's ranks would be counted: "
-                f"pad rows to a multiple of {self.sharding.world_size} tokens, or mask the sum"
+                f"pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} tokens, or mask "
+                "the sum"
             )
 
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
 
-    def _arrays(self, key: PlanInput, rank: int) -> dict[str, NDArray[Any]]:
+    def _arrays(self, key: PlanInput, rank: int) -> Arrays:
         assert key.mask is not None
         capacity = self.sharding.capacity
         if capacity is not None:
@@ -172,7 +180,7 @@ def activate(plan: ActivePlan) -> Generator[None]:
     try:
         yield
     finally:
-        done = _current.get()
+        done, plan.batch = _current.get(), {}
         _current.reset(token)
         _current.set(None if done is None else (done[0], False))
 

@@ -59,6 +59,7 @@ def describe(sharding: Sharding, plan: BatchPlan) -> str:
         f"rows: {len(plan.rows)}",
         f"tokens: {plan.rows[0].total}",
         f"token order: {orders[:16]}",
+        f"rows per rank: {plan.local_size}",
     ]
     for b, row in enumerate(plan.rows):
         lines += [f"row {b} document starts: {row.starts.tolist()}", f"row {b} lengths: {row.lengths.tolist()}"]

@@ -55,7 +55,8 @@ def shard(
             does, and hand over `shift_labels` and `num_items_in_batch` (targets in the whole batch).
         label_arg: name of the labels.
     Raises:
-        KeyError, ValueError: a missing argument, token dims of different lengths, lengths that do not fit.
+        KeyError, ValueError: a missing argument, token dims of different lengths, lengths that do not fit, documents
+            that can't be cut into whole chunks.
         RuntimeError: on every rank, when ranks were given different batches or layouts.
     """
     try:
@@ -73,8 +74,7 @@ def shard(
     for name, dim in tokens.items():
         fill = IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0
         values[name] = cut_tokens(values[name], dim, indices, fill)
-    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
-    active = ActivePlan(sharding, plan, first.device, kept)
+    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
@@ -91,7 +91,14 @@ def plan_of(
     """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
     rows, total = _shape(sharding, batch)
     documents = _documents(sharding, batch, rows, total, lengths)
-    return plan_batch(documents, sharding.world_size, sharding.layout, sharding.balance_for or sharding.assume_mask)
+    return plan_batch(
+        documents,
+        sharding.world_size,
+        sharding.layout,
+        sharding.balance_for or sharding.assume_mask,
+        chunk_size=sharding.chunk_size,
+        pad_to_multiple=sharding.pad_to_multiple,
+    )
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:

@@ -82,6 +82,9 @@ class Sharding:
             `assume_mask` is always compared with the tensor that comes in.
         capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
             step replays on other documents: see `cp_rewrite.capacity`.
+        chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
+            multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
     Raises:
@@ -104,6 +107,8 @@ class Sharding:
     verify: Verify = "never"
     check_batches: bool = True
     capacity: Capacity | None = None
+    chunk_size: int = 1
+    pad_to_multiple: int = 1
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -126,6 +131,10 @@ class Sharding:
         for name in ("strict", "keep_kv", "deterministic", "check_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("chunk_size", "pad_to_multiple"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a number of tokens >= 1, got {value!r}")
         if isinstance(self.packing, CuSeqlens):
             sharded = {self.packing.arg, self.packing.padded_arg} & set(self.tokens)
             if sharded:
@@ -141,7 +150,7 @@ class Sharding:
     @property
     def graph_key(self) -> tuple[object, ...]:
         """All that a compiled graph depends on: every field but those that only decide each batch's plan."""
-        per_batch = ("layout", "balance_for", "check_batches")
+        per_batch = ("layout", "balance_for", "check_batches", "chunk_size", "pad_to_multiple")
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in per_batch)
 
     @property

@@ -30,10 +30,10 @@ def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
     good = batch_of([5, 11])
     with sharding.shard(good):
         pass
-    sharding = dataclasses.replace(sharding, layout=mine.get("layout", "contiguous"))
+    other = dataclasses.replace(sharding, **mine.get("options", {}))
     start = time.perf_counter()
     try:
-        with sharding.shard({**good, **batch_of(mine.get("lengths", [5, 11])), **mine.get("values", {})}):
+        with other.shard({**good, **batch_of(mine.get("lengths", [5, 11])), **mine.get("values", {})}):
             error = ""
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
@@ -46,12 +46,13 @@ def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        ({"layout": "head_tail"}, "layout: head_tail"),
+        ({"options": {"layout": "head_tail"}}, "layout: head_tail"),
+        ({"options": {"pad_to_multiple": 16}}, "rows per rank: 16"),
         ({"lengths": [5, 12]}, "tokens: 17"),
         ({"lengths": [6, 10]}, "lengths: [6, 10]"),
         ({"values": {"x": torch.zeros(1, 3, 8)}}, "token dims must have one length"),
     ],
-    ids=["layout", "tokens", "documents", "broken"],
+    ids=["layout", "padding", "tokens", "documents", "broken"],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_another_batch_raises_on_every_rank(pool: Pool, world_size: int, odd: dict[str, Any], says: str) -> None:

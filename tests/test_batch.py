@@ -43,6 +43,16 @@ def test_missing_tokens_are_filled_at_the_end() -> None:
         assert local["labels"].tolist() == [[0, -100]]
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "dual_chunk", "balanced"])
+def test_chunks_and_padding_of_local_rows(layout: str) -> None:
+    sharding = make_sharding(layout=layout, chunk_size=4, pad_to_multiple=16)
+    with sharding.shard(make_batch(4, 12, 24)) as local:
+        assert local["input_ids"].shape == (1, 32)
+        assert local.plan.orders[0].sizes.sum() == 40
+        assert (local.plan.orders[0].segments[0] % 4 == 0).all()
+        assert local["labels"][0, local.plan.orders[0].sizes[0] :].eq(-100).all()
+
+
 def test_labels_are_shifted_over_the_whole_row() -> None:
     batch = make_batch(3, 5)
     batch["labels"][0, 3] = -100
@@ -80,6 +90,19 @@ def test_plan_is_active_inside_only() -> None:
 def test_bad_input_is_named(change: dict[str, Any], options: dict[str, Any], says: str) -> None:
     batch = {**make_batch(3, 5), **change}
     with pytest.raises((KeyError, ValueError), match=says), make_sharding().shard(batch, **options):
+        pytest.fail("bad input was cut")
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "says"),
+    [
+        (2, "chunk_size 2 needs documents that start at multiples of it: document 1 starts at token 3"),
+        (3, r"are 4 rows each, but whole chunks of 3 need 6: chunk_size \* world_size must divide"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_named(chunk_size: int, says: str) -> None:
+    sharding = make_sharding(layout="balanced", chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=says), sharding.shard(make_batch(3, 5)):
         pytest.fail("bad input was cut")
 
 

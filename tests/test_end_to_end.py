@@ -53,12 +53,19 @@ def grid_mesh(outer: int, inner: int) -> DeviceMesh:
 
 
 def sharded_step(
-    mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: Any, exchange: Any, inner: Any = "aot_eager"
+    mesh: DeviceMesh,
+    name: str,
+    batch: dict[str, Tensor],
+    layout: Any,
+    exchange: Any,
+    inner: Any = "aot_eager",
+    **cuts: Any,
 ) -> tuple[float, dict[str, Tensor]]:
     if exchange.startswith("a2a+"):
         mesh = grid_mesh(2, mesh.size() // 2)
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), layout, exchange, inner=inner)
     model, compiled = compiled_model(name, dataclasses.replace(sharding, layout="contiguous"))
+    sharding = dataclasses.replace(sharding, **cuts)
     model.zero_grad()
     with sharding.shard(batch, shift_labels=True) as local:
         loss = compiled(**local).loss
@@ -109,6 +116,13 @@ def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> Non
 @pytest.mark.parametrize("exchange", ["a2a", "p2p", "a2a+p2p"])
 def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("exchange", ["needed", "p2p"])
+def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
+    check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
+    check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
 
 
 def test_llama_with_inductor_matches_one_process(pool: Pool) -> None:

@@ -35,6 +35,9 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("deterministic", "yes", "deterministic must be True or False"),
         ("assume_mask", "causal", "assume_mask must be a cp_rewrite.PackedMask"),
         ("balance_for", "causal", "balance_for must be a cp_rewrite.PackedMask"),
+        ("chunk_size", 0, "chunk_size must be a number of tokens >= 1, got 0"),
+        ("chunk_size", True, "chunk_size must be a number of tokens >= 1, got True"),
+        ("pad_to_multiple", 2.0, "pad_to_multiple must be a number of tokens >= 1, got 2.0"),
     ],
 )
 def test_wrong_value_is_named(field: str, value: Any, says: str) -> None:
@@ -51,6 +54,7 @@ def test_equal_annotations_are_equal_and_hash_alike() -> None:
     assert cp.Sharding(**GOOD) == cp.Sharding(**copy.deepcopy(GOOD))
     assert hash(cp.Sharding(**GOOD)) == hash(cp.Sharding(**copy.deepcopy(GOOD)))
     assert cp.Sharding(**GOOD, layout="contiguous").graph_key == cp.Sharding(**GOOD).graph_key
+    assert cp.Sharding(**GOOD, chunk_size=8, pad_to_multiple=16).graph_key == cp.Sharding(**GOOD).graph_key
     assert cp.Sharding(**GOOD, exchange="needed").graph_key != cp.Sharding(**GOOD).graph_key
 
 
