@@ -8,7 +8,7 @@ then pairs of tokens whose answer a shard can know are compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,14 @@ from .active import ActivePlan
 from .documents import Documents
 from .passes.canonicalize import Canonical, Ref
 from .passes.predicate import DROPPED_AT
-from .passes.recorded import RecordedMask
+from .passes.recorded import RecordedMask, RecordedTensor
 from .sharding import CuSeqlens, Sharding
 
 log = logging.getLogger(__name__)
 SAMPLE = 2048
 Bools = NDArray[np.bool_]
 Codes = NDArray[np.int8]
+Leaves = Callable[[RecordedTensor], dict[Ref, Tensor]]
 _DROPPED, _KEPT, _BIASED = 0, 1, 2
 _SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
 
@@ -65,7 +66,7 @@ def _gathered(sharding: Sharding, text: str) -> list[str]:
 
 
 def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
-    missing = {name for name in recorded.names.values() if not isinstance(plan.batch.get(name), Tensor)}
+    missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.batch.get(name), Tensor)}
     if recorded.assumed and missing:
         return _compare_local(recorded, plan, args)
     if missing:
@@ -90,18 +91,17 @@ def windows(rows: Sequence[Documents]) -> list[tuple[int, int]]:
 
 def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: int, args: Sequence[Any]) -> list[str]:
     """Run the mask on tokens [start, stop) of all rows, as if they were the whole batch."""
-    values: dict[Ref, Tensor] = {}
-    for ref in recorded.canonical.leaves.values():
-        if ref in recorded.names:
-            values[ref] = _sample(plan, recorded.names[ref], start, stop)
-        elif ref in recorded.places:
-            values[ref] = args[recorded.places[ref]]
+
+    def leaves(tensor: RecordedTensor) -> dict[Ref, Tensor]:
+        given = {ref: args[place] for ref, place in tensor.places.items() if ref not in tensor.names}
+        return given | {ref: _sample(plan, name, start, stop) for ref, name in tensor.names.items()}
+
     rows = [_clip(documents, start, stop) for documents in plan.plan.rows]
     expected = np.stack([recorded.mask.materialize(documents) for documents in rows])
     known = np.ones_like(expected)
     if recorded.mask.packed:  # what padding queries see is the model's own affair
         known &= np.stack([documents.document_ids() >= 0 for documents in rows])[:, :, None]
-    actual = _run(recorded, values, stop - start, len(rows), plan.device)
+    actual = _run(recorded, leaves, stop - start, len(rows), plan.device)
     return _report(recorded, actual, expected, known, start)
 
 
@@ -126,12 +126,12 @@ def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]
     Whoever made it saw a row of pieces, not the global row. It must let tokens of one piece see each other as the
     assumed mask says, and tokens of two documents not at all; about two pieces of one document a shard can't know.
     """
-    places = recorded.places
-    if any(ref not in places for ref in recorded.canonical.leaves.values() if ref not in recorded.values):
+    tensor = recorded.tensor
+    if any(ref not in tensor.places for ref in tensor.canonical.leaves.values() if ref not in tensor.values):
         return []
     indices = plan.indices()
-    values = {ref: args[place] for ref, place in places.items()}
-    actual = _run(recorded, values, indices.shape[1], len(indices), plan.device)
+    values = {ref: args[place] for ref, place in tensor.places.items()}
+    actual = _run(recorded, lambda _: values, indices.shape[1], len(indices), plan.device)
     pairs = [_visible(recorded, documents, index) for documents, index in zip(plan.plan.rows, indices, strict=True)]
     expected, known = (np.stack(part) for part in zip(*pairs, strict=True))
     return _report(recorded, actual, expected, known, 0)
@@ -174,24 +174,48 @@ def _report(recorded: RecordedMask, actual: Codes, expected: Bools, known: Bools
     ]
 
 
-def _run(recorded: RecordedMask, values: dict[Ref, Tensor], tokens: int, rows: int, device: torch.device) -> Codes:
-    """(B, H, T, T): the mask's own computation on `values`; whether it drops, keeps or biases a pair."""
-    sizes = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
-    for ref, value in values.items():
-        sizes |= {s.node.expr: n for s, n in zip(ref.shape, value.shape, strict=True) if _is_symbol(s)}
-    values = {**recorded.values, **values}
-    grid = (rows, 1, tokens, tokens)
-    for dim, ref in enumerate(recorded.indices):
-        if ref is not None:
-            shape = [grid[dim] if d == dim else 1 for d in range(4)]
-            index = torch.arange(tokens, device=device) if dim > 1 else torch.arange(grid[dim], device=device)
-            values[ref] = index.view(shape)
-    out = evaluate(recorded.canonical, {r: v.to(device) for r, v in values.items()}, sizes, device)
+def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device: torch.device) -> Codes:
+    """(B, H, T, T): the mask's own computation on `leaves`; whether it drops, keeps or biases a pair."""
+    counts = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
+
+    def run(tensor: RecordedTensor, indices: Mapping[Ref, Tensor]) -> Tensor:
+        values = leaves(tensor)
+        named = {
+            s.node.expr: n for r, v in values.items() for s, n in zip(r.shape, v.shape, strict=True) if _is_symbol(s)
+        }
+        values = {ref: value.to(device) for ref, value in {**tensor.values, **values, **indices}.items()}
+        return evaluate(tensor.canonical, values, counts | named, device)
+
+    out = run(recorded.tensor, _grids(recorded.indices, (rows, 1, tokens, tokens), device))
     keep = out.to(torch.int8)
     if out.dtype != torch.bool:
         keep = torch.where(out == 0, _KEPT, torch.where(out <= DROPPED_AT, _DROPPED, _BIASED))
+    lists = [run(tensor, {}) for tensor in recorded.blocks]
+    for counted, place in zip(lists[::2], lists[1::2], strict=True):
+        listed = _listed(counted, place, tokens, recorded.block_size)
+        keep = keep * listed if counted is lists[0] else torch.where(listed, _KEPT, keep)
     heads = keep.shape[1] if keep.ndim == 4 else 1
     return keep.expand(rows, heads, tokens, tokens).cpu().numpy()
+
+
+def _grids(indices: Sequence[Ref | None], grid: tuple[int, ...], device: torch.device) -> dict[Ref, Tensor]:
+    """Values of b, h, q and k for every element of a mask, each along its own dim."""
+    shapes = [[size if other == dim else 1 for other in range(4)] for dim, size in enumerate(grid)]
+    return {
+        ref: torch.arange(grid[dim], device=device).view(shapes[dim])
+        for dim, ref in enumerate(indices)
+        if ref is not None
+    }
+
+
+def _listed(counts: Tensor, places: Tensor, tokens: int, size: tuple[int, int]) -> Tensor:
+    """(B, H, T, T): whether query and key are in one of the first `counts` (B, H, Q) blocks of `places` (B, H, Q, K)."""
+    blocks = -(-tokens // size[1])
+    given = torch.arange(places.shape[-1], device=places.device) < counts[..., None]
+    table = torch.zeros(*places.shape[:-1], blocks + 1, dtype=torch.bool, device=places.device)
+    table.scatter_(-1, torch.where(given, places, blocks).long(), True)
+    query, key = (torch.arange(tokens, device=places.device) // n for n in size)
+    return table[:, :, query][..., key]
 
 
 def _is_symbol(size: Any) -> bool:

@@ -15,7 +15,7 @@ from cp_rewrite.sharding import Sharding
 
 from .canonicalize import Scope, nested_scopes
 from .grouped_heads import ungroup
-from .match_flex import flex_arguments, is_flex, mask_function, output_of, softcap_of
+from .match_flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .match_varlen import is_varlen, match_varlen
 from .match_written import is_softmax, read_written
 from .operands import check_operands, check_options, constant, shape_of
@@ -121,7 +121,7 @@ class _Matcher:
         shape, mask = shape_of(args["query"]), []
         if shape is not None and len(shape) == 4:
             body, result, indices = mask_function(scope, node, args)
-            mask = self.prover.prove(body, result, node, shape, indices)
+            mask = check_blocks(scope, node, args, self.prover) or self.prover.prove(body, result, node, shape, indices)
         found = self._site(scope, node, args, mask)
         if isinstance(found, list) or isinstance(output, Refusal) or isinstance(softcap, Refusal):
             others = [r for r in (output, softcap) if isinstance(r, Refusal)]

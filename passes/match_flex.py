@@ -9,8 +9,9 @@ import torch.fx as fx
 
 from cp_rewrite.refusal import Reason, Refusal
 
-from .canonicalize import Scope
+from .canonicalize import CanonicalizeError, Scope, resolve
 from .operands import op_name, times_constant
+from .prove_masks import Prover
 
 _OPERANDS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",
@@ -47,6 +48,35 @@ def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Sc
     result = output.args[0]
     result = result[0] if isinstance(result, tuple | list) else result
     return Scope(body, scope, node, captured), result, placeholders[:_INDICES]
+
+
+def block_lists(args: dict[str, Any]) -> tuple[list[fx.Node], tuple[int, int]]:
+    """Which blocks of keys each block of queries looks at, and their size (queries, keys).
+
+    The nodes are counts and indices of the blocks that the mask function decides in, and of those, where there are any,
+    that are seen whole.
+    """
+    mask = args["block_mask"]
+    return [x for x in mask[2:6] if x is not None], (mask[-3], mask[-2])
+
+
+def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> list[Refusal]:
+    """A refusal unless the lists of blocks are made in this graph, of what tells documents apart and nothing else.
+
+    Whether they say the same as the mask function is compared on the first call.
+    """
+    packing = prover.sharding.packing
+    known = {*prover.sharding.tokens, packing.arg, getattr(packing, "padded_arg", None)}
+    for outer, source in (resolve(scope, x) for x in block_lists(args)[0]):
+        try:
+            leaves = list(prover.trace(outer, source).leaves)
+        except CanonicalizeError as error:
+            return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the block mask can't be traced: {error}", error.node)]
+        strange = [n for n in leaves if n.op != "get_attr" and prover.source_of.get(n) not in known]
+        if strange:
+            detail = f"the block mask is made of {strange[0].name}: make it in the model, by create_block_mask"
+            return [Refusal(Reason.MASK_OPAQUE, detail, node)]
+    return []
 
 
 def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:

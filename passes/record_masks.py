@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,25 +13,31 @@ from torch import Tensor
 
 from cp_rewrite.refusal import source_line
 
-from .canonicalize import CanonicalizeError, Scope, nested_scopes, resolve
+from .canonicalize import Canonical, CanonicalizeError, Scope, nested_scopes, resolve
 from .locality_inputs import token_dims
-from .match_flex import flex_arguments, is_flex, mask_function
+from .match_flex import block_lists, flex_arguments, is_flex, mask_function
 from .prove_masks import Prover
-from .recorded import RecordedMask
+from .recorded import RecordedMask, RecordedTensor
 from .sites import Site
 from .state import State
 
 
 def record_masks(state: State) -> State:
-    """Record the masks that will be compared: all with `verify="first_step"`, else those that are the user's word."""
+    """Record the masks that will be compared: all with `verify="first_step"`, else those that the graph does not prove:
+    the user's word, and flex_attention's, whose lists of blocks must say the same as its mask function."""
     everything = state.sharding.verify == "first_step"
-    sites = [site for site in state.sites if everything or site.assumed]
+    sites = [site for site in state.sites if everything or site.assumed or _flex_of(site) is not None]
     if not sites or state.refusals:
         return state
     recorder = _Recorder(state)
     for site in sites:
         recorder.record(site)
     return replace(state, masks=tuple(recorder.recorded.values()))
+
+
+def _flex_of(site: Site) -> fx.Node | None:
+    node = site.node.args[0] if site.node.args else None
+    return node if isinstance(node, fx.Node) and is_flex(node) else None
 
 
 class _Recorder:
@@ -45,33 +51,46 @@ class _Recorder:
 
     def record(self, site: Site) -> None:
         scope = self.scopes[id(site.graph_module)]
-        source, indices = site.mask_node, []
-        flex = site.node.args[0] if site.node.args else None
-        if isinstance(flex, fx.Node) and is_flex(flex):
-            scope, source, indices = mask_function(scope, flex, flex_arguments(flex))
-        scope, source = resolve(scope, source)
-        key = (scope, source, site.mask) if not indices else (site.node, site.mask)
+        flex = _flex_of(site)
+        if flex is not None:
+            self._record_flex(scope, site, flex)
+            return
+        scope, source = resolve(scope, site.mask_node)
+        key = (scope, source, site.mask)
         if not isinstance(source, fx.Node) or key in self.recorded:
             return
         try:
             canonical = self.prover.trace(scope, source, site.logits)
         except CanonicalizeError:  # a mask that can't be traced is the user's word, and can't be run either
             return
+        self._add(key, site, canonical, site.logits[:1])
+
+    def _record_flex(self, scope: Scope, site: Site, node: fx.Node) -> None:
+        args = flex_arguments(node)
+        lists, size = block_lists(args)
+        key = (scope, *lists, args["block_mask"][-1].target, *args["mask_mod_buffers"], site.mask)
+        if key in self.recorded:
+            return
+        body, source, indices = mask_function(scope, node, args)
+        canonical = self.prover.trace(body, source)
+        blocks = tuple(self._tensor(self.prover.trace(*resolve(scope, x))) for x in lists)
+        self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, size)
+
+    def _add(self, key: Any, site: Site, canonical: Canonical, zeros: Sequence[fx.Node], *flex: Any) -> None:
+        tensor = self._tensor(canonical, zeros)
+        found = RecordedMask(tensor, site.mask, site.assumed, source_line(site.node), *flex)
+        self.recorded[key] = replace(found, tokens=self.tokens, rows=self.rows)
+
+    def _tensor(self, canonical: Canonical, zeros: Sequence[fx.Node] = ()) -> RecordedTensor:
         leaves = canonical.leaves
         held = {ref: value for n, ref in leaves.items() if isinstance(value := _held(n), Tensor)}
-        if site.logits:  # what the mask is added to counts as 0
-            held[leaves[site.logits[0]]] = torch.zeros(1, 1, 1, 1, dtype=leaves[site.logits[0]].dtype)
-        self.recorded[key] = RecordedMask(
+        for node in zeros:
+            held[leaves[node]] = torch.zeros(1, 1, 1, 1, dtype=leaves[node].dtype)
+        return RecordedTensor(
             canonical,
-            site.mask,
-            site.assumed,
-            source_line(site.node),
             {ref: self.state.source_of[n] for n, ref in leaves.items() if n in self.state.source_of},
             {ref: self.inputs.index(n) for n, ref in leaves.items() if n in self.inputs},
             held,
-            tuple(leaves.get(node) for node in indices),
-            self.tokens,
-            self.rows,
         )
 
     def _symbols(self) -> tuple[frozenset[sympy.Expr], frozenset[sympy.Expr]]:

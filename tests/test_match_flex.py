@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
-from tests.matching import Model, heads, reasons, the_site
+from cp_rewrite.verify import MaskMismatch
+from tests.mask_spellings import DOCUMENTS
+from tests.matching import BATCH, Model, heads, reasons, the_site
 
 
-def flex(mask: str = "causal", score: Callable[..., Tensor] | None = None) -> Model:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def flex(
+    mask: str = "causal",
+    score: Callable[..., Tensor] | None = None,
+    change: Callable[[BlockMask, Tensor], BlockMask] = lambda blocks, _: blocks,
+    block_size: int = 128,
+) -> Model:
+    """Attention by flex_attention; `change` makes another block mask of the right one and the documents' ids."""
 
     def model(**b: Tensor) -> Tensor:
         q, k = heads(b, 4) * 1.0, heads(b, 2) * 2.0
@@ -22,7 +32,7 @@ def flex(mask: str = "causal", score: Callable[..., Tensor] | None = None) -> Mo
             same = ids[row, i] == ids[row, j]
             return same & (i >= j) & (i - j < 4) if mask == "window" else same & (i >= j)
 
-        blocks = create_block_mask(keep, ids.shape[0], None, t, t, device="cpu")
+        blocks = change(create_block_mask(keep, ids.shape[0], None, t, t, device="cpu", BLOCK_SIZE=block_size), ids)
         return flex_attention(q, k, k, block_mask=blocks, score_mod=score, enable_gqa=True)  # type: ignore[return-value]
 
     return model
@@ -45,3 +55,57 @@ def test_flex_refusals() -> None:
     assert reasons(flex("tokens"), dynamic=False) == {Reason.MASK_WRONG_SOURCE}
     assert reasons(flex(score=lambda s, *_: s + 1), dynamic=False) == {Reason.KERNEL}
     assert reasons(flex(score=lambda s, _, h, i, j: s - (i - j)), dynamic=False) == {Reason.KERNEL}
+
+
+def as_is(blocks: BlockMask, _: Tensor) -> BlockMask:
+    return blocks
+
+
+def without_last_block(blocks: BlockMask, _: Tensor) -> BlockMask:
+    counts = (blocks.kv_num_blocks - 1).clamp(min=1)
+    return BlockMask.from_kv_blocks(counts, blocks.kv_indices, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod)
+
+
+def whole_blocks(blocks: BlockMask, _: Tensor) -> BlockMask:
+    none, places = torch.zeros_like(blocks.kv_num_blocks), blocks.kv_indices
+    counts = blocks.kv_num_blocks
+    return BlockMask.from_kv_blocks(
+        none, places, counts, places, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod
+    )
+
+
+@pytest.mark.parametrize("change", [as_is, without_last_block, whole_blocks])
+def test_lists_of_blocks_are_compared_on_the_first_call(change: Callable[..., BlockMask]) -> None:
+    sharding = cp.Sharding(1, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(flex(change=change, block_size=4), backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard({name: BATCH[name] for name in sharding.tokens}) as local:
+        if change is as_is:
+            assert compiled(**local).shape == (2, 4, 12, 4)
+            return
+        with pytest.raises(MaskMismatch, match="proven to be 'same document & causal', but the model's own mask"):
+            compiled(**local)
+
+
+def test_no_block_mask_sees_everything() -> None:
+    def model(**b: Tensor) -> Tensor:
+        return flex_attention(*[heads(b) * 1.0] * 3)  # type: ignore[return-value]
+
+    assert the_site(model, dynamic=False).mask == PackedMask(causal=False, packed=False)
+
+
+def test_blocks_of_anything_else_are_refused() -> None:
+    def by_content(blocks: BlockMask, ids: Tensor) -> BlockMask:
+        counts = blocks.kv_num_blocks * extra
+        return BlockMask.from_kv_blocks(
+            counts, blocks.kv_indices, seq_lengths=blocks.seq_lengths, mask_mod=blocks.mask_mod
+        )
+
+    extra = torch.ones((), dtype=torch.int32)
+    assert reasons(flex(change=by_content), dynamic=False) == {Reason.MASK_OPAQUE}
+    outside = create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
+
+    def model(**b: Tensor) -> Tensor:
+        return flex_attention(*[heads(b) * 1.0] * 3, block_mask=outside)  # type: ignore[return-value]
+
+    assert reasons(model, dynamic=False) == {Reason.MASK_OPAQUE}
