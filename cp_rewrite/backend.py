@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from . import agree, observe, passes
 from .active import ActivePlan, active_plan
@@ -88,6 +88,7 @@ def backend(sharding: Sharding) -> Backend:
     return Backend(sharding)
 
 
+@register_backend(name="cp_rewrite")  # type: ignore[arg-type]
 def compile_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -95,7 +96,7 @@ def compile_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Entry point for `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding})`."""
+    """What `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding})` calls."""
     unknown = set(options or {}) - {"sharding"}
     if unknown:
         raise ValueError(f"options has unknown keys {sorted(unknown)}; the only one is 'sharding'")

@@ -1,8 +1,7 @@
-"""The package as installed: one copy of the passes, the CUDA sources, the backend's entry point."""
+"""The package as installed: one copy of the passes, the CUDA sources; planning without torch."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 import zipfile
@@ -19,16 +18,6 @@ def test_passes_have_one_name() -> None:
     )
     assert done.returncode
     assert "import this package as cp_rewrite.passes, not as passes" in done.stderr
-
-
-def test_backend_is_an_entry_point() -> None:
-    try:
-        entries = importlib.metadata.distribution("cp_rewrite").entry_points
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("cp_rewrite is not installed here: running from the checkout")
-    (entry,) = entries.select(group="torch_dynamo_backends")
-    assert entry.value == "cp_rewrite.backend:compile_backend"
-    assert callable(entry.load())
 
 
 def test_planning_needs_no_torch() -> None:
