@@ -256,21 +256,12 @@ def plan(
         raise ValueError("lengths hold no token: nothing to plan")
     if heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
         raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads}")
-    if ranks_per_node is not None and (ranks_per_node < 1 or world_size % ranks_per_node):
-        raise ValueError(f"ranks_per_node must divide world_size {world_size}, got {ranks_per_node}")
     mask = PackedMask() if mask is None else mask
     model = Model(heads, head_dim)
     speeds = device if isinstance(device, Device) else Device.named(device)
+    cuts = {"chunk_size": chunk_size, "pad_to_multiple": pad_to_multiple}
     order = order_tokens(
-        documents,
-        world_size,
-        layout,
-        mask,
-        chunk_size=chunk_size,
-        pad_to_multiple=pad_to_multiple,
-        ranks_per_node=ranks_per_node,
-        device=speeds,
-        model=model,
+        documents, world_size, layout, mask, **cuts, ranks_per_node=ranks_per_node, device=speeds, model=model
     )
     return Plan(documents, layout, order, mask, model, speeds, ranks_per_node or world_size)
 
