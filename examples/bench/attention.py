@@ -4,8 +4,8 @@ same kernel.
     torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32]
 
 Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
-the whole pack, divided by the ranks) and the TFLOP/s of each GPU; the slowest rank counts. "graph" is both, replayed
-from a CUDA graph, where the host costs nothing, against the same ideal.
+the whole pack, divided by the ranks, measured in turns with the method) and the TFLOP/s of each GPU; the slowest rank
+counts, and the median of three rounds. "graph" is both, replayed from a CUDA graph, where the host costs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from methods import Alone, Gathered, Method, Ours, Setup, Ulysses
 from packs import Pack, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
+_HEAD_START, _ROUNDS = 4_000_000, 3
+"""Cycles that a GPU sleeps before it is timed, some 2 ms: in training, too, the host runs ahead. Rounds per method."""
 Factory = Callable[[Pack, Setup], Method]
 
 
@@ -61,37 +64,52 @@ def slowest(value: float) -> float:
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Per call, of a queue of calls that the host fills ahead as far as it can; the best of two, slowest rank."""
-    best = float("inf")
+    """Per call, of a queue of calls that the host fills while the GPU sleeps; slowest rank."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        for _ in range(repeats):
-            run()
-        stop.record()
-        torch.cuda.synchronize()
-        best = min(best, slowest(start.elapsed_time(stop) / repeats))
-    return best
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(_HEAD_START)
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return slowest(start.elapsed_time(stop) / repeats)
 
 
-def measure(method: Method, repeats: int, capture: bool) -> Times:
-    def both() -> None:
-        method.forward()
-        method.backward()
+def measure(method: Method, ideal: Method, repeats: int, capture: bool) -> tuple[Times, Times]:
+    """Times of the method, and of `ideal` measured in turns with it: both see the same clocks and heat. Medians."""
 
-    both()
+    def both(run: Method) -> Callable[[], object]:
+        def step() -> None:
+            run.forward()
+            run.backward()
+
+        return step
+
+    step, whole = both(method), both(ideal)
+    step()
+    whole()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    both()
+    step()
     memory = slowest((torch.cuda.max_memory_allocated() - before) / 2**20)
-    forward = milliseconds(method.forward, repeats)
-    backward = milliseconds(method.backward, repeats)
-    together = milliseconds(both, repeats)
-    replay = milliseconds(captured(both), repeats) if capture else None
-    return Times(forward, backward, together, replay, memory)
+    runs = [method.forward, method.backward, step] + ([captured(step)] if capture else [])
+    wholes = [ideal.forward, ideal.backward, whole]
+    mine: list[list[float]] = []
+    best: list[list[float]] = []
+    for _ in range(_ROUNDS):
+        mine.append([milliseconds(run, repeats) for run in runs])
+        best.append([milliseconds(run, max(1, repeats // 4)) for run in wholes])
+    forward, backward, together, *graph = medians(mine)
+    whole_forward, whole_backward, whole_both = medians(best)
+    times = Times(forward, backward, together, graph[0] if graph else None, memory)
+    return times, Times(whole_forward, whole_backward, whole_both, None, 0.0)
+
+
+def medians(rounds: list[list[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -122,8 +140,7 @@ def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times) -> str
 
 
 def scaled(times: Times, ranks: int) -> Times:
-    graph = times.graph / ranks if times.graph else None
-    return Times(times.forward / ranks, times.backward / ranks, times.both / ranks, graph, times.memory)
+    return Times(times.forward / ranks, times.backward / ranks, times.both / ranks, None, times.memory)
 
 
 def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
@@ -133,15 +150,12 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print("|---|---|---|---|---|---|---|---|")
     repeats = 16 if pack.tokens <= 65536 else 4
     alone = Alone(pack, setup)
-    ideal = scaled(measure(alone, 4, capture=True), setup.world_size)
-    if setup.rank == 0:
-        print(line("ideal", pack, setup, ideal, ideal), flush=True)
-    del alone
     for factory in factories:
         try:
             method = factory(pack, setup)
-            times = measure(method, repeats, capture=isinstance(method, Ours) and method.where[0] == "pull")
-            text = line(method.name, pack, setup, times, ideal)
+            capture = isinstance(method, Ours) and method.where[0] == "pull"
+            times, ideal = measure(method, alone, repeats, capture)
+            text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
         except Exception as error:
             # Decided alike on all ranks: these are refusals, not accidents of one rank.
             method, text = None, f"| {getattr(factory, '__name__', 'ours')} | can't run: {str(error).splitlines()[0]} |"

@@ -86,27 +86,59 @@ def batch_of(lengths: tuple[int, ...], hidden: int, device: torch.device, dtype:
 class Trainer:
     """A compiled stack on one context-parallel mesh."""
 
-    def __init__(self, mesh: DeviceMesh, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, options: argparse.Namespace, device: torch.device, room: cp.Capacity | None = None
+    ) -> None:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = Stack(options.layers, options.hidden).to(device, dtype)
         fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, capturable=fused)
         self.sharding = cp.Sharding(
-            mesh, TOKENS, cp.DocumentIds("doc_ids"), exchange=options.exchange, inner=options.inner
+            mesh, TOKENS, cp.DocumentIds("doc_ids"), exchange=options.exchange, inner=options.inner, capacity=room
         )
         self.summing = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self.compiled: Any = torch.compile(self.model, backend=cp.backend(self.sharding), fullgraph=True)
 
     def step(self, batch: dict[str, Tensor], lengths: tuple[int, ...]) -> None:
         with self.sharding.shard(batch, lengths=lengths) as local:
-            out = self.compiled(**local)
-            (out.float().square().sum() / batch["x"].shape[1]).backward()
-        self.summing[0].record()
+            self.update(local, batch["x"].shape[1])
+
+    def update(self, local: dict[str, Any], tokens: int) -> None:
+        (self.compiled(**local).float().square().sum() / tokens).backward()
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self.summing[0].record()
         cp.sum_gradients(self.model.parameters(), self.sharding)
-        self.summing[1].record()
+        if not capturing:
+            self.summing[1].record()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class Replayed(Trainer):
+    """The same with every step one CUDA graph, captured after two steps."""
+
+    graph: torch.cuda.CUDAGraph | None = None
+    steps = 0
+
+    def step(self, batch: dict[str, Tensor], lengths: tuple[int, ...]) -> None:
+        self.steps += 1
+        side = torch.cuda.Stream()
+        if self.steps <= 2:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                super().step(batch, lengths)
+            torch.cuda.current_stream().wait_stream(side)
+            return
+        with self.sharding.shard(batch, lengths=lengths) as local:
+            if self.graph is None:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.update(local, batch["x"].shape[1])
+            self.graph.replay()
 
 
 def step_seconds(
@@ -140,7 +172,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="per GPU")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--exchange", default="auto")
     parser.add_argument("--inner", default="inductor")
     options = parser.parse_args()
@@ -153,13 +185,15 @@ def main() -> None:
     whole = tuple(length for lengths in quarters for length in lengths)
     results: list[tuple[str, float, float, int, float]] = []
     everyone = init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",))
-    for name, part, rows, count in (
-        ("cp 1", mesh["cp"], quarters, 1),
-        (f"cp {world_size}", everyone, [whole], world_size),
+    room = cp.Capacity(documents=256, pieces=128, rows=options.tokens * 2)
+    for name, kind, part, rows, count in (
+        ("cp 1", Trainer, mesh["cp"], quarters, 1),
+        (f"cp {world_size}", Trainer, everyone, [whole], world_size),
+        (f"cp {world_size}, one CUDA graph", Replayed, everyone, [whole], world_size),
     ):
         torch._dynamo.reset()
         torch.cuda.reset_peak_memory_stats()
-        trainer = Trainer(part, options, device)
+        trainer = kind(part, options, device, room if kind is Replayed else None)
         times = step_seconds(trainer, rows, options, device)
         results.append((name, *times, options.tokens * count, torch.cuda.max_memory_allocated() / 2**30))
         del trainer
@@ -169,8 +203,11 @@ def main() -> None:
         print("| | step s | of it, sum of gradients | tokens | tokens/s | peak GiB |\n|---|---|---|---|---|---|")
         for name, seconds, summing, tokens, memory in results:
             print(f"| {name} | {seconds:.4f} | {summing:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f} |")
-        one, many = results
-        print(f"scaling efficiency {100 * one[1] / many[1]:.1f} %", end="")
+        one, many, graph = results
+        print(
+            f"scaling efficiency {100 * one[1] / many[1]:.1f} %, in a CUDA graph {100 * one[1] / graph[1]:.1f} %",
+            end="",
+        )
         print(f"; without the sum of gradients {100 * (one[1] - one[2]) / (many[1] - many[2]):.1f} %")
     # All ranks are done with each other's memory before any lets go of it.
     torch.cuda.synchronize()
