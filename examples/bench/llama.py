@@ -132,13 +132,16 @@ class Replayed(Trainer):
             torch.cuda.current_stream().wait_stream(side)
             return
         with self.sharding.shard(batch, lengths=lengths) as local:
-            if self.graph is None:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.update(local, batch["x"].shape[1])
-            self.graph.replay()
+            graph = self.graph = self.graph or self.capture(local, batch["x"].shape[1])
+            graph.replay()
+
+    def capture(self, local: dict[str, Any], tokens: int) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.update(local, tokens)
+        return graph
 
 
 def step_seconds(
@@ -204,10 +207,8 @@ def main() -> None:
         for name, seconds, summing, tokens, memory in results:
             print(f"| {name} | {seconds:.4f} | {summing:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f} |")
         one, many, graph = results
-        print(
-            f"scaling efficiency {100 * one[1] / many[1]:.1f} %, in a CUDA graph {100 * one[1] / graph[1]:.1f} %",
-            end="",
-        )
+        print(f"scaling efficiency {100 * one[1] / many[1]:.1f} %", end="")
+        print(f"; in a CUDA graph {100 * one[1] / graph[1]:.1f} %", end="")
         print(f"; without the sum of gradients {100 * (one[1] - one[2]) / (many[1] - many[2]):.1f} %")
     # All ranks are done with each other's memory before any lets go of it.
     torch.cuda.synchronize()
