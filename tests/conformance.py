@@ -19,6 +19,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.ops.heads import gather_lse
 from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.plan import plan_batch
 from cp_rewrite.sharding import split_exchange
@@ -40,10 +41,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True)
 class RankAttention:
-    """A rank's part of one cell. run: q, k, v and sinks -> out. largest: q, k, v -> the largest logit per head.
-    indices: (B, T_l) tokens of this rank, -1 for none."""
+    """A rank's part of one cell. run: q, k, v and sinks -> out (R, Hq, V) and lse (Hq, R). largest: q, k, v -> the
+    largest logit per head. indices: (B, T_l) tokens of this rank, -1 for none."""
 
-    run: Callable[..., Tensor]
+    run: Callable[..., tuple[Tensor, Tensor]]
     largest: Callable[[Tensor, Tensor, Tensor], Tensor]
     indices: NDArray[np.int64]
 
@@ -63,8 +64,12 @@ def attend_on(
     inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
     where, heads = _way(sharding, cell)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, inputs[:4], inputs[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)[0]
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        found = attend(q, k, v, inputs[:4], inputs[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)
+        if heads is None:
+            return found[0], found[1]
+        order, inverse = inputs[-2:]
+        return found[0], gather_lse(found[1], order, inverse, heads.deal, heads.group)
 
     def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return max_logits(q, k, v, inputs[:4], inputs[4:], where, params, heads)
@@ -90,8 +95,9 @@ def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
     return [x.to(cell.dtype) for x in made[:4]] + made[4:]
 
 
-def run_cell(mesh: DeviceMesh, cell: Cell) -> list[Tensor]:
-    """out, dq, dk, dv of this rank, sinks' gradient if any, largest logits, and the flat global rows of the first."""
+def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
+    """out, dq, dk, dv and lse of this rank, rows first, for the flat global rows `index`; dsinks if any; and `largest`,
+    the largest logits."""
     device = device_of(mesh)
     inputs = make_inputs(cell, device)
     if cell.mask.packed:
@@ -108,40 +114,51 @@ def run_cell(mesh: DeviceMesh, cell: Cell) -> list[Tensor]:
     leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
     runs: list[list[Tensor]] = []
     for _ in range(2 if cell.deterministic else 1):
-        out = attention.run(*leaves)
-        runs.append([out, *torch.autograd.grad(out, leaves, local[3])])
+        out, lse = attention.run(*leaves)
+        runs.append([out, *torch.autograd.grad(out, leaves, local[3]), lse])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True)), f"two runs differ: {cell}"
     assert all((x[holes] == 0).all() for x in runs[0][:4]), f"padding is not exact zero: {cell}"
-    return [*(x.detach()[~holes] for x in runs[0][:4]), *runs[0][4:], attention.largest(q, k, v), index[~holes]]
+    rows = {name: x.detach()[~holes] for name, x in zip(("out", "dq", "dk", "dv"), runs[0][:4], strict=True)}
+    rows |= {"lse": runs[0][-1].t()[~holes], "largest": attention.largest(q, k, v), "index": index[~holes]}
+    return {**rows, "dsinks": runs[0][4]} if cell.sinks else rows
 
 
-def run_cells(mesh: DeviceMesh, cases: list[Cell]) -> list[list[Tensor]]:
+def run_cells(mesh: DeviceMesh, cases: list[Cell]) -> list[dict[str, Tensor]]:
     """`run_cell` of each."""
     return [run_cell(mesh, cell) for cell in cases]
 
 
-def errors(cell: Cell, parts: list[list[Tensor]]) -> Iterator[tuple[str, float]]:
+def errors(cell: Cell, parts: list[dict[str, Tensor]]) -> Iterator[tuple[str, float]]:
     """Relative errors of the ranks' results against dense attention in fp64."""
     *inputs, sinks = make_inputs(cell)
     q, k, v, dout = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks.double()] if cell.sinks else []))]
     dense = dense_attention(q, k, v, cell.rows, cell.mask, cell.params, *leaves[3:])
     expected = [dense, *torch.autograd.grad(dense, leaves, dout)]
-    for i, name in enumerate(("out", "dq", "dk", "dv")):
-        whole = torch.full_like(expected[i], torch.nan)
+
+    def whole(name: str) -> Tensor:
+        rows = dense.new_full((len(dense), *parts[0][name].shape[1:]), torch.nan)
         for part in parts:
-            whole[part[-1]] = part[i].double()
-        assert not cell.mask.packed or (whole[cell.padding_rows()] == 0).all(), f"{name} in padding not zero: {cell}"
-        yield name, relative_error(whole, expected[i])
+            rows[part["index"]] = part[name].double()
+        return rows
+
+    for name, want in zip(("out", "dq", "dk", "dv"), expected[:4], strict=True):
+        found = whole(name)
+        assert not cell.mask.packed or (found[cell.padding_rows()] == 0).all(), f"{name} in padding not zero: {cell}"
+        yield name, relative_error(found, want)
     if cell.sinks:
-        yield "dsinks", relative_error(torch.stack([part[4] for part in parts]).sum(0), expected[4])
-    largest = dense_logits(q.detach(), k.detach(), cell.rows, cell.mask, cell.params).amax((1, 2))
+        yield "dsinks", relative_error(torch.stack([part["dsinks"] for part in parts]).sum(0), expected[4])
+    logits = dense_logits(q.detach(), k.detach(), cell.rows, cell.mask, cell.params)
+    lse = logits.logsumexp(-1)
+    if cell.sinks:
+        lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks.double().detach()[:, None]))
+    yield "lse", logits_error(whole("lse"), lse.t())
     for part in parts:
-        yield "largest logits", logits_error(part[-2], largest)
+        yield "largest logits", logits_error(part["largest"], logits.amax((1, 2)))
 
 
 def logits_error(actual: Tensor, expected: Tensor) -> float:
-    """Relative error of the largest logits (Hq,); infinite unless -inf stands for the same heads."""
+    """Relative error of logits, of any shape; infinite unless -inf stands in the same places."""
     none = expected == -torch.inf
     if not torch.equal(actual == -torch.inf, none):
         return torch.inf

@@ -29,7 +29,7 @@ WINDOW, BOTH = PackedMask(window=(200, 0)), PackedMask(causal=False, window=(100
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXCHANGES = ("pull", "needed", "all_gather", "p2p", "a2a")
 GRID_EXCHANGES = ("a2a+p2p", "a2a+needed", "a2a+all_gather")
-RESULTS = ("out", "dq", "dk", "dv", "dsinks")
+ROWS = ("out", "dq", "dk", "dv")
 
 # mask, padding, heads, head dims, dtype, further fields of Cell. 16/4 heads stay 4 to 1 when scattered over 4 ranks.
 PROBLEMS: tuple[tuple[PackedMask, str, tuple[int, int], tuple[int, int], torch.dtype, dict[str, float]], ...] = (
@@ -137,30 +137,35 @@ def _outcome(mesh: DeviceMesh, cell: Cell) -> Outcome:
 def _compare(mesh: DeviceMesh, cell: Cell) -> tuple[float, float, str]:
     """(worst error over its limit, worst error over that of one process with the same kernel, what failed)."""
     device = device_of(mesh)
-    *parts, largest, index = run_cell(mesh, cell)
-    *expected, largest_expected = whole_row(_problem(cell, "reference"), True, device)
-    alone = None
-    if cell.kernel != "reference":
-        alone = whole_row(_problem(cell, cell.kernel), False, device)
-    worst, ratio, failed = 0.0, math.nan, list[str]()
-    for i, part in enumerate(parts):
-        whole = torch.zeros_like(expected[i])
-        if RESULTS[i] == "dsinks":
-            whole += part
-        else:
-            whole[index] = part.float()
-        dist.all_reduce(whole, group=mesh.get_group())
-        error, limit = relative_error(whole, expected[i]), tolerance(cell.dtype)
+    expected = whole_row(_problem(cell, "reference"), True, device)
+    alone = None if cell.kernel == "reference" else whole_row(_problem(cell, cell.kernel), False, device)
+    found = _joined(mesh, run_cell(mesh, cell), expected)
+    worst, ratios, failed, limit = 0.0, list[float](), list[str](), tolerance(cell.dtype)
+    for name, want in expected.items():
+        error = (logits_error if name in ("lse", "largest") else relative_error)(found[name], want)
         if not error <= limit:
-            failed.append(f"{RESULTS[i]} {error:.1e} > {limit:.1e}")
-        if RESULTS[i] != "dsinks" and whole[cell.padding_rows().to(device)].any():
-            failed.append(f"{RESULTS[i]} is not zero in padding")
+            failed.append(f"{name} {error:.1e} > {limit:.1e}")
         worst = max(worst, error / limit)
-        if alone is not None and RESULTS[i] != "dsinks":
-            ratio = max(error / relative_error(alone[i], expected[i]), 0.0 if math.isnan(ratio) else ratio)
-    if not (error := logits_error(largest, largest_expected)) <= tolerance(torch.float32):
-        failed.append(f"largest logits {error:.1e}")
-    return worst, ratio, ", ".join(failed)
+        if name in ROWS:
+            if found[name][cell.padding_rows().to(device)].any():
+                failed.append(f"{name} is not zero in padding")
+            if alone is not None:
+                ratios.append(error / relative_error(alone[name], want))
+    return worst, max(ratios, default=math.nan), ", ".join(failed)
+
+
+def _joined(mesh: DeviceMesh, parts: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The ranks' results as those of the whole row, on every rank."""
+    found: dict[str, Tensor] = {"largest": parts["largest"]}
+    for name in (name for name in like if name not in found):
+        whole = torch.zeros_like(like[name])
+        if name == "dsinks":
+            whole += parts[name]
+        else:
+            whole[parts["index"]] = parts[name].float()
+        dist.all_reduce(whole, group=mesh.get_group())
+        found[name] = whole
+    return found
 
 
 def _problem(cell: Cell, kernel: str) -> Cell:
@@ -169,14 +174,16 @@ def _problem(cell: Cell, kernel: str) -> Cell:
 
 
 @functools.lru_cache(maxsize=4)
-def whole_row(problem: Cell, exact: bool, device: torch.device) -> list[Tensor]:
-    """out, dq, dk, dv, sinks' gradient and largest logits in fp32, by one process; `exact`: computed in fp32 too."""
+def whole_row(problem: Cell, exact: bool, device: torch.device) -> dict[str, Tensor]:
+    """What `run_cell` gives, in fp32, for the whole row by one process; `exact`: computed in fp32 too."""
     *inputs, sinks = make_inputs(problem, device)
     q, k, v, dout = (x.float() if exact else x for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks] if problem.sinks else []))]
     attention = attend_on(1, problem.rows, problem, problem.params, device)
-    out = attention.run(*leaves)
-    return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, dout), attention.largest(q, k, v))]
+    out, lse = attention.run(*leaves)
+    found = dict(zip((*ROWS, "dsinks"), (out, *torch.autograd.grad(out, leaves, dout)), strict=False))
+    found |= {"lse": lse.t(), "largest": attention.largest(q, k, v)}
+    return {name: x.detach().float() for name, x in found.items()}
 
 
 def report(world_size: int, outcomes: Sequence[Outcome], left_out: Sequence[tuple[Cell, list[str]]]) -> Iterator[str]:

@@ -77,7 +77,7 @@ def gradcheck_on(mesh: DeviceMesh, exchange: str, mask: PackedMask, heads: tuple
 
     def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         local = [Shared.apply(x, group)[mine] for x in (q, k, v)]
-        out = attention.run(*local, Shared.apply(sinks, group))
+        out = attention.run(*local, Shared.apply(sinks, group))[0]
         return Summed.apply(
             torch.zeros(7, *out.shape[1:], dtype=out.dtype).index_copy(0, index[real], out[real]), group
         )

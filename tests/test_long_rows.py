@@ -40,7 +40,7 @@ def results_on(mesh: DeviceMesh, exchange: str, row: str, mask: str) -> list[Ten
     index = torch.from_numpy(np.maximum(indices.reshape(-1), 0))
     q, k, v, dout = (x[index] for x in inputs_of(row))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = run(*leaves)
+    out, _ = run(*leaves)
     mine = torch.from_numpy(real)
     return [*(x.detach()[mine] for x in (out, *torch.autograd.grad(out, leaves, dout))), index[mine]]
 

@@ -138,7 +138,7 @@ def attend(
         route: the tensors of `Schedule.route(exchange)`. where: exchange, group name, world size. sinks: (Hq,).
             For `p2p` both are those of `ring_tables`, and keep_kv says nothing: rows go round again.
         heads: scatter heads first; `route` then ends with `row_order` and `row_inverse`, and `lse` is of the heads
-            that this rank has, in the order of its gathered rows.
+            that this rank has, in the order of its gathered rows; `heads.gather_lse` brings it home.
     """
     if heads is not None:
         *route, order, inverse = route

@@ -76,6 +76,11 @@ def gather_heads(out: Any, order: Any, inverse: Any, deal: HeadDeal, group: str)
     return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
 
 
+def gather_lse(lse: Any, order: Any, inverse: Any, deal: HeadDeal, group: str) -> Any:
+    """The way back for what attention beside `out` gives: (hq, A R) -> (Hq, R)."""
+    return gather_heads(lse.t().unsqueeze(2), order, inverse, deal, group).squeeze(2).t()
+
+
 def gather_per_head(x: Any, deal: HeadDeal, group: str) -> Any:
     """One number per head of this rank, (hq,) -> those of all heads, (Hq,)."""
     gathered = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(x, deal.ranks, group))
