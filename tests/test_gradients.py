@@ -1,0 +1,40 @@
+"""Sums of gradients over ranks: large ones in place, small ones together, any layout and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.pool import Pool
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+
+def run_rank(mesh: DeviceMesh) -> list[torch.Tensor | None]:
+    sharding = cp.Sharding(mesh, {"x": 0}, cp.PositionIds("x"))
+    shapes = ((1 << 19,), (700, 800), (3, 5), (), (1 << 18,), (7,))
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    parameters += [nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))]
+    for number, p in enumerate(parameters[:5] + parameters[6:]):
+        p.grad = torch.full_like(p, number + 1.0) * (sharding.rank + 1)
+    assert parameters[1].grad is not None
+    parameters[1].grad = torch.arange(800.0 * 700).view(800, 700).t() * (sharding.rank + 1)
+    cp.sum_gradients(parameters, sharding)
+    return [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_gradient_is_summed_once(world_size: int, pool: Pool) -> None:
+    factor = world_size * (world_size + 1) / 2
+    for grads in pool.run(world_size, run_rank):
+        for number, grad in zip((1, 2, 3, 4, 5, None, 6), grads, strict=True):
+            if number is None:
+                assert grad is None
+            elif number == 2:
+                assert torch.equal(grad, torch.arange(800.0 * 700).view(800, 700).t() * factor)
+            else:
+                assert (grad == number * factor).all()
+                assert grad.dtype == (torch.bfloat16 if number == 6 else torch.float32)
