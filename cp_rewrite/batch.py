@@ -65,16 +65,11 @@ def shard(
         agree.on_failure(sharding, error)
         raise
     agree.on_batch(sharding, plan)
-    values = dict(batch)
-    tokens = dict(sharding.tokens)
-    if shift_labels:
-        values |= _shifted(batch, tokens, label_arg)
-        tokens["shift_labels"] = tokens[label_arg]
-    indices = plan.local_indices(sharding.rank)
-    for name, dim in tokens.items():
-        fill = IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0
-        values[name] = cut_tokens(values[name], dim, indices, fill)
-    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
+    tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
+    values = dict(batch) | (_shifted(batch, sharding.tokens, label_arg) if shift_labels else {})
+    values = _cut(values, tokens, (label_arg, "labels", "shift_labels"), plan.local_indices(sharding.rank))
+    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
+    active = ActivePlan(sharding, plan, first.device, kept)
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
@@ -83,6 +78,14 @@ def shard(
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
     with activate(active):
         yield LocalBatch(values, plan)
+
+
+def _cut(
+    values: dict[str, Any], tokens: Mapping[str, int], labels: Sequence[str], indices: NDArray[np.int64]
+) -> dict[str, Any]:
+    """This rank's tokens of the token tensors; the other values as they are."""
+    fills = {name: IGNORE_INDEX if name in labels else 0 for name in tokens}
+    return values | {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
 
 
 def plan_of(
@@ -98,6 +101,8 @@ def plan_of(
         sharding.balance_for or sharding.assume_mask,
         chunk_size=sharding.chunk_size,
         pad_to_multiple=sharding.pad_to_multiple,
+        ranks_per_node=sharding.node_size,
+        device=sharding.device_speeds,
     )
 
 
