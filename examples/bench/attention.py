@@ -148,7 +148,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
-    repeats = 16 if pack.tokens <= 65536 else 4
+    repeats = 8 if pack.tokens <= 65536 else 4
     alone = Alone(pack, setup)
     for factory in factories:
         try:
