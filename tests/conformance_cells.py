@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -118,11 +119,11 @@ def cells() -> list[Cell]:
         )
         for exchange in EXCHANGES
         for layout, mask, padding in itertools.product(LAYOUTS, MASKS, PACKS)
-        for ranks in _ranks(exchange)
+        for ranks in ranks_of(exchange)
     ]
     for exchange, heads, dims, dtype in itertools.product(EXCHANGES, HEADS, DIMS, DTYPES):
         layout, mask, padding = draw.choice(LAYOUTS), draw.choice(MASKS), draw.choice(tuple(PACKS))
-        cell = Cell(exchange, layout, mask, padding, heads, dims, dtype, draw.choice(_ranks(exchange)))
+        cell = Cell(exchange, layout, mask, padding, heads, dims, dtype, draw.choice(ranks_of(exchange)))
         found.append(_drawn(cell, draw))
     return found + te_cells("s 256")
 
@@ -144,7 +145,7 @@ def uncovered_pairs(cases: list[Cell]) -> list[tuple[Any, Any]]:
             (a, b)
             for a, b in itertools.product(*values)
             if (a, b) not in met
-            and not (one == "exchange" and other == "world_size" and b not in _ranks(a))
+            and not (one == "exchange" and other == "world_size" and b not in ranks_of(a))
             and not (one == "exchange" and other == "keep_kv" and a.endswith("p2p"))
         ]
     return found
@@ -169,5 +170,30 @@ def te_cells(name: str, kernel: str = "reference", exchanges: tuple[str, ...] = 
     ]
 
 
-def _ranks(exchange: str) -> tuple[int, ...]:
+def ranks_of(exchange: str) -> tuple[int, ...]:
     return (4,) if exchange.startswith("a2a+") else (2, 3, 4)
+
+
+def _scattered(cell: Cell) -> int:
+    """Ranks that heads are scattered over; 1: they are not."""
+    return 1 if "a2a" not in cell.exchange else cell.world_size // (1 if cell.exchange == "a2a" else 2)
+
+
+TE_HOLES: dict[str, Callable[[Cell], bool]] = {
+    "fp32": lambda c: c.dtype == torch.float32,
+    "windows under a ring": lambda c: c.exchange.endswith("p2p") and c.mask.window is not None,
+    "a two-sided window over documents of unequal lengths": lambda c: not c.mask.causal and c.mask.window is not None,
+    "qk and v head dims that differ, all_gather or a2a": lambda c: (
+        c.dims[0] != c.dims[1] and ("a2a" in c.exchange or c.exchange == "all_gather")
+    ),
+    "fewer key/value heads than ranks, a2a": lambda c: c.heads[1] < _scattered(c),
+    "heads that the ranks do not divide, a2a": lambda c: c.heads[0] % _scattered(c) != 0,
+    "dual_chunk with lengths that 2 · ranks does not divide": lambda c: (
+        c.layout == "dual_chunk" and c.padding == "none"
+    ),
+    "capacity beyond the last document": lambda c: c.padding in ("tail", "two rows"),
+    "a ring's step without a key": lambda c: c.exchange.endswith("p2p") and c.padding == "empty ranks",
+    "soft cap": lambda c: c.softcap > 0,
+    "sinks in a ring or under all_gather": lambda c: c.sinks and c.exchange in ("p2p", "all_gather", "a2a+p2p"),
+}
+"""What TransformerEngine's context parallelism raises on, leaves out or gets wrong: which cells here are such."""

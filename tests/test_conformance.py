@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from tests.conformance import errors, limit, run_cells
-from tests.conformance_cells import HEADER, PACKS, Cell, cells, uncovered_pairs
+from tests.conformance_cells import EXCHANGES, HEADER, PACKS, TE_HOLES, Cell, cells, uncovered_pairs
 from tests.pool import Pool
 from tests.refused_cells import REFUSED, Refused, refusal_lines, refusals_of
 
@@ -69,9 +69,6 @@ def test_all_cells_and_write_the_table(pool: Pool) -> None:
 
 def write_table(found: dict[Cell, float]) -> None:
     """The sweep as Markdown: a summary per exchange, then every cell."""
-    per_exchange: dict[str, list[bool]] = defaultdict(list)
-    for cell, error in found.items():
-        per_exchange[cell.exchange].append(error <= limit(cell))
     lines = [
         "# Conformance",
         "",
@@ -83,7 +80,14 @@ def write_table(found: dict[Cell, float]) -> None:
         "",
         "| exchange | cells | pass |",
         "| --- | --- | --- |",
-        *(f"| {name} | {len(ok)} | {sum(ok)} |" for name, ok in per_exchange.items()),
+        *(_counts(name, found, lambda cell, name=name: cell.exchange == name) for name in EXCHANGES),
+        "",
+        "What TransformerEngine raises on, leaves out or gets wrong. Also: more than 12,287 documents, rows of 4096 tokens",
+        "(`tests/test_long_rows.py`), and every model test, which runs inside one compiled graph.",
+        "",
+        "| case | cells | pass |",
+        "| --- | --- | --- |",
+        *(_counts(name, found, of) for name, of in TE_HOLES.items()),
         "",
         "Refused:",
         "",
@@ -94,6 +98,15 @@ def write_table(found: dict[Cell, float]) -> None:
         *(f"| {cell} | {error:.0e} | {'pass' if error <= limit(cell) else 'FAIL'} |" for cell, error in found.items()),
     ]
     TABLE.write_text("\n".join(lines) + "\n")
+
+
+def _counts(name: str, found: dict[Cell, float], of: Callable[[Cell], bool]) -> str:
+    passes = [error <= limit(cell) for cell, error in found.items() if of(cell)]
+    return f"| {name} | {len(passes)} | {sum(passes)} |"
+
+
+def test_every_hole_has_cells() -> None:
+    assert all(sum(map(of, cells())) >= 10 for of in TE_HOLES.values())
 
 
 def test_memory_grows_with_tokens_not_their_square() -> None:
