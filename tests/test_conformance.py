@@ -82,7 +82,7 @@ def write_table(found: dict[Cell, float]) -> None:
         "| --- | --- | --- |",
         *(_counts(name, found, lambda cell, name=name: cell.exchange == name) for name in EXCHANGES),
         "",
-        "What TransformerEngine raises on, leaves out or gets wrong. Also: more than 12,287 documents, rows of 4096 tokens",
+        "What TransformerEngine raises on, leaves out or gets wrong. Also: more than 12,287 documents",
         "(`tests/test_long_rows.py`), and every model test, which runs inside one compiled graph.",
         "",
         "| case | cells | pass |",

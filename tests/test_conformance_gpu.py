@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.conformance_cells import Cell
+from tests.conformance_cells import Cell, te_cells
 from tests.gpu_cells import Outcome, failures, report, run_sweep, split_able, sweep_cells, te_sweep
 from tests.pool import Pool
 
@@ -91,6 +91,14 @@ def test_the_same_sweep_on_gloo(pool: Pool) -> None:
     lines = list(report(4, outcomes, left_out))
     assert lines[-1] == f"FAILED: {failure}"
     assert all(o.error <= 1 for o in outcomes if o.cell != broken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_full_size_on_gloo(pool: Pool) -> None:
+    """TransformerEngine's cases of 12 query and 2 key/value heads, with documents of up to 4096 tokens."""
+    for cell in (cell for cell in te_cells("s 4096") if cell.heads == (12, 2)):
+        assert not failures([o for part in pool.run(cell.world_size, gloo_rank, [cell]) for o in part])
 
 
 def test_cells_of_absent_kernels_are_left_out() -> None:
