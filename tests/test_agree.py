@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -91,6 +93,25 @@ def test_another_graph_raises_on_every_rank(pool: Pool) -> None:
     for error in pool.run(3, compile_on):
         assert "ranks [1, 2] of the group compiled another graph" in error
         assert "First differences" in error
+
+
+def absent_on(mesh: DeviceMesh) -> tuple[str, float]:
+    """The last rank brings no batch; the others' group waits for 3 seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    if mesh.get_local_rank() == mesh.size() - 1:
+        return "", 0.0
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError) as caught, sharding.shard(batch_of([5, 11])):
+        pass
+    return str(caught.value), time.perf_counter() - start
+
+
+def test_an_absent_rank_is_named_within_the_timeout(pool: Pool) -> None:
+    for error, seconds in pool.run(4, absent_on)[:-1]:
+        assert "rank 3 of the group brought no batch within the group's timeout" in error
+        assert seconds < 10
 
 
 def batch_seconds(mesh: DeviceMesh) -> float:
