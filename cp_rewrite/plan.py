@@ -65,6 +65,8 @@ def plan_batch(
     *,
     chunk_size: int = 1,
     pad_to_multiple: int = 1,
+    ranks_per_node: int | None = None,
+    device: Device | None = None,
 ) -> BatchPlan:
     """Lay out a batch.
 
@@ -73,7 +75,7 @@ def plan_batch(
         world_size: ranks.
         layout: one of `layouts.LAYOUTS`.
         mask: what `balanced` balances; by default causal attention within documents.
-        chunk_size, pad_to_multiple: as for `plan`.
+        chunk_size, pad_to_multiple, ranks_per_node, device: as for `plan`.
     Raises:
         ValueError: no rows, rows of different totals, and what `plan` raises for the others.
     """
@@ -84,7 +86,16 @@ def plan_batch(
         raise ValueError(f"all rows of a batch have one length, got {sorted(totals)} tokens")
     mask = PackedMask() if mask is None else mask
     orders = tuple(
-        order_tokens(row, world_size, layout, mask, chunk_size=chunk_size, pad_to_multiple=pad_to_multiple)
+        order_tokens(
+            row,
+            world_size,
+            layout,
+            mask,
+            chunk_size=chunk_size,
+            pad_to_multiple=pad_to_multiple,
+            ranks_per_node=ranks_per_node,
+            device=device,
+        )
         for row in rows
     )
     return BatchPlan(tuple(rows), orders, world_size)

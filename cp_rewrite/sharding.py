@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .capacity import Capacity
+from .cost import Device
 from .masks import PackedMask
 
 if TYPE_CHECKING:
@@ -85,6 +87,10 @@ class Sharding:
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
+        ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
+            None: as `torchrun` placed them, without it all.
+        speeds: what `exchange="auto"` and `balanced` take the device and its links to reach: `h200`, `h100`, `a100`,
+            `cpu` or a file made by `python -m cp_rewrite calibrate`. None: by the device's name.
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
     Raises:
@@ -109,6 +115,8 @@ class Sharding:
     capacity: Capacity | None = None
     chunk_size: int = 1
     pad_to_multiple: int = 1
+    ranks_per_node: int | None = None
+    speeds: Device | str | None = None
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -131,10 +139,8 @@ class Sharding:
         for name in ("strict", "keep_kv", "deterministic", "check_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("chunk_size", "pad_to_multiple"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a number of tokens >= 1, got {value!r}")
+        _check_cuts(self)
+        object.__setattr__(self, "speeds", _named_speeds(self.speeds))
         if isinstance(self.packing, CuSeqlens):
             sharded = {self.packing.arg, self.packing.padded_arg} & set(self.tokens)
             if sharded:
@@ -157,6 +163,22 @@ class Sharding:
     def world_size(self) -> int:
         """Ranks in the context-parallel group."""
         return self.mesh if isinstance(self.mesh, int) else self.mesh.size()
+
+    @property
+    def device_speeds(self) -> Device | None:
+        """`speeds`, read."""
+        return cast(Device | None, self.speeds)
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks of the group that share a machine; None: all, or not the same number on every machine."""
+        if self.ranks_per_node is not None or isinstance(self.mesh, int):
+            return self.ranks_per_node
+        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if not per_machine:
+            return None
+        machines = (self.mesh.mesh.flatten() // per_machine).unique(return_counts=True)[1].tolist()
+        return machines[0] if len(machines) > 1 and len(set(machines)) == 1 else None
 
     @property
     def rank(self) -> int:
@@ -245,6 +267,27 @@ def _check_mesh(mesh: Any, exchange: object) -> None:
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(f"mesh must hold its ranks in ascending order, got {ranks}")
+
+
+def _check_cuts(sharding: Sharding) -> None:
+    for name in ("chunk_size", "pad_to_multiple"):
+        value = getattr(sharding, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a number of tokens >= 1, got {value!r}")
+    size, ranks = sharding.ranks_per_node, sharding.world_size
+    if size is not None and (type(size) is not int or size < 1 or ranks % size):
+        raise ValueError(f"ranks_per_node must divide the group's {ranks} ranks, got {size!r}")
+
+
+def _named_speeds(speeds: object) -> Device | None:
+    if not isinstance(speeds, str):
+        if not isinstance(speeds, Device | None):
+            raise TypeError(f"speeds must be a device's name, a file made by `calibrate` or None, got {speeds!r}")
+        return speeds
+    try:
+        return Device.named(speeds)
+    except ValueError as error:
+        raise ValueError(f"speeds: {error}") from error
 
 
 def _checked_tokens(tokens: object) -> dict[str, int]:

@@ -93,7 +93,9 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         exchange, why = "needed", "capacity is set"
     elif exchange == "auto":
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
-        choice = choose_exchange(model, sharding.world_size, site.mask, _speeds(state.device))
+        speeds = sharding.device_speeds or _speeds(state.device)
+        per_node = sharding.node_size
+        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, ranks_per_node=per_node)
         exchange, why = choice.exchange, choice.reason
     if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)

@@ -37,6 +37,10 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("balance_for", "causal", "balance_for must be a cp_rewrite.PackedMask"),
         ("chunk_size", 0, "chunk_size must be a number of tokens >= 1, got 0"),
         ("chunk_size", True, "chunk_size must be a number of tokens >= 1, got True"),
+        ("ranks_per_node", 3, "ranks_per_node must divide the group's 4 ranks, got 3"),
+        ("ranks_per_node", False, "ranks_per_node must divide the group's 4 ranks, got False"),
+        ("speeds", "tpu", "speeds: device must be one of h200, h100, a100, cpu, or a file"),
+        ("speeds", 3e12, "speeds must be a device's name, a file made by `calibrate` or None"),
         ("pad_to_multiple", 2.0, "pad_to_multiple must be a number of tokens >= 1, got 2.0"),
     ],
 )
