@@ -56,8 +56,7 @@ def max_logits(
     if exchange == "p2p":
         found = _ops.ring_max_logits.default(q, k, *tables, *route, params.scale, params.softcap, group, world_size)
     else:
-        pulled = exchange == "pull"
-        kv = _ops.pull_rows.default(k, v, *route[:5], group) if pulled else exchange_kv(k, v, route, *where)
+        kv = exchange_kv(k, v, route, *where)
         found = _ops.packed_max_logits.default(q, k, kv, *tables, params.scale, params.softcap)
     if world_size == 1:
         return found
