@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributed.device_mesh import DeviceMesh
 
+import cp_rewrite as cp
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
@@ -100,6 +101,31 @@ def test_kept_rows(pool: Pool, exchange: str) -> None:
 @pytest.mark.parametrize("heads", [(3, 3), (3, 1)], ids=["padded_heads", "copied_and_padded_heads"])
 def test_scattered_heads(pool: Pool, heads: tuple[int, int]) -> None:
     assert all(pool.run(2, gradcheck_on, "a2a", MASKS[0], heads, False))
+
+
+def gradcheck_around(mesh: DeviceMesh) -> bool:
+    """What surrounds attention: the mean over all tokens, and outputs of all ranks in their original order."""
+    group, positions = mesh.get_group(), torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
+    sharding = cp.Sharding(mesh, {"position_ids": 1}, cp.PositionIds("position_ids"), "dual_chunk")
+    x = torch.randn(1, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with sharding.shard({"position_ids": positions}) as local:
+        index = torch.from_numpy(local.plan.local_indices(mesh.get_local_rank())[0])
+        real = index >= 0
+
+        def mean(x: Tensor) -> Tensor:
+            mine = Shared.apply(x, group)[0, index[real]]
+            return cp.token_mean(mine.pow(3).sum(0), len(mine), sharding)
+
+        def unsharded(x: Tensor) -> Tensor:
+            return sharding.unshard(Shared.apply(x, group)[:, index.clamp(min=0)].pow(3), 1)
+
+        assert torch.equal(unsharded(x), x.pow(3))
+        return gradcheck(mean, (x,)) and gradcheck(unsharded, (x,))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mean_and_unshard(pool: Pool, ranks: int) -> None:
+    assert all(pool.run(ranks, gradcheck_around))
 
 
 def test_permute_rows() -> None:
