@@ -140,6 +140,13 @@ def test_all_reasons_come_at_once() -> None:
     assert {r.reason for r in report.refusals} >= {Reason.MASK_WRONG_SOURCE, Reason.DROPOUT}
 
 
+def test_auto_goes_by_given_speeds_and_says_so() -> None:
+    for speeds in ("h200", "a100"):
+        report = cp.explain(Packed(), make_sharding(4, exchange="auto", speeds=speeds))(**make_batch(16))
+        assert report.ok
+        assert f"on {speeds} (4 ranks" in str(report)
+
+
 def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     def model(ids: Tensor, pos: Tensor) -> Tensor:
         return ids * 2.0 if ids.shape[1] <= 16 else ids * 3.0

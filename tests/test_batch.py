@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ def test_chunks_and_padding_of_local_rows(layout: str) -> None:
         assert local.plan.orders[0].sizes.sum() == 40
         assert (local.plan.orders[0].segments[0] % 4 == 0).all()
         assert local["labels"][0, local.plan.orders[0].sizes[0] :].eq(-100).all()
+
+
+def test_documents_stay_on_a_machine() -> None:
+    lengths = (300, 400, 500, 600, 700, 100, 200, 800, 496)
+    flat, near = (
+        cp.Sharding(4, TOKENS, cp.PositionIds("position_ids"), ranks_per_node=size, speeds="a100") for size in (None, 2)
+    )
+    with flat.shard(make_batch(*lengths)) as one, near.shard(make_batch(*lengths)) as two:
+        across = [local.plan.schedule(cp.PackedMask()).received for local in (one, two)]
+    far = np.arange(4)[:, None] // 2 != np.arange(4) // 2
+    assert across[1][far].sum() < across[0][far].sum()
 
 
 def test_labels_are_shifted_over_the_whole_row() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cp_rewrite as cp
+from cp_rewrite.cost import DEVICES
+
+from .test_graph_diff import fake_group
 
 GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp.PositionIds("pos")}
 
@@ -60,6 +65,26 @@ def test_equal_annotations_are_equal_and_hash_alike() -> None:
     assert cp.Sharding(**GOOD, layout="contiguous").graph_key == cp.Sharding(**GOOD).graph_key
     assert cp.Sharding(**GOOD, chunk_size=8, pad_to_multiple=16).graph_key == cp.Sharding(**GOOD).graph_key
     assert cp.Sharding(**GOOD, exchange="needed").graph_key != cp.Sharding(**GOOD).graph_key
+
+
+@pytest.mark.parametrize(("per_machine", "size"), [("2", 2), ("4", None), ("3", None), (None, None)])
+def test_machines_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch, per_machine: str | None, size: int | None):
+    if per_machine is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", per_machine)
+    with fake_group(rank=0) as mesh:
+        assert cp.Sharding(**{**GOOD, "mesh": mesh}).node_size == size
+        assert cp.Sharding(**{**GOOD, "mesh": mesh}, ranks_per_node=1).node_size == 1
+    assert cp.Sharding(**GOOD).node_size is None
+
+
+def test_speeds_are_named_or_measured(tmp_path: Path) -> None:
+    mine = replace(DEVICES["h100"], name="mine", link=1e9)
+    mine.save(tmp_path / "device.json")
+    assert cp.Sharding(**GOOD, speeds=str(tmp_path / "device.json")).device_speeds == mine
+    assert cp.Sharding(**GOOD, speeds="a100").device_speeds is DEVICES["a100"]
+    assert cp.Sharding(**GOOD).device_speeds is None
 
 
 def test_dry_run_annotation_has_no_group() -> None:
