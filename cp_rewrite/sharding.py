@@ -93,6 +93,7 @@ class Sharding:
             `cpu` or a file made by `python -m cp_rewrite calibrate`. None: by the device's name.
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
+            Blocks must get their mask as a tensor, on every rank, and `assume_mask` says what it means.
     Raises:
         TypeError, ValueError: a value that fits no choice; the message names the argument and the choices.
     """

@@ -9,6 +9,8 @@ import logging
 import time
 from dataclasses import replace
 
+from torch import SymInt
+
 from .locality import check_locality
 from .locality_inputs import token_dims
 from .match import match_sites
@@ -16,6 +18,7 @@ from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite import rewrite_sites
 from .size_branches import check_size_branches
+from .sources import module_numbers
 from .state import State
 from .verify import verify_graph
 
@@ -33,6 +36,14 @@ def unify_token_sizes(state: State) -> State:
     for sizes in fitting[1:]:
         for size, first in zip(reversed(sizes), reversed(fitting[0]), strict=False):
             bool(size == first)
+    return state
+
+
+def fix_module_numbers(state: State) -> State:
+    """Guard that heads, head dims and the like stay what they are: `dynamic=True` makes symbols of an FSDP module's."""
+    for value in module_numbers(state.graph_module):
+        if value.node.has_hint():
+            int(value) if isinstance(value, SymInt) else float(value)
     return state
 
 
@@ -61,7 +72,15 @@ def check_token_locality(state: State) -> State:
     )
 
 
-FIND = (check_size_branches, unify_token_sizes, match_attention, check_token_locality, plan_sites, record_masks)
+FIND = (
+    check_size_branches,
+    unify_token_sizes,
+    fix_module_numbers,
+    match_attention,
+    check_token_locality,
+    plan_sites,
+    record_masks,
+)
 """What only reads the graph: after these all refusals are known."""
 
 CHANGE = (rewrite_sites, verify_graph)

@@ -132,15 +132,23 @@ class _Matcher:
         self, scope: Scope, mask: Any, reader: fx.Node, args: Mapping[str, Any], logits: Sequence[fx.Node] = ()
     ) -> tuple[PackedMask | list[Refusal], bool]:
         """(what the mask that `reader` reads means, whether that is the user's word)."""
+        assumed = self.sharding.assume_mask
         if mask is None:
-            return PackedMask(causal=bool(args["is_causal"]), packed=False), False
+            found = PackedMask(causal=bool(args["is_causal"]), packed=False)
+            if not self.sharding.block_tokens or found == assumed:
+                return found, False
+            detail = (
+                "no mask comes into this block; a model may leave it out where a shard holds tokens of one document only: "
+                f"give the block a mask tensor on every rank, or assume_mask={found!r} if there is none"
+            )
+            return [Refusal(Reason.MASK_OPAQUE, detail, reader)], False
         shape = shape_of(args["query"])
         if shape is None or len(shape) != 4:
             return [], False
         found = self.prover.prove(scope, mask, reader, shape, logits=logits)
         opaque = isinstance(found, list) and all(r.reason is Reason.MASK_OPAQUE for r in found)
-        if opaque and self.sharding.assume_mask is not None:
-            return self.sharding.assume_mask, True
+        if opaque and assumed is not None:
+            return assumed, True
         return found, False
 
     def _site(

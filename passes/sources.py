@@ -45,6 +45,12 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
     return names
 
 
+def module_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
+    """Numbers that a module holds, and sizes of its weights, where Dynamo made symbols of them."""
+    values = [(n.meta.get("example_value"), _source(n)) for n in gm.graph.nodes if n.op == "placeholder"]
+    return [v for v, source in values if isinstance(v, torch.SymInt | torch.SymFloat) and _read_off_module(source)]
+
+
 def _is_data(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return value is None or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))

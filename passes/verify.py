@@ -6,6 +6,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from .operands import expression
 from .state import State
 
 
@@ -39,5 +40,5 @@ def _verify_site(old: fx.Node, gm: fx.GraphModule) -> None:
 
 def _facts(value: Tensor) -> tuple[torch.dtype, torch.device, int, tuple[int | str, ...]]:
     # Symbolic sizes may be written in two ways (R // B and T); comparing them would put guards on the plan's inputs.
-    sizes = tuple(size if isinstance(size, int) else "symbolic" for size in value.shape)
+    sizes = tuple(int(size) if size.is_Integer else "symbolic" for size in map(expression, value.shape))
     return value.dtype, value.device, value.ndim, sizes

@@ -142,6 +142,18 @@ def test_an_opaque_mask_needs_the_users_word() -> None:
     assert site.mask == PackedMask(window=(3, 0))
 
 
+def test_no_mask_in_a_block_compiled_alone_needs_the_users_word() -> None:
+    def block(**b: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*[heads(b)] * 3, is_causal=True)
+
+    whole = PackedMask(packed=False)
+    for assumed in (None, PackedMask(), PackedMask(causal=False, packed=False)):
+        sharding = annotate(DOCUMENTS, assume_mask=assumed, block_tokens={"hidden_states": 1})
+        assert reasons(block, sharding) == {Reason.MASK_OPAQUE}
+    sharding = annotate(DOCUMENTS, assume_mask=whole, block_tokens={"hidden_states": 1})
+    assert the_site(block, sharding).mask == whole
+
+
 def test_a_stored_mask_is_opaque() -> None:
     class Stored(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         causal: Tensor
