@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.heads import HeadDeal
+from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.sharding import split_exchange
@@ -83,7 +84,8 @@ def te_sweep(world_size: int) -> list[Cell]:
 
 
 def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
-    """Why the cell's kernel can't run what is left for it after heads were scattered; empty: it can."""
+    """Why the cell can't run: what its kernel says of the heads that scattering leaves it, what reads of peers' memory
+    need; empty: it can."""
     heads, heads_kv = cell.heads
     if split_exchange(cell.exchange)[0]:
         inner = cell.world_size if cell.exchange == "a2a" else cell.world_size // 2
@@ -92,7 +94,8 @@ def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
     window = (cell.mask.left, cell.mask.right) != (None, 0)
     spec = AttentionSpec(cell.dtype, *cell.dims, heads, heads_kv, cell.mask.causal, window,
                          deterministic=cell.deterministic, softcap=cell.softcap)  # fmt: skip
-    return reasons(cell.kernel, spec, facts)
+    found = reasons(cell.kernel, spec, facts)
+    return found + cuda.reasons() if cell.exchange == "pull" else found
 
 
 @dataclass(frozen=True)
