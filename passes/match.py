@@ -138,8 +138,8 @@ class _Matcher:
             if not self.sharding.block_tokens or found == assumed:
                 return found, False
             detail = (
-                "no mask comes into this block; a model may leave it out where a shard holds tokens of one document only: "
-                f"give the block a mask tensor on every rank, or assume_mask={found!r} if there is none"
+                "no mask comes into this block, as where a shard holds tokens of one document only: give the block a "
+                f"mask tensor on every rank, or assume_mask={found!r} if there is none"
             )
             return [Refusal(Reason.MASK_OPAQUE, detail, reader)], False
         shape = shape_of(args["query"])
