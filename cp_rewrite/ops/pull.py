@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cp_rewrite.nvtx import nvtx
+
 _ops: Any = torch.ops.cp_rewrite
 
 
@@ -34,7 +36,8 @@ def pull_rows(
     """
     from cp_rewrite.kernels import symm
 
-    return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, remote_jobs, group)
+    with nvtx("exchange"):
+        return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, remote_jobs, group)
 
 
 @pull_rows.register_fake
@@ -70,7 +73,8 @@ def return_pulled(
     from cp_rewrite.kernels import symm
 
     most = int(capacity)
-    return symm.return_rows(dkv, return_rows, pull_ptr, pull_rows, most, heads, (dim, dim_v), group)
+    with nvtx("exchange_backward"):
+        return symm.return_rows(dkv, return_rows, pull_ptr, pull_rows, most, heads, (dim, dim_v), group)
 
 
 @return_pulled.register_fake

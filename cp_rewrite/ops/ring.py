@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.nvtx import nvtx
 
 from . import rows
 from .merge import add_sinks, merge_parts, sinks_gradient
@@ -75,7 +76,8 @@ def ring_attention(
     first = True
     for held, r in go_round(pack_kv(k, v), tables, route, group, world_size):
         keys, values = _keys(held, r, k, v, kernel)
-        part, part_lse = run.forward(q_in, keys, values, r.tables, params)
+        with nvtx("attention"):
+            part, part_lse = run.forward(q_in, keys, values, r.tables, params)
         out, lse = (part.to(wide), part_lse) if first else merge_parts(out, lse, part, part_lse)
         first = False
     if sinks is not None:
@@ -129,7 +131,8 @@ def ring_attention_backward(
         part = held.new_zeros(held.shape, dtype=wide)
         for r in steps.get(step, ()):
             keys, values = _keys(held, r, k, v, kernel)
-            dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
+            with nvtx("attention_backward"):
+                dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
             dq += dq_part
             part += rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
         _finish(returning)
@@ -226,7 +229,8 @@ class _Ring:
         coming = torch.empty_like(held)
         send = dist.P2POp(dist.isend, held, self.after, self.group, tag)
         receive = dist.P2POp(dist.irecv, coming, self.before, self.group, tag)
-        return coming, (held, *dist.batch_isend_irecv([send, receive]))
+        with nvtx("exchange"):
+            return coming, (held, *dist.batch_isend_irecv([send, receive]))
 
 
 def _finish(under_way: tuple[Any, ...]) -> None:
