@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite import observe
 from cp_rewrite.ops import attention
+from tests.pool import Pool
 
-sharding_of: Callable[..., cp.Sharding] = lambda **kw: cp.Sharding(1, {"x": 1, "pos": 1}, cp.PositionIds("pos"), **kw)  # noqa: E731
+
+def sharding_of(mesh: DeviceMesh | int = 1, **options: Any) -> cp.Sharding:
+    return cp.Sharding(mesh, {"x": 1, "pos": 1}, cp.PositionIds("pos"), **options)
 
 
 def model(x: Tensor, pos: Tensor) -> Tensor:
@@ -67,6 +76,39 @@ def test_log_shows_each_pass_with_time_and_ops(caplog: pytest.LogCaptureFixture)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("cp_rewrite")]
     for name in ("match_attention", "check_token_locality", "rewrite_sites"):
         assert any(line.startswith(f"{name}: ") and " ms, " in line and line.endswith(" ops") for line in lines), lines
+
+
+@pytest.mark.parametrize("value", ["+cp_rewrite", "+dynamo"])
+def test_the_environment_variable_switches_the_log_on(value: str) -> None:
+    environment = {**os.environ, "TORCH_LOGS": value, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", "from tests.test_observe import run; run()"]
+    log = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    for name in ("match_attention", "check_token_locality", "rewrite_sites"):
+        shown = re.search(rf"\b{name}: \d+\.\d ms, [+-]\d+ ops$", log, re.MULTILINE)
+        assert bool(shown) == (value == "+cp_rewrite"), log
+
+
+def ranges(mesh: DeviceMesh, exchange: Any) -> set[str]:
+    """Names of the NVTX ranges of a forward and a backward, on a CPU that is taken for a GPU."""
+    names: set[str] = set()
+
+    @contextmanager
+    def record(name: str) -> Generator[None]:
+        names.add(name.removeprefix("cp_rewrite::"))
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cp_rewrite.nvtx._has_nvtx", lambda: True)
+        patch.setattr(torch.cuda.nvtx, "range", record)
+        run(mesh=mesh, exchange=exchange)
+    return names
+
+
+@pytest.mark.xdist_group("pool")
+def test_profilers_see_exchange_and_attention(pool: Pool) -> None:
+    moved = {"exchange", "attention", "attention_backward"}
+    assert pool.run(2, ranges, "p2p") == [moved] * 2
+    assert pool.run(2, ranges, "needed") == [moved | {"exchange_backward"}] * 2
 
 
 def test_artifacts_reach_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
