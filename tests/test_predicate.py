@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 from torch import Tensor
 
 import cp_rewrite as cp
@@ -59,6 +60,25 @@ def test_the_catalogue_tells_the_truth_about_itself(spelling: Spelling) -> None:
             assert isinstance(spelling.means, PackedMask)
             expected = spelling.means.materialize(Documents.from_lengths(lens))
             assert whole[row, 0].numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("low", "drops"), [(-65504.0, True), (-1e9, True), (-3e4, False), (-1e4, False)])
+def test_additive_masks_drop_what_no_logit_can_outweigh(dtype: torch.dtype, low: float, drops: bool) -> None:
+    def model(**b: Tensor) -> Tensor:
+        x = b["input_ids"][:, None, :, None].to(dtype).expand(-1, 2, -1, 4)
+        keep = (b["doc_ids"][:, None, :, None] == b["doc_ids"][:, None, None, :]).tril()
+        mask = torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, max(low, torch.finfo(dtype).min))
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    (found,) = match_model(model, annotate(DOCUMENTS))
+    if drops:
+        assert isinstance(found, Site)
+        assert found.mask == PackedMask()
+        return
+    assert isinstance(found, Refusal)
+    assert found.reason is Reason.MASK_NOT_PACKED
+    assert f"adds {low:g} to the logits" in found.detail
 
 
 def test_refusals_name_the_op_and_its_line() -> None:
