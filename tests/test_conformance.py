@@ -76,7 +76,7 @@ def write_table(found: dict[Cell, float]) -> None:
         "kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients against dense",
         "attention in fp64 (worst relative norm), exact zeros in padding, two runs bitwise equal.",
         "",
-        "Largest logits per head are compared in every cell too.",
+        "LSE and largest logits per head are compared in every cell too.",
         "",
         "| exchange | cells | pass |",
         "| --- | --- | --- |",
