@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -176,7 +175,8 @@ class Buffers:
         return tuple(self._tensors)
 
 
-_buffers: WeakKeyDictionary[Any, Buffers] = WeakKeyDictionary()
+# Held for good: a captured step reads their addresses, whoever still knows the Sharding.
+_buffers: dict[Sharding, Buffers] = {}
 
 
 def buffers_of(sharding: Sharding) -> Buffers:
