@@ -68,8 +68,8 @@ def shard(
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     values = dict(batch) | (_shifted(batch, sharding.tokens, label_arg) if shift_labels else {})
     values = _cut(values, tokens, (label_arg, "labels", "shift_labels"), plan.local_indices(sharding.rank))
-    first, kept = values[next(iter(tokens))], dict(batch) if sharding.verify != "never" else {}
-    active = ActivePlan(sharding, plan, first.device, kept)
+    # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
+    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
