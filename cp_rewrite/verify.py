@@ -69,6 +69,8 @@ def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) 
     missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.batch.get(name), Tensor)}
     if recorded.assumed and missing:
         return _compare_local(recorded, plan, args)
+    if missing and recorded.blocks:
+        return [f"{recorded.where}: the block mask can't be compared: {', '.join(sorted(missing))} not in the batch"]
     if missing:
         log.warning("%s: mask not compared: %s not in the batch", recorded.where, ", ".join(sorted(missing)))
         return []
@@ -209,7 +211,7 @@ def _grids(indices: Sequence[Ref | None], grid: tuple[int, ...], device: torch.d
 
 
 def _listed(counts: Tensor, places: Tensor, tokens: int, size: tuple[int, int]) -> Tensor:
-    """(B, H, T, T): whether query and key are in one of the first `counts` (B, H, Q) blocks of `places` (B, H, Q, K)."""
+    """(B, H, T, T): whether a pair is in one of the first `counts` (B, H, Q) blocks of `places` (B, H, Q, K)."""
     blocks = -(-tokens // size[1])
     given = torch.arange(places.shape[-1], device=places.device) < counts[..., None]
     table = torch.zeros(*places.shape[:-1], blocks + 1, dtype=torch.bool, device=places.device)

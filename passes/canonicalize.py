@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_INPLACE_OPERATORS = frozenset(
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-) | {operator.setitem}
-_OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
+from .scopes import Scope, attribute_of, enclosing, nested_scopes, outputs_of, resolve
+from .writes import written_nodes
+
 _VMAP_BRACKETS = frozenset({"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"})
 
 
@@ -30,22 +28,6 @@ class CanonicalizeError(Exception):
     def __init__(self, node: fx.Node, message: str) -> None:
         super().__init__(message)
         self.node = node
-
-
-@dataclass(frozen=True, eq=False)
-class Scope:
-    """One region of a graph: the root, or the body of a nested region as one call enters it.
-
-    Args:
-        gm: the region's graph module.
-        parent, call: the region around it and the node there that calls it; None for the root.
-        operands: the body's placeholders -> the caller's nodes (or constants) that fill them.
-    """
-
-    gm: fx.GraphModule
-    parent: Scope | None = None
-    call: fx.Node | None = None
-    operands: Mapping[fx.Node, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,41 +60,6 @@ class Canonical:
     constants: Mapping[Ref, float]
     output: Ref
     updated: bool  # some op of the graph, before or after, changes one of the slice's tensors in place
-
-
-def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
-    """Calls of nested regions in `scope`, each with the scope it enters; None where the call is no plain one."""
-    modules = dict(scope.gm.named_modules())
-    for node in scope.gm.graph.nodes:
-        bodies = [
-            modules.get(str(arg.target))
-            for arg in node.all_input_nodes
-            if arg.op == "get_attr" and isinstance(modules.get(str(arg.target)), fx.GraphModule)
-        ]
-        if not bodies or node.op != "call_function":
-            continue
-        yield node, _enter(scope, node, bodies)
-
-
-def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
-    """`op(body, *operands)` or `invoke_subgraph(body, "name", *operands)`; anything else is no plain call."""
-    body = bodies[0]
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    if len(bodies) != 1:
-        return None
-    rest = list(node.args[1:])
-    if rest and isinstance(rest[0], str | None) and len(rest) == len(placeholders) + 1:
-        rest = rest[1:]
-    if node.args[0] not in node.all_input_nodes or len(rest) != len(placeholders):
-        return None
-    return Scope(body, scope, node, dict(zip(placeholders, rest, strict=True)))
-
-
-def resolve(scope: Scope, node: Any) -> tuple[Scope, Any]:
-    """The node that `node` is outside the regions it is merely passed into."""
-    while scope.parent is not None and isinstance(node, fx.Node) and node in scope.operands:
-        scope, node = scope.parent, scope.operands[node]
-    return scope, node
 
 
 def canonicalize(
@@ -187,11 +134,11 @@ class _Tracer:
             values = iter(leaves)
             for leaf, value in self.leaves.items():
                 self.leaves[leaf] = next(values) if isinstance(value, Tensor) else value
-            for outer in [*_ancestors(scope), scope]:
+            for outer in [*enclosing(scope), scope]:
                 self._run_scope(outer, env, recorder)
             return self._value(scope, node, env)
 
-        mutates = any(mutated(n) is not None for nodes in self.needed.values() for n in nodes)
+        mutates = any(written_nodes(n) for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
             # Dynamo's tracing context holds a fresh mode while backends run: only the tensors' own mode fits them.
             made = [*tensors, *(n.meta.get("example_value") for n in (node, *self.leaves))]
@@ -232,12 +179,12 @@ class _Tracer:
             value = node.meta.get("example_value")
             is_scalar = isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
             if node.op in ("placeholder", "get_attr") or is_scalar or self.stop(scope, node):
-                self.leaves[node] = _attribute(scope, node) if value is None else _fixed(value)
+                self.leaves[node] = attribute_of(scope, node) if value is None else _fixed(value)
                 continue
             mine.add(node)
             inner = self._enter_call(scope, node)
             if inner is not None:
-                work.extend((inner, out) for out in _outputs(inner) if isinstance(out, fx.Node))
+                work.extend((inner, out) for out in outputs_of(inner) if isinstance(out, fx.Node))
             else:
                 work.extend((scope, arg) for arg in node.all_input_nodes)
         return work
@@ -260,8 +207,7 @@ class _Tracer:
             later = False
             for node in scope.gm.graph.nodes:
                 later |= node is self.ends.get(scope)
-                target = mutated(node)
-                updates = isinstance(target, fx.Node) and bool(storages & set(_storages(target)))
+                updates = any(storages & set(_storages(target)) for target in written_nodes(node))
                 self.updated |= updates
                 brackets = has_vmap and getattr(node.target, "__name__", "") in _VMAP_BRACKETS
                 if node not in mine and not later and (updates or brackets):
@@ -279,7 +225,7 @@ class _Tracer:
             inner = self.entered.get((scope, node))
             if inner is not None:
                 self._run_scope(inner, env, recorder)
-                env[scope, node] = tuple(self._value(inner, out, env) for out in _outputs(inner))
+                env[scope, node] = tuple(self._value(inner, out, env) for out in outputs_of(inner))
             else:
                 env[scope, node] = self._run_node(scope, node, env)
 
@@ -310,27 +256,6 @@ class _Tracer:
         return self.leaves[node]
 
 
-def _ancestors(scope: Scope) -> list[Scope]:
-    chain: list[Scope] = []
-    while scope.parent is not None:
-        scope = scope.parent
-        chain.insert(0, scope)
-    return chain
-
-
-def _outputs(scope: Scope) -> list[Any]:
-    output = next(n for n in reversed(scope.gm.graph.nodes) if n.op == "output")
-    returned = output.args[0]
-    return list(returned) if isinstance(returned, tuple | list) else [returned]
-
-
-def _attribute(scope: Scope, node: fx.Node) -> Any:
-    value: Any = scope.gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
-
-
 def _indexes_by_scalars(args: Any) -> bool:
     """Indexing by 0-d integer tensors alone, as mask functions of flex_attention do."""
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -353,25 +278,6 @@ def _fixed(value: Any) -> Any:
 def _storages(node: fx.Node) -> list[int]:
     tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, Tensor)]
     return [t.untyped_storage()._cdata for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
-
-
-def mutated(node: fx.Node) -> Any:
-    """The node whose tensor `node` changes in place, None for a pure op."""
-    first = node.args[0] if node.args else None
-    if node.op == "call_method":
-        name = str(node.target)
-        inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        return first if inplace or (name.startswith("__i") and name != "__invert__") else None
-    if node.op != "call_function":
-        return None
-    if "out" in node.kwargs:
-        return node.kwargs["out"]
-    if node.target in _OPERATORS:  # where and_, or_, not_ are pure
-        return first if node.target in _INPLACE_OPERATORS else None
-    name = getattr(node.target, "__name__", "")
-    schema = getattr(node.target, "_schema", None)
-    mutable = schema.is_mutable if schema is not None else (name.endswith("_") and not name.endswith("__"))
-    return first if mutable else None
 
 
 def is_parameter(value: Any) -> bool:

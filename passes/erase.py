@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch.fx as fx
 
 from .inputs import Inputs
-from .locality_liveness import memory_of, written_nodes
+from .writes import memory_of, written_nodes
 
 
 def erase_dead(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> None:

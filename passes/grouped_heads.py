@@ -10,10 +10,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from .canonicalize import CanonicalizeError, Scope, canonicalize
-from .locality_liveness import writers_between
+from .canonicalize import CanonicalizeError, canonicalize
 from .predicate_aten import Evaluator, Leaf
 from .predicate_values import ZERO
+from .scopes import Scope
+from .writes import writers_between
 
 _METHODS = frozenset(
     "__getitem__ unsqueeze expand expand_as reshape view repeat_interleave repeat contiguous clone flatten unflatten "

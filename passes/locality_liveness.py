@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.fx as fx
-from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 
 from .sites import Site
-
-_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv)
-_IN_PLACE_BITS = (operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.imatmul)
+from .writes import memory_of, written_nodes
 
 
 def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:
@@ -115,67 +108,3 @@ def nested_body(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
 
 REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"})
 """Higher-order ops that run their body once on their operands."""
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose memory this node writes into."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    out = node.kwargs.get("out")
-    if out is not None:
-        return [out] if isinstance(out, fx.Node) else [n for n in node.all_input_nodes]
-    if not _writes(node):
-        return []
-    if isinstance(node.target, OpOverload):
-        return list(node.all_input_nodes)
-    return [node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else list(node.all_input_nodes)
-
-
-def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """What changes the memory of `nodes` in place between two nodes of their graph."""
-    memory = {memory_of(node) for node in nodes} - {None}
-    found: list[fx.Node] = []
-    node = start.next
-    while node is not end and node.op != "root":
-        if any(memory_of(target) in memory for target in written_nodes(node)):
-            found.append(node)
-        node = node.next
-    return found
-
-
-def _writes(node: fx.Node) -> bool:
-    target: Any = node.target
-    if node.op == "call_method":
-        return (target.endswith("_") and not target.endswith("__")) or target == "__setitem__"
-    if isinstance(target, OpOverload):
-        return target._schema.is_mutable
-    if target in _IN_PLACE or target in _IN_PLACE_BITS:
-        return True
-    name = getattr(target, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or _asked_in_place(node, target)
-
-
-def _asked_in_place(node: fx.Node, target: Callable[..., Any]) -> bool:
-    position = _inplace_position(target)
-    given = node.args[position] if position is not None and position < len(node.args) else node.kwargs.get("inplace")
-    return bool(given)
-
-
-@lru_cache(maxsize=1024)
-def _inplace_position(target: Callable[..., Any]) -> int | None:
-    """Place of an `inplace` parameter in a function's signature."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def memory_of(node: fx.Node) -> int | None:
-    """Identity of the storage of a node's fake tensor."""
-    value = node.meta.get("example_value")
-    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata

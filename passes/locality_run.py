@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_rewrite.refusal import Reason
 
-from .locality_liveness import memory_of
 from .locality_state import REPLICATED, UNKNOWN, Mixes, TensorState
 from .locality_trace import Events, Found, Trace, written_state
+from .writes import memory_of
 
 States = Any
 """A tensor's state, or a list of states for a node that gives several tensors."""

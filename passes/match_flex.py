@@ -9,9 +9,10 @@ import torch.fx as fx
 
 from cp_rewrite.refusal import Reason, Refusal
 
-from .canonicalize import CanonicalizeError, Scope, resolve
+from .canonicalize import CanonicalizeError
 from .operands import op_name, times_constant
 from .prove_masks import Prover
+from .scopes import Scope, resolve
 
 _OPERANDS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",

@@ -10,12 +10,12 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens
 
-from .canonicalize import Scope, resolve
-from .locality_liveness import writers_between
 from .match_flex import output_of
 from .operands import check_operands, check_options, constant, op_name
 from .prove_masks import Prover
+from .scopes import Scope, resolve
 from .sites import Site
+from .writes import writers_between
 
 _OP = "torch_attn::_varlen_attn"
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason, Refusal
 
-from .canonicalize import Scope
 from .grouped_heads import repeats_per_head
-from .locality_liveness import writers_between
 from .operands import expression, op_name, shape_of, times_constant
+from .scopes import Scope
+from .writes import writers_between
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIES = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})

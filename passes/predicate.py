@@ -16,7 +16,8 @@ from cp_rewrite.sharding import CuSeqlens, Sharding
 
 from .canonicalize import Canonical
 from .predicate_aten import Evaluator
-from .predicate_documents import Pair, Reader, Trouble, relations
+from .predicate_documents import Reader
+from .predicate_terms import Pair, Trouble, relations
 from .predicate_values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .predicate_worlds import Cell, Span, World, distances, turning_points
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import sympy
-import torch.fx as fx
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
@@ -16,6 +16,8 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
 
 from .predicate_aten import Leaf
+from .predicate_offsets import Offsets
+from .predicate_terms import GENERATORS, Pair, Trouble, maximal_terms
 from .predicate_values import (
     ONE,
     TOKENS,
@@ -26,29 +28,9 @@ from .predicate_values import (
     Select,
     SumOver,
 )
-from .predicate_worlds import IK, IQ, PK, PQ, STARTS, Cell, K, Linear, Ordinal, Q, World, holds
+from .predicate_worlds import STARTS, Cell, K, Linear, Ordinal, Q, World, holds
 
-_GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """A term that no rule reads: the reason to refuse when the mask turns out to hang on it."""
-
-    reason: Reason
-    detail: str
-    node: fx.Node | None = None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The index expressions that stand for the query token, the key token and the batch row."""
-
-    query: Expr
-    key: Expr
-    batch: Expr
-    others: Mapping[Expr, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,6 +45,10 @@ class Reader:
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
     _linears: dict[Expr, Linear] = field(default_factory=dict)
     skips_end: bool = False  # marks of starts leave out where the last document ends
+
+    @cached_property
+    def _offsets(self) -> Offsets:
+        return Offsets(self.sharding.packing, self.leaves, self.pair)
 
     # -- values in a cell ------------------------------------------------------------------------------------
 
@@ -137,7 +123,7 @@ class Reader:
             return {K: sympy.S.One}
         if isinstance(term, AppliedUndef):
             return self._read(term)
-        if isinstance(term, _GENERATORS):
+        if isinstance(term, GENERATORS):
             ordinal = self._generator(term)
             return ordinal if ordinal is not None else self._trouble(term, self._generator_trouble(term))
         return self._trouble(term, self._plain_trouble(term))
@@ -159,14 +145,6 @@ class Reader:
                 return troubles[0]
         return Trouble(Reason.MASK_NOT_PACKED, f"a term `{term}` is no difference of indices or positions")
 
-    def _side(self, index: Expr) -> tuple[Expr, ...] | None:
-        """(index, position, id) symbols of the token that an index expression names."""
-        if sympy.expand(index - self.pair.query) == 0:
-            return Q, PQ, IQ
-        if sympy.expand(index - self.pair.key) == 0:
-            return K, PK, IK
-        return None
-
     def _read(self, term: Any) -> Linear:
         leaf = self.leaves.get(term.func)
         packing = self.sharding.packing
@@ -174,7 +152,7 @@ class Reader:
         if leaf.trouble:
             return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
         if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
-            start = self._document_start(term, leaf)
+            start = self._offsets.document_start(term)
             detail = f"`{term}` reads {leaf.name!r} at no document's start"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
         if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
@@ -189,7 +167,7 @@ class Reader:
         return self._trouble(term, self._foreign(term, leaf))
 
     def _foreign(self, term: Any, leaf: Leaf) -> Trouble:
-        at = {self._side(i) for i in term.args}
+        at = {self.pair.side(i) for i in term.args}
         if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
             return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
         if leaf.name.startswith("%"):
@@ -207,7 +185,7 @@ class Reader:
         for d, index in enumerate(term.args):
             if d != dim and not (leaf.shape[d] == 1 or index == self.pair.batch):
                 return None
-        return self._side(term.args[dim])
+        return self.pair.side(term.args[dim])
 
     # -- numberings of documents -----------------------------------------------------------------------------
 
@@ -222,7 +200,7 @@ class Reader:
     def _generator(self, term: Any) -> Linear | None:
         if isinstance(term, RunningSum):
             inner, j, at = cast(tuple[Any, Any, Any], term.args)
-            side = self._side(at)
+            side = self.pair.side(at)
             sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
             inside, first = sub.steps(inner)
             key = RunningSum(inner, j, _TOKEN)
@@ -234,8 +212,8 @@ class Reader:
                 return None
             return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
         if isinstance(term, RepeatIndex):
-            side = self._side(term.args[3])
-            if side is None or not self._is_lengths(term):
+            side = self.pair.side(term.args[3])
+            if side is None or not self._offsets.are_lengths(term):
                 return None
             return self._ordinal(term.func(*term.args[:3], _TOKEN), side[0], with_padding=self._padded)
         if isinstance(term, SumOver):
@@ -252,27 +230,9 @@ class Reader:
         cells = Cell(World.SAME, (1, 1)), Cell(World.ADJACENT, (1, 1))
         return self.numbers(inner, cells[0]), self.numbers(inner, cells[1])
 
-    def _bounds_leaf(self, term: Any) -> Leaf | None:
-        """The leaf, if `term` reads the offsets where documents start."""
-        packing = self.sharding.packing
-        leaf = self.leaves.get(term.func)
-        if not isinstance(packing, CuSeqlens) or leaf is None or len(term.args) != 1:
-            return None
-        return leaf if leaf.name == (packing.padded_arg or packing.arg) else None
-
-    def _is_lengths(self, term: Any) -> bool:
-        lengths, i, count = term.args[:3]
-        reads = [t for t in maximal_terms(lengths) if isinstance(t, AppliedUndef)]
-        leaves = [self._bounds_leaf(t) for t in reads]
-        if len(reads) != 2 or any(leaf is None for leaf in leaves) or leaves[0] is not leaves[1]:
-            return False
-        read = reads[0].func
-        assert leaves[0] is not None
-        return sympy.expand(lengths - read(i + 1) + read(i)) == 0 and leaves[0].shape[0] - count == 1
-
     def _count_of_bounds(self, term: Any) -> Linear | None:
         """How many offsets are <= the token's index, or are that index."""
-        found = self._counted_bounds(term)
+        found = self._offsets.counted(term)
         if found is None:
             return None
         first, last, size, side, at_token = found
@@ -284,45 +244,7 @@ class Reader:
             self.skips_end |= without_end
             return {STARTS: sympy.S.One} if side == Q else None
         with_padding = self._padded or without_end
-        return self._ordinal(term.xreplace({self._at(side): _TOKEN}), side, with_padding)
-
-    def _at(self, side: Expr) -> Expr:
-        return self.pair.query if side == Q else self.pair.key
-
-    def _counted_bounds(self, term: Any) -> tuple[Any, Any, Any, Expr, bool] | None:
-        inner, i, count = term.args
-        if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
-            return None
-        relation: Any = inner.args[0]
-        reads = [t for t in maximal_terms(relation.lhs) if isinstance(t, AppliedUndef)]
-        leaf = self._bounds_leaf(reads[0]) if len(reads) == 1 else None
-        if leaf is None:
-            return None
-        slope = relation.lhs.coeff(reads[0])
-        rest = sympy.expand(-(relation.lhs - slope * reads[0]) / slope) if slope in (1, -1) else sympy.nan
-        op = type(relation).__name__ if slope == 1 else type(relation.reversed).__name__
-        # offset < x is offset <= x - 1 for integers.
-        token = {"LessThan": rest, "StrictLessThan": sympy.expand(rest - 1), "Equality": rest}.get(op)
-        side = self._side(token) if token is not None else None
-        first = sympy.expand(reads[0].args[0] - i)
-        if side is None or not first.is_Integer or first.is_negative:
-            return None
-        return first, first + count - 1, leaf.shape[0], side[0], op == "Equality"
-
-    def _document_start(self, term: Any, leaf: Leaf) -> Linear | None:
-        """offsets[number of the token's document]: the token's index minus its position."""
-        if self._bounds_leaf(term) is None:
-            return None
-        for number in maximal_terms(term.args[0]):
-            index = sympy.expand(term.args[0] - number)
-            if isinstance(number, RepeatIndex) and index == 0 and self._is_lengths(number):
-                side = self._side(number.args[3])
-                return {side[0]: sympy.S.One, side[1]: -sympy.S.One} if side else None
-            counted = self._counted_bounds(number) if isinstance(number, SumOver) else None
-            if counted is not None and not counted[4] and counted[0] in (0, 1) and index == counted[0] - 1:
-                position = PQ if counted[3] == Q else PK
-                return {counted[3]: sympy.S.One, position: -sympy.S.One}
-        return None
+        return self._ordinal(term.xreplace({self.pair.at(side): _TOKEN}), side, with_padding)
 
     def _generator_trouble(self, term: Any) -> Trouble:
         inner: Any = term.args[0]
@@ -337,24 +259,3 @@ class Reader:
         name = what.get(term.func, "a repeated index")
         detail = f"{name} over tokens does not number the documents of {self.sharding.packing}: it adds up `{inner}`"
         return Trouble(Reason.MASK_NOT_PACKED, detail)
-
-
-def maximal_terms(value: Any) -> Iterator[Any]:
-    """The outermost reads and generators in a value, and index symbols that stand outside them."""
-    if isinstance(value, (AppliedUndef, sympy.Symbol, *_GENERATORS)):
-        yield value
-        return
-    for arg in value.args:
-        yield from maximal_terms(arg)
-
-
-def relations(value: Any) -> Iterator[Relational]:
-    """The relations that a value is built of, outside reads and generators."""
-    if isinstance(value, Relational):
-        yield value
-    elif not isinstance(value, (AppliedUndef, *_GENERATORS)):
-        for arg in value.args:
-            yield from relations(arg)
-
-
-__all__ = ["Pair", "Reader", "Trouble", "maximal_terms", "relations"]

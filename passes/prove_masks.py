@@ -13,10 +13,11 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .canonicalize import Canonical, CanonicalizeError, Scope, canonicalize, is_parameter, resolve
+from .canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
 from .locality_inputs import token_dims
 from .operands import expression, same_size
 from .predicate import prove
+from .scopes import Scope, resolve
 
 # What these make depends on no element of their input.
 _SHAPE_ONLY = frozenset(

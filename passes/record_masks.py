@@ -13,11 +13,12 @@ from torch import Tensor
 
 from cp_rewrite.refusal import source_line
 
-from .canonicalize import Canonical, CanonicalizeError, Scope, nested_scopes, resolve
+from .canonicalize import Canonical, CanonicalizeError
 from .locality_inputs import token_dims
 from .match_flex import block_lists, flex_arguments, is_flex, mask_function
 from .prove_masks import Prover
 from .recorded import RecordedMask, RecordedTensor
+from .scopes import Scope, nested_scopes, resolve
 from .sites import Site
 from .state import State
 

@@ -14,13 +14,15 @@ from torch import Tensor
 
 import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
-from cp_rewrite.passes.canonicalize import Scope, canonicalize
+from cp_rewrite.passes.canonicalize import canonicalize
 from cp_rewrite.passes.match import match_sites
 from cp_rewrite.passes.predicate_values import ZERO, Select, SymTensor, compare, outer_select
 from cp_rewrite.passes.predicate_views import reshape, split_index
 from cp_rewrite.passes.predicate_worlds import PK, PQ, Cell, K, Q, World, distances, holds, turning_points
+from cp_rewrite.passes.scopes import Scope
 from cp_rewrite.passes.sites import Site
 from cp_rewrite.passes.sources import argument_names
+from cp_rewrite.passes.writes import written_nodes
 from tests.mask_spellings import DOCUMENTS, OFFSETS, SPELLINGS, Spelling, annotate, attend, capture, kept, make_batch
 
 BATCH = make_batch([[5, 3, 4], [5, 1, 6]])
@@ -212,10 +214,13 @@ def test_relations_in_worlds(op: str, terms: Any, world: World, span: Any, expec
 
 
 def test_operators_named_like_in_place_ops_are_pure() -> None:
-    from cp_rewrite.passes.canonicalize import mutated
-
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    assert mutated(graph.call_function(operator.and_, (x, x))) is None
-    assert mutated(graph.call_function(operator.iadd, (x, x))) is x
-    assert mutated(graph.call_method("masked_fill_", (x, x, 0.0))) is x
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    assert written_nodes(graph.call_function(operator.and_, (x, y))) == []
+    assert written_nodes(graph.call_method("__invert__", (x,))) == []
+    assert written_nodes(graph.call_function(operator.iadd, (x, y))) == [x]
+    assert written_nodes(graph.call_method("masked_fill_", (x, y, 0.0))) == [x]
+    assert written_nodes(graph.call_function(F.relu, (x,), {"inplace": True})) == [x]
+    assert written_nodes(graph.call_function(torch.add, (x, x), {"out": y})) == [y]
+    assert written_nodes(graph.call_function(torch.ops.aten.copy_, (x, y))) == [x]
+    assert written_nodes(graph.call_function(torch.ops.aten.add.out, (x, x), {"out": y})) == [y]

@@ -1,0 +1,68 @@
+"""The terms that a mask's symbolic value is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch.fx as fx
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+from cp_rewrite.refusal import Reason
+
+from .predicate_values import Expr, RepeatIndex, RunningMax, RunningSum, SumOver
+from .predicate_worlds import IK, IQ, PK, PQ, K, Q
+
+GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A term that no rule reads: the reason to refuse when the mask turns out to hang on it."""
+
+    reason: Reason
+    detail: str
+    node: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The index expressions that stand for the query token, the key token and the batch row."""
+
+    query: Expr
+    key: Expr
+    batch: Expr
+    others: Mapping[Expr, str] = field(default_factory=dict)
+
+    def side(self, index: Expr) -> tuple[Expr, ...] | None:
+        """(index, position, id) symbols of the token that an index expression names."""
+        if sympy.expand(index - self.query) == 0:
+            return Q, PQ, IQ
+        if sympy.expand(index - self.key) == 0:
+            return K, PK, IK
+        return None
+
+    def at(self, side: Expr) -> Expr:
+        """The index expression of a side's token."""
+        return self.query if side == Q else self.key
+
+
+def maximal_terms(value: Any) -> Iterator[Any]:
+    """The outermost reads and generators in a value, and index symbols that stand outside them."""
+    if isinstance(value, (AppliedUndef, sympy.Symbol, *GENERATORS)):
+        yield value
+        return
+    for arg in value.args:
+        yield from maximal_terms(arg)
+
+
+def relations(value: Any) -> Iterator[Relational]:
+    """The relations that a value is built of, outside reads and generators."""
+    if isinstance(value, Relational):
+        yield value
+    elif not isinstance(value, (AppliedUndef, *GENERATORS)):
+        for arg in value.args:
+            yield from relations(arg)

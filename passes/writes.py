@@ -1,0 +1,99 @@
+"""Which nodes of a Dynamo graph write into memory, and whose."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()
+) | {operator.setitem}
+_PURE_METHODS = frozenset({"__invert__", "__index__", "__int__"})
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory this node writes into."""
+    if node.op == "call_method":
+        name = str(node.target)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return _first(node) if in_place or (name.startswith("__i") and name not in _PURE_METHODS) else []
+    if node.op != "call_function":
+        return []
+    if node.kwargs.get("out") is not None:
+        return _nodes(node.kwargs["out"])
+    target: Any = node.target
+    schema = getattr(target, "_schema", None) or getattr(getattr(target, "default", None), "_schema", None)
+    if schema is not None:
+        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+        return [n for argument, write in zip(_arguments(node, schema), written, strict=True) if write for n in argument]
+    if target in _OPERATORS:  # where and_, or_, not_ are pure
+        return _first(node) if target in _INPLACE_OPERATORS else []
+    name = getattr(target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or _asked_in_place(node, target):
+        return _first(node) or list(node.all_input_nodes)
+    return []
+
+
+def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """What changes the memory of `nodes` in place between two nodes of their graph."""
+    memory = {memory_of(node) for node in nodes} - {None}
+    found: list[fx.Node] = []
+    node = start.next
+    while node is not end and node.op != "root":
+        if any(memory_of(target) in memory for target in written_nodes(node)):
+            found.append(node)
+        node = node.next
+    return found
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """Identity of the storage of a node's fake tensor."""
+    value = node.meta.get("example_value")
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node)]
+
+
+def _first(node: fx.Node) -> list[fx.Node]:
+    return _nodes(node.args[:1])
+
+
+def _arguments(node: fx.Node, schema: Any) -> list[list[fx.Node]]:
+    """The nodes given for each argument of a schema."""
+    given = [*node.args, *[None] * len(schema.arguments)]
+    return [
+        _nodes(node.kwargs.get(argument.name, positional))
+        for argument, positional in zip(schema.arguments, given, strict=False)
+    ]
+
+
+def _asked_in_place(node: fx.Node, target: Callable[..., Any]) -> bool:
+    position = _inplace_position(target)
+    given = node.args[position] if position is not None and position < len(node.args) else node.kwargs.get("inplace")
+    return bool(given)
+
+
+@lru_cache(maxsize=1024)
+def _inplace_position(target: Callable[..., Any]) -> int | None:
+    """Place of an `inplace` parameter in a function's signature."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
