@@ -18,6 +18,9 @@ from .sites import Site
 from .writes import writers_between
 
 _OP = "torch_attn::_varlen_attn"
+_DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}
+_READ = frozenset("query key value cu_seq_q cu_seq_k max_q max_k enable_gqa num_splits".split()) | _DEFAULTS.keys()
+"""What is read, or makes no difference. Versions of torch have other arguments: of caches, for one."""
 
 
 def is_varlen(node: fx.Node) -> bool:
@@ -32,8 +35,8 @@ def match_varlen(scope: Scope, node: fx.Node, prover: Prover) -> Site | list[Ref
     refusals = check_operands(node, args, prover.local_tokens, form="THD") + check_options(node, args)
     refusals += [
         Refusal(Reason.KERNEL, f"{name} is given: context parallelism is for self-attention over a row", node)
-        for name in ("seqused_k", "block_table")
-        if args.get(name) is not None
+        for name, value in args.items()
+        if name not in _READ and value is not None
     ]
     if refusals or isinstance(output, Refusal) or isinstance(mask, Refusal):
         return refusals + [r for r in (output, mask) if isinstance(r, Refusal)]
@@ -47,11 +50,11 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Operands by name. Later versions of torch put more of them between those of earlier ones."""
+    """Operands by name; versions of torch order them differently."""
     declared = _schema(node).arguments
     given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
-    return given | {"dropout_p": 0.0, "attn_mask": None, "enable_gqa": True}  # its kernels take grouped heads anyway
+    return _DEFAULTS | given | {"enable_gqa": True}  # its kernels take grouped heads anyway
 
 
 def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> PackedMask | Refusal:
@@ -62,7 +65,7 @@ def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> 
         told = packing.arg if not isinstance(packing, CuSeqlens) or packing.padded_arg is None else "with padding"
         detail = f"documents of varlen_attn are told apart by {names}, the packing is {type(packing).__name__} {told}"
         return Refusal(Reason.MASK_WRONG_SOURCE, detail, node)
-    window: list[Any] = list(args.get("window_size") or (-1, -1))
+    window: list[Any] = list(args["window_size"] or (-1, -1))
     if not all(isinstance(side, int) for side in window) or not isinstance(args["is_causal"], bool):
         return Refusal(Reason.MASK_OPAQUE, "is_causal or the window is computed in the graph", node)
     left, right = (None if side < 0 else side for side in window)

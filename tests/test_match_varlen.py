@@ -114,6 +114,10 @@ def changed_offsets(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[i
     return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True)[0]
 
 
+def shorter_keys(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
+    return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True, seqused_k=cu[1:] - cu[:-1] - 1)[0]
+
+
 def with_logsumexp(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
     out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True)
     return out * lse.t()[..., None]
@@ -122,6 +126,7 @@ def with_logsumexp(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[in
 def test_refusals() -> None:
     assert Reason.MASK_WRONG_SOURCE in refused(other_keys)
     assert Reason.MASK_WRONG_SOURCE in refused(changed_offsets)
+    assert Reason.KERNEL in refused(shorter_keys)
     assert Reason.KERNEL in refused(with_logsumexp)
     assert Reason.MASK_WRONG_SOURCE in refused(packed_rows, other=make_batch()["cu_seqlens"])
     assert Reason.MASK_WRONG_SOURCE in refused(packed_rows, packing=cp.DocumentIds("input_ids"))
