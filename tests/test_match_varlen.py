@@ -115,6 +115,7 @@ def changed_offsets(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[i
 
 
 def shorter_keys(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
+    q, k, v = (x.detach() for x in (q, k, v))
     return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True, seqused_k=cu[1:] - cu[:-1] - 1)[0]
 
 
