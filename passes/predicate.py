@@ -21,8 +21,8 @@ from .predicate_terms import Pair, Trouble, relations
 from .predicate_values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .predicate_worlds import Cell, Span, World, distances, turning_points
 
-# At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype: the additive masks in use
-# are -inf, finfo(dtype).min and their sums.
+# At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype, unless logits differ by as
+# much: the additive masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
 DROPPED_AT = torch.finfo(torch.float16).min
 
 
