@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from .canonicalize import CanonicalizeError, canonicalize
+from .operands import needs_gradient
 from .predicate_aten import Evaluator, Leaf
 from .predicate_values import ZERO
 from .scopes import Scope
@@ -34,14 +35,15 @@ def ungroup(
         heads of k   0 1        ->  0 0 0 1 1 1        (n = 3: query head h reads key head h // n)
 
     Only where both provably were, to equally many heads, and where what was repeated still is what it was when `reader`
-    (attention) runs; a `repeat` (0 1 0 1 0 1) is another order and stays. `known` remembers answers: layers repeat
-    each other.
+    (attention) runs, gradients included; a `repeat` (0 1 0 1 0 1) is another order and stays. `known` remembers
+    answers: layers repeat each other.
     """
     heads = query.meta["example_value"].shape[1]
     k, v = (_before_repeat(gm, node, heads, known) for node in (key, value))
     equal = k.meta["example_value"].shape[1] == v.meta["example_value"].shape[1]
     unchanged = not writers_between((k,), k, reader) and not writers_between((v,), v, reader)
-    return (k, v) if equal and unchanged else (key, value)
+    trained = needs_gradient(k) == needs_gradient(key) and needs_gradient(v) == needs_gradient(value)
+    return (k, v) if equal and unchanged and trained else (key, value)
 
 
 def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) -> fx.Node:

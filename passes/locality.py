@@ -22,9 +22,10 @@ from cp_rewrite.sharding import Sharding
 from .locality_inputs import input_state, read_extents
 from .locality_liveness import is_attention, live_nodes, nested_body, placeholders
 from .locality_rules import find_rule
-from .locality_run import NodeRunner, Outcome, States, needs_gradient, unknown_like
+from .locality_run import NodeRunner, Outcome, States, unknown_like
 from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .locality_trace import Trace
+from .operands import needs_gradient
 from .sites import Site
 
 
@@ -148,7 +149,7 @@ class _Walk:
                 self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.fixed_positions[state.iota])
             elif state.iota is not None:
                 self.used[state.iota] = None
-        elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf.meta.get("example_value")):
+        elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
             detail = "every rank computes this output in full, so its gradient would count once per rank"
             self.refuse(leaf, Reason.TOKEN_MIXING, detail)
 

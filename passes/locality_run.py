@@ -17,6 +17,7 @@ from cp_rewrite.refusal import Reason
 
 from .locality_state import REPLICATED, UNKNOWN, Mixes, TensorState
 from .locality_trace import Events, Found, Trace, written_state
+from .operands import needs_gradient, value_of
 from .writes import memory_of
 
 States = Any
@@ -78,7 +79,7 @@ class NodeRunner:
             first = len(known)
             value = _aliased(value_of(source), self.env.get(source, REPLICATED), known)
             sources.update({id(tensor): source for tensor, _ in known[first:]})
-            if needs_gradient(value_of(source)):
+            if needs_gradient(source):
                 gradients.extend(tensor for tensor, _ in known[first:])
             return value
 
@@ -164,22 +165,6 @@ def _aliased(value: Any, state: States, known: list[tuple[Tensor, TensorState]])
     if isinstance(value, list | tuple) and isinstance(state, list):
         return type(value)(_aliased(v, s, known) for v, s in zip(value, state, strict=True))
     return value
-
-
-def value_of(node: fx.Node) -> Any:
-    """A node's fake value; a constant's real one."""
-    if "example_value" in node.meta:
-        return node.meta["example_value"]
-    if node.op == "get_attr":
-        owner: Any = node.graph.owning_module
-        for name in str(node.target).split("."):
-            owner = getattr(owner, name)
-        return owner
-    return None
-
-
-def needs_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def unknown_like(node: fx.Node) -> States:

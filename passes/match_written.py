@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_rewrite.refusal import Reason, Refusal
 
 from .grouped_heads import repeats_per_head
-from .operands import expression, op_name, shape_of, times_constant
+from .operands import expression, needs_gradient, op_name, shape_of, times_constant
 from .scopes import Scope
 from .writes import writers_between
 
@@ -112,7 +112,7 @@ def _read(scope: Scope, softmax: fx.Node) -> Written:
     if softcap < 0:
         raise _Differs(logits[0], f"the soft cap is {softcap:g}")
     output, dropout = _second_product(softmax, sinks is not None)
-    _check_readers(product, output, shift)
+    _check_path(product, output, shift)
     query, keys = _factors(product, _SCORES)
     key = keys if op_name(product) == "einsum" else _untransposed(keys)
     value = _factors(output, _OUTPUT)[1]
@@ -251,10 +251,14 @@ def _untransposed(node: fx.Node) -> fx.Node:
     return node.args[0]
 
 
-def _check_readers(product: fx.Node, output: fx.Node, shift: Collection[fx.Node]) -> None:
-    """Each node from the first product to the second is read by the next one only."""
+def _check_path(product: fx.Node, output: fx.Node, shift: Collection[fx.Node]) -> None:
+    """Each node from the first product to the second is read by the next one only, and hands gradients down."""
     node = product
-    while node is not output:
+    while True:
+        if any(map(needs_gradient, node.all_input_nodes)) and not needs_gradient(node):
+            raise _Differs(node, "gradients stop here")
+        if node is output:
+            return
         readers = [user for user in node.users if user not in shift]
         if len(readers) != 1:
             raise _Differs(node, "logits or weights are read, or changed in place, by something else too")

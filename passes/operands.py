@@ -21,6 +21,24 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
+def value_of(node: fx.Node) -> Any:
+    """A node's fake value; a constant's real one."""
+    if "example_value" in node.meta:
+        return node.meta["example_value"]
+    if node.op == "get_attr":
+        owner: Any = node.graph.owning_module
+        for name in str(node.target).split("."):
+            owner = getattr(owner, name)
+        return owner
+    return None
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Whether gradients reach a node's tensor."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def expression(size: Any) -> sympy.Expr:
     """An int or SymInt as the shape environment knows it now."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

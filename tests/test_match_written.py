@@ -223,11 +223,17 @@ def first_column_dropped_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, si
     return torch.cat([scores, column], -1).softmax(-1)[..., 1:] @ v
 
 
+def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = (q @ k.mT).masked_fill(~keep, -math.inf)
+    return scores.softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     "attend",
-    [mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries, scaled_after_mask,
-     capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned, mixed_dtypes,
-     negative_scale, heads_mixed, column_per_token, first_column_dropped_sinks],
+    [scores_without_gradient, mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries,
+     scaled_after_mask, capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
+     mixed_dtypes, negative_scale, heads_mixed, column_per_token, first_column_dropped_sinks],
 )  # fmt: skip
 def test_anything_else_is_refused(attend: Any) -> None:
     assert reasons(Written(attend)) == {Reason.KERNEL}
@@ -270,3 +276,12 @@ def test_heads_repeated_before_the_key_changes_stay() -> None:
         return F.scaled_dot_product_attention(heads(b, 6), repeated, repeated, PACKED(**b))
 
     assert the_site(model).key.meta["example_value"].shape[1] == 6
+
+
+def test_heads_repeated_without_gradients_stay() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        with torch.no_grad():
+            k = k[:, :2].repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(q, k, v, keep)
+
+    assert the_site(Written(attend)).key.meta["example_value"].shape[1] == 4
