@@ -20,7 +20,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
     """Sum parameter gradients over the context-parallel group, in place.
 
     Each rank's loss is its tokens' part of the global loss, so gradients are summed, not averaged. Call it after
-    backward, with gradients of the same parameters on all ranks. With DDP or FSDP over the same group, which average, scale the loss by the world size instead.
+    backward, with gradients of the same parameters on all ranks. With DDP or FSDP over the same group, which average,
+    scale the loss by the world size instead.
     """
     if sharding.world_size == 1:
         return
