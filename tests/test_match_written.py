@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
@@ -86,6 +87,10 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> 
     return F.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1] @ v
 
 
+def checkpointed_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    return checkpoint(with_sinks, q, k, v, keep, sinks, use_reentrant=False)  # type: ignore[return-value]
+
+
 SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks, with_sinks)
 
 
@@ -100,7 +105,7 @@ def test_spellings_are_read(attend: Attention, dynamic: bool) -> None:
     assert (site.sinks is not None) == (attend is with_sinks)
 
 
-@pytest.mark.parametrize("attend", SPELLINGS)
+@pytest.mark.parametrize("attend", [*SPELLINGS, checkpointed_sinks])
 def test_spellings_give_what_they_gave(attend: Attention) -> None:
     model = Written(attend, kv_heads=1 if attend is chosen else 2)
     sharding = cp.Sharding(1, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="aot_eager", verify="first_step")
