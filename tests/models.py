@@ -74,6 +74,10 @@ RECIPES: dict[str, Recipe] = {
     "gemma2_flex": Recipe(
         "Gemma2", {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}, attention="flex_attention"
     ),
+    "mistral_flex": Recipe("Mistral", {"head_dim": 16, "sliding_window": 7}, attention="flex_attention"),
+    "qwen3_flex": Recipe("Qwen3", {"head_dim": 16}, attention="flex_attention"),
+    "cohere2_flex": Recipe("Cohere2", {"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 4},
+                           attention="flex_attention"),
     "gpt2": Recipe("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "attn_pdrop": 0.0,
                             "embd_pdrop": 0.0, "resid_pdrop": 0.0}, head="LMHeadModel"),
 }  # fmt: skip
