@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import Style, share_out
-from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, needed_seconds
+from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, most_runs, needed_seconds
 from .documents import Documents
 from .masks import PackedMask
 from .orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
@@ -34,6 +34,8 @@ STYLES = (
 """The first is always tried; the second too where documents are few: there either may move fewer rows."""
 FEW = 4
 """Documents per rank."""
+MOST_RUNS = 1 << 22
+"""Runs of keys, over all pieces, up to which a simple layout is weighed; more would take seconds and gigabytes."""
 
 
 class Candidate(NamedTuple):
@@ -73,7 +75,7 @@ class Scale:
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """`best`, or the order if it has as many rows per rank and costs less."""
-        if order.local_size != best.order.local_size:
+        if order.local_size != best.order.local_size or most_runs(self.documents, order, self.mask) > MOST_RUNS:
             return best
         if least_seconds(self.documents, order, self.mask, self.device, self.model) >= best.seconds:
             return best
@@ -92,7 +94,8 @@ def balanced(
     """The best order found: balanced within 2%, then no rank with too many rows to receive, then cheapest.
 
     Never dearer than a simple layout that gives ranks equal tokens, as this one always does: a rank has
-    ceil(total / world_size) tokens or (so that only the row's end is padded) fewer. Pure: the same on every rank.
+    ceil(total / world_size) tokens or (so that only the row's end is padded) fewer. Those that cut documents into
+    millions of runs of keys (hundreds of ranks, thousands of documents) are not compared. Pure: the same on every rank.
 
     Args:
         documents: the row's documents.

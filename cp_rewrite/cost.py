@@ -182,26 +182,26 @@ def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int
 def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, device: Device, model: Model) -> float:
     """What an order costs at least under `needed`; far cheaper to tell than its schedule.
 
-    A rank works at least on the keys that its queries see, and without a limit to the left it needs all keys of every
-    document whose last token it owns.
+    A rank works at least on the keys that its queries see, in the tile rows of its intervals; and without a limit to
+    the left it needs all keys of every document whose last token it owns.
     """
     docs = documents if mask.packed else Documents.from_lengths([documents.total])
     if not docs.lengths.any():
         return 0.0
     starts, stops, owners = order.segments
     seen = SeenKeys(mask)
-    work = seen.of(docs.lengths, docs.lengths) / TILE**2 + docs.lengths * (TILE_ROW_OVERHEAD / TILE)
+    work = seen.of(docs.lengths, docs.lengths) / TILE**2
     work_before, tokens_before = np.cumsum(work) - work, np.cumsum(docs.lengths) - docs.lengths
 
     def before(x: Int) -> tuple[Float, Int]:
         """(work, tokens) of documents in the row's first x tokens."""
         doc = np.maximum(np.searchsorted(docs.starts, x, side="right") - 1, 0)
         inside = np.clip(x - docs.starts[doc], 0, docs.lengths[doc])
-        part = seen.of(docs.lengths[doc], inside) / TILE**2 + inside * (TILE_ROW_OVERHEAD / TILE)
-        return work_before[doc] + part, tokens_before[doc] + inside
+        return work_before[doc] + seen.of(docs.lengths[doc], inside) / TILE**2, tokens_before[doc] + inside
 
     (high_work, high), (low_work, low) = before(stops), before(starts)
-    tiles = np.bincount(owners, high_work - low_work, order.world_size)
+    tile_rows = -(-(high - low) // TILE)
+    tiles = np.bincount(owners, high_work - low_work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
     seconds = _kernel(float(tiles.max()), 1, device, model)
     if mask.left is None:
         real = docs.lengths > 0
@@ -210,6 +210,18 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
         missing = float((needed - np.bincount(owners, high - low, order.world_size)).max())
         seconds += 2 * max(0.0, missing) * model.kv_bytes / device.link
     return seconds
+
+
+def most_runs(documents: Documents, order: TokenOrder, mask: PackedMask) -> int:
+    """A bound on the runs of keys of an order's schedule (`Schedule.runs`): what memory and time building it takes.
+
+    Every interval of a document has keys in at most all of them.
+    """
+    docs = documents if mask.packed else Documents.from_lengths([documents.total])
+    starts, stops, _ = order.segments
+    first = np.searchsorted(stops, docs.starts, side="right")
+    last = np.searchsorted(starts, docs.ends, side="left")
+    return int((np.maximum(last - first, 0) ** 2).sum())
 
 
 def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:

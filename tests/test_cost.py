@@ -20,6 +20,7 @@ from cp_rewrite.cost import (
     ideal_seconds,
     least_seconds,
     load_of,
+    most_runs,
     needed_seconds,
     padding_seconds,
 )
@@ -89,6 +90,13 @@ def test_least_seconds_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask,
     p = plan(rows[0], world_size, layout, mask)
     bound = least_seconds(rows[0], p.order, mask, H200, p.model)
     assert bound <= needed_seconds(p.load, H200, p.model, world_size) * (1 + 1e-9)
+
+
+@given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
+def test_most_runs_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
+    p = plan(rows[0], world_size, layout, mask)
+    pieces_per_interval = 2 if mask.right else 1  # windows that a document's end clips are cut once more
+    assert len(p.schedule.runs.reader) <= pieces_per_interval * most_runs(rows[0], p.order, mask)
 
 
 def test_seconds_are_bytes_over_links_and_flops_over_kernels():
