@@ -81,7 +81,8 @@ class Sharding:
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
             every rank where they differ. False saves some tenths of a millisecond per batch.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
-            `assume_mask` is always compared with the tensor that comes in.
+            `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
+            its mask function.
         capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
             step replays on other documents: see `cp_rewrite.capacity`.
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
