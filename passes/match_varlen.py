@@ -80,6 +80,6 @@ def _source(scope: Scope, node: Any, prover: Prover) -> str:
         scope, node = resolve(scope, node.args[0])
     if not isinstance(node, fx.Node):
         return str(node)
-    if writers_between((node,), node, next(reversed(node.graph.nodes))):
+    if writers_between((node,), node, next(iter(reversed(node.graph.nodes)))):
         return f"%{node.name}, which changes in place"
     return prover.source_of.get(node, f"%{node.name}")
