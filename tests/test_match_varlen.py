@@ -127,7 +127,8 @@ def with_logsumexp(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[in
 def test_refusals() -> None:
     assert Reason.MASK_WRONG_SOURCE in refused(other_keys)
     assert Reason.MASK_WRONG_SOURCE in refused(changed_offsets)
-    assert Reason.KERNEL in refused(shorter_keys)
+    if "seqused_k" in str(torch.ops.torch_attn._varlen_attn.default._schema):  # not in torch 2.11
+        assert Reason.KERNEL in refused(shorter_keys)
     assert Reason.KERNEL in refused(with_logsumexp)
     assert Reason.MASK_WRONG_SOURCE in refused(packed_rows, other=make_batch()["cu_seqlens"])
     assert Reason.MASK_WRONG_SOURCE in refused(packed_rows, packing=cp.DocumentIds("input_ids"))
