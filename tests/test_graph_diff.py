@@ -1,4 +1,7 @@
-"""What the rewrite does to graphs, as short diffs, equal on every rank. EXPECTTEST_ACCEPT=1 updates them."""
+"""What the rewrite does to graphs, as short diffs, equal on every rank. EXPECTTEST_ACCEPT=1 updates them.
+
+The texts are those of torch 2.13: Dynamo spells some nodes otherwise in other versions.
+"""
 
 from __future__ import annotations
 
