@@ -106,8 +106,12 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     """Every reason why backend `name` can't run `spec`; empty: it can."""
     if name == "reference":
         return []
-    backend: Any = importlib.import_module(f"cp_rewrite.kernels.{name}")
-    return backend.reasons(spec, facts)
+    return load(name).reasons(spec, facts)
+
+
+def load(name: str) -> Any:
+    """The module that implements a kernel; imported when asked for, so that schemas need none of its libraries."""
+    return importlib.import_module(f"cp_rewrite.kernels.{name}")
 
 
 @cache

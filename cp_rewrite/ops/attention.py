@@ -7,7 +7,6 @@ rows again unless they were kept, runs the kernel's backward, and sends the grad
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.library import custom_op
 
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
 
@@ -67,7 +67,7 @@ def packed_attention(
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
     with nvtx("attention"):
-        out, lse = _kernel(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+        out, lse = load(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
@@ -100,7 +100,7 @@ def packed_attention_backward(
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
     params = Params(scale, softcap, deterministic)
     with nvtx("attention_backward"):
-        dq, dk, dv = _kernel(kernel).backward(dout, q, keys, values, out, lse, tables, params)
+        dq, dk, dv = load(kernel).backward(dout, q, keys, values, out, lse, tables, params)
     return dq, as_rows(dk, dv, keys, values)
 
 
@@ -191,8 +191,3 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _kernel(name: str) -> Any:
-    """The module that implements a kernel; imported when first run, so that schemas need none of its libraries."""
-    return importlib.import_module(f"cp_rewrite.kernels.{name}")

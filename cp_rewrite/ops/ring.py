@@ -12,7 +12,6 @@ Shapes: R local rows, E expanded rows of a round, C = Hkv * (D + V), P ranks.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
 
@@ -68,7 +68,7 @@ def ring_attention(
         out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
     """
     tables, route = (cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds)
-    run, params = _kernel(kernel), Params(scale, softcap, deterministic)
+    run, params = load(kernel), Params(scale, softcap, deterministic)
     wide = torch.promote_types(q.dtype, torch.float32)
     q_in = _as_exact(q, kernel)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide)
@@ -119,7 +119,7 @@ def ring_attention_backward(
     Every owner's gradients are summed in the order in which its rows go round, so two runs are bitwise equal.
     """
     steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
-    run, params = _kernel(kernel), Params(scale, softcap, deterministic)
+    run, params = load(kernel), Params(scale, softcap, deterministic)
     ring = _Ring(group, world_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     saved = [_as_exact(x, kernel) for x in (dout, q, out)]
@@ -246,7 +246,3 @@ def _keys(held: Tensor, r: _Round, k: Tensor, v: Tensor, kernel: str) -> tuple[T
 def _as_exact(x: Tensor, kernel: str) -> Tensor:
     """The reference kernel works in fp32 anyway: given fp32, it does not round the results of steps either."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if kernel == "reference" else x
-
-
-def _kernel(name: str) -> Any:
-    return importlib.import_module(f"cp_rewrite.kernels.{name}")
