@@ -72,8 +72,9 @@ def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capa
     Raises:
         ValueError: on all ranks alike, when the batch needs more on some rank.
     """
-    _check(schedule, capacity)
-    tables = schedule.attention(rank)
+    everyone = [schedule.attention(each) for each in range(schedule.world_size)]
+    _check(max(len(tables["cu_seqlens_q"]) - 1 for tables in everyone), schedule, capacity)
+    tables = everyone[rank]
     left, right = (-1 if side is None else side for side in (mask.left, mask.right))
     return {
         "cu_seqlens_q": _filled(tables["cu_seqlens_q"], capacity.pieces + 1, tables["cu_seqlens_q"][-1]),
@@ -119,10 +120,9 @@ def _fixed_pull(schedule: Schedule, rank: int, capacity: Capacity) -> dict[str, 
     }
 
 
-def _check(schedule: Schedule, capacity: Capacity) -> None:
-    """The same on all ranks: each looks at all ranks' pieces."""
+def _check(entries: int, schedule: Schedule, capacity: Capacity) -> None:
+    """The same on all ranks: `entries` of kernel tables are those of the rank that has most, as are expanded rows."""
     expanded = int(schedule.expanded.max(initial=0))
-    entries = max(len(schedule.attention(rank)["cu_seqlens_q"]) - 1 for rank in range(schedule.world_size))
     for name, needed in (("rows", expanded), ("pieces", entries)):
         if needed > getattr(capacity, name):
             raise ValueError(
