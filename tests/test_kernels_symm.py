@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import pytest
@@ -17,22 +16,17 @@ from cp_rewrite.ops.pull import pull_kv, return_kv
 from cp_rewrite.pull import NAMES, pull_route
 from cp_rewrite.schedule import Schedule
 from tests.packed import make_schedule
+from tests.test_conformance_gpu import free_port
 
 pytestmark = pytest.mark.gpu
 
 HEADS, DIM, DIM_V = 3, 16, 24
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
 def test_exchange_over_symmetric_memory() -> None:
     world_size = min(4, torch.cuda.device_count())
-    mp.spawn(_rank, (world_size, _free_port()), nprocs=world_size)  # type: ignore[no-untyped-call]
+    mp.spawn(_rank, (world_size, free_port()), nprocs=world_size)  # type: ignore[no-untyped-call]
 
 
 def _rank(rank: int, world_size: int, port: int) -> None:

@@ -6,7 +6,6 @@ Shapes: R local rows, E expanded rows, P ranks, H query heads, K key heads, D he
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +15,10 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
+from cp_rewrite.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
@@ -26,7 +27,6 @@ from cp_rewrite.plan import plan_batch
 from cp_rewrite.pull import pull_route
 from cp_rewrite.schedule import Schedule
 
-HOST = ("pieces", "launches", "splits", "capacity")
 CAUSAL = PackedMask()
 
 
@@ -45,7 +45,7 @@ class Setup:
 
     @property
     def module(self) -> Any:
-        return importlib.import_module(f"cp_rewrite.kernels.{self.kernel}")
+        return load(self.kernel)
 
     @property
     def params(self) -> Params:
@@ -66,7 +66,7 @@ class Method(Protocol):
 
 def on_device(arrays: dict[str, np.ndarray[Any, Any]], names: tuple[str, ...] | None = None) -> list[Tensor]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return [tensors[n] if n in HOST else tensors[n].cuda() for n in names or tuple(tensors)]
+    return [tensors[n] if PlanInput(n).on_host else tensors[n].cuda() for n in names or tuple(tensors)]
 
 
 def plan(pack: Pack, world_size: int, layout: str) -> Schedule:
