@@ -15,13 +15,14 @@ On a single causal document this is the zigzag of `dual_chunk`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .intervals import Int
 from .masks import PackedMask
-from .parts import Line, Parts, part_tiles
+from .parts import Line, Parts, SeenKeys, part_tiles
 
 MOST_GAPS = 24
 """Times that a bin skips documents that don't fit; what is then missing a run can fill."""
@@ -63,7 +64,7 @@ def share_out(
     for b, quota in enumerate(quotas):
         if b == len(quotas) - 1 or quota == total:
             bins.append(parts)
-            bins += [parts.take(slice(0, 0))] * (len(quotas) - 1 - b)
+            bins += [parts.cut(0, 0)] * (len(quotas) - 1 - b)
             break
         share = (float(parts.work.sum()) + sum(extra[b:])) * quota / total
         taken, parts = _fill_exactly(parts, quota, share, share - extra[b], mask, style)
@@ -76,9 +77,10 @@ def _fill_exactly(
     parts: Parts, tokens: int, share: float, aim: float, mask: PackedMask, style: Style
 ) -> tuple[Parts, Parts]:
     """`_fill`, aiming higher or lower until what the bin really costs, cuts included, is its share."""
+    line = _line_up(parts, mask, style)
     best, least = (parts, parts), np.inf
     for _ in range(style.tries):
-        got = _fill(parts, tokens, aim, mask, style)
+        got = _fill(line, tokens, aim, style)
         error = float(part_tiles(got[0], mask).sum()) - share
         if abs(error) < least:
             best, least = got, abs(error)
@@ -88,60 +90,64 @@ def _fill_exactly(
     return best
 
 
-def _fill(parts: Parts, tokens: int, work: float, mask: PackedMask, style: Style) -> tuple[Parts, Parts]:
-    """(what one bin takes, what is left): `tokens` tokens that do `work`."""
-    line, slack = _line_up(parts, mask, style), style.slack * work
-    taken: list[Parts] = []
-    chosen: list[int] = []
-    biggest = int(line.parts.size[-1])
-    whole_fits = biggest <= tokens and float(line.parts.work[-1]) + line.work(tokens - biggest) <= work + slack
-    if style.whole and whole_fits:
-        chosen = _choose_whole(line, tokens, work + slack)
-    else:
-        dense = _dense_run(line, tokens, work, style.unit)
-        dense = line.size - line.aligned(line.size - dense, style.unit) if style.whole else dense
-        tail, others = line.split([(line.size - dense, line.size)])
-        taken, line = [tail], Line(others, mask)
-        tokens, work = tokens - dense, work - float(tail.work.sum())
-    # Too many short documents may leave few tokens and much work missing: give some back until a run can fill the gap.
-    for back in (0, 1, 2, 4, 8, 16, 32):
-        whole, others = line.pick(chosen[: max(0, len(chosen) - back)])
-        left, missing = tokens - int(whole.size.sum()), work - float(whole.work.sum())
-        rest = Line(others, mask)
-        if not left:
-            return Parts.join([*taken, whole]), others
-        if back >= len(chosen) or missing - slack <= rest.work(rest.size) - rest.work(rest.size - left):
-            break
-    at = _run_position(rest, left, missing, slack, style.unit)
-    run, others = rest.split([(at, at + left)])
-    return Parts.join([*taken, whole, run]), others
-
-
 def _line_up(parts: Parts, mask: PackedMask, style: Style) -> Line:
     """From the sparsest to the densest. A part with most of the work comes last, though its start be sparse."""
     density = parts.work / parts.size
-    biggest = int(np.argmax(parts.work))
+    biggest = int(parts.work.argmax())
     if style.whole and density[biggest] >= parts.work.sum() / parts.size.sum():
         density[biggest] = np.inf
-    return Line(parts.take(np.lexsort((parts.start, parts.first, density))), mask)
+    return Line(parts.take(np.lexsort((parts.start, parts.first, density))), SeenKeys(mask))
 
 
-def _dense_run(line: Line, tokens: int, work: float, unit: int) -> int:
+def _fill(line: Line, tokens: int, work: float, style: Style) -> tuple[Parts, Parts]:
+    """(what one bin takes, what is left): `tokens` tokens that do `work`."""
+    slack = style.slack * work
+    biggest = int(line.parts.size[-1])
+    whole_fits = biggest <= tokens and float(line.parts.work[-1]) + line.work(tokens - biggest) <= work + slack
+    if style.whole and whole_fits:
+        taken, rest = _take_whole(line, tokens, work, slack)
+    else:
+        dense = _dense_run(line, tokens, work, slack, style.unit)
+        dense = line.size - line.aligned(line.size - dense, style.unit) if style.whole else dense
+        taken, rest = line.run(line.size - dense, line.size), Line(line.run(0, line.size - dense), line.seen)
+    left = tokens - int(taken.size.sum())
+    if not left:
+        return taken, rest.parts
+    at = _run_position(rest, left, work - float(taken.work.sum()), slack, style.unit)
+    run, others = rest.split(at, at + left)
+    return Parts.join([taken, run]), others
+
+
+def _take_whole(line: Line, tokens: int, work: float, slack: float) -> tuple[Parts, Line]:
+    """Whole parts, and the others, of which a run can fill what is missing.
+
+    Too many short documents may leave few tokens and much work missing: then some are given back.
+    """
+    chosen = _choose_whole(line, tokens, work + slack)
+    for back in (0, 1, 2, 4, 8, 16, 32):
+        whole, others = line.parts.split(chosen[: max(0, len(chosen) - back)])
+        left, missing = tokens - int(whole.size.sum()), work - float(whole.work.sum())
+        rest = Line(others, line.seen)
+        if not left or back >= len(chosen) or missing - slack <= rest.work(rest.size) - rest.work(rest.size - left):
+            break
+    return whole, rest
+
+
+def _dense_run(line: Line, tokens: int, work: float, slack: float, unit: int) -> int:
     """How many of `tokens` come from the dense end, the others from the sparse end, so that `work` is met."""
-    base = line.work(line.size)
-    few, many = 0, tokens // unit
-    while few < many:
-        mid = (few + many) // 2
-        taken = base - line.work(line.size - mid * unit) + line.work(tokens - mid * unit)
-        few, many = (few, mid) if taken >= work else (mid + 1, many)
-    return few * unit
+
+    def taken(dense: int) -> float:
+        return line.work(line.size) - line.work(line.size - dense * unit) + line.work(tokens - dense * unit)
+
+    return _first_reaching(taken, tokens // unit, work, slack / 16) * unit
 
 
-def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
+def _choose_whole(line: Line, tokens: int, work: float) -> Int:
     """Whole parts, the biggest first, that leave room for the sparsest tokens as a filling."""
     parts = line.parts
     order = np.argsort(-parts.work, kind="stable")
     size, cost = parts.size[order], parts.work[order]
+    sizes, costs = size.tolist(), cost.tolist()
     chosen: list[int] = []
     at = 0
     for _ in range(MOST_GAPS):
@@ -149,13 +155,13 @@ def _choose_whole(line: Line, tokens: int, work: float) -> list[int]:
         fits &= cost[at:] + np.interp(tokens - size[at:], line.bounds, line.before) <= work
         if not fits.any():
             break
-        at += int(np.argmax(fits))
-        while at < len(order) and size[at] <= tokens and cost[at] + line.work(tokens - int(size[at])) <= work:
-            chosen.append(int(order[at]))
-            tokens -= int(size[at])
-            work -= float(cost[at])
+        at += int(fits.argmax())
+        while at < len(sizes) and sizes[at] <= tokens and costs[at] + line.work(tokens - sizes[at]) <= work:
+            chosen.append(at)
+            tokens -= sizes[at]
+            work -= costs[at]
             at += 1
-    return chosen
+    return order[np.array(chosen, dtype=np.int64)]
 
 
 def _run_position(line: Line, tokens: int, work: float, slack: float, unit: int) -> int:
@@ -163,15 +169,38 @@ def _run_position(line: Line, tokens: int, work: float, slack: float, unit: int)
 
     A start that cuts fewer documents, or cuts between tiles, is taken instead if its work is as good as the same.
     """
-    few, many = 0, (line.size - tokens) // unit
-    while few < many:
-        mid = (few + many) // 2
-        taken = line.work(mid * unit + tokens) - line.work(mid * unit)
-        few, many = (few, mid) if taken >= work else (mid + 1, many)
-    low = few * unit
+
+    def taken(start: int) -> float:
+        return line.work(start * unit + tokens) - line.work(start * unit)
+
+    low = _first_reaching(taken, (line.size - tokens) // unit, work, slack / 16) * unit
     i, j = line.index(low), line.index(low + tokens)
     starts = [0, line.bounds[i], line.bounds[i + 1], line.bounds[j] - tokens, line.bounds[j + 1] - tokens]
     for at in (*starts, line.aligned(low, unit)):
         if 0 <= at <= line.size - tokens and abs(line.work(at + tokens) - line.work(at) - work) <= slack:
             return at
     return low
+
+
+def _first_reaching(taken: Callable[[int], float], most: int, work: float, enough: float) -> int:
+    """Where in [0, most] a growing `taken` first reaches `work`, or is as near as is `enough`; `most` if it never is.
+
+    By regula falsi with the Illinois rule: an end that stays counts half from then on.
+    """
+    low, high, side = 0, most, 0
+    under, over = taken(low) - work, taken(high) - work
+    if under >= 0:
+        return low
+    while high - low > 1 and over > 0:
+        guess = low + int((high - low) * under / (under - over))
+        at = min(max(guess, low + 1), high - 1)
+        error = taken(at) - work
+        if abs(error) <= enough:
+            return at
+        if error < 0:
+            low, under = at, error
+            over, side = (over / 2, -1) if side < 0 else (over, -1)
+        else:
+            high, over = at, error
+            under, side = (under / 2, 1) if side > 0 else (under, 1)
+    return high

@@ -122,7 +122,7 @@ def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candi
     """The best of the ways that are worth a try on such a row; of more, until all ranks are balanced, none crowded."""
     best: Candidate | None = None
     halves = _can_halve(quotas, scale.ranks_per_node) and _too_big(parts, quotas) > 1
-    few = len(parts.size) <= FEW * len(quotas)
+    few = len(parts) <= FEW * len(quotas)
     for tried, ranks in enumerate(_ways(parts, quotas, scale.mask, scale.ranks_per_node, unit, halves), 1):
         candidate = scale.weigh(_to_order(ranks, scale.documents.total))
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
@@ -158,7 +158,7 @@ def _too_big(parts: Parts, quotas: list[int]) -> int:
 
 def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, style: Style) -> list[Parts]:
     """Share out, then again with what the cuts have cost each rank, until it is balanced. First over nodes."""
-    if not len(parts.size):  # the second half of the ranks, where the first has all tokens
+    if not len(parts):  # the second half of the ranks, where the first has all tokens
         return [parts] * len(quotas)
     if per_node < len(quotas):
         groups = [quotas[i : i + per_node] for i in range(0, len(quotas), per_node)]
@@ -171,7 +171,7 @@ def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, s
     # A first guess at what cuts cost: nothing for the first rank, two tile rows for the last, whose choice is least.
     tile_row = float(parts.work.sum() / parts.size.sum()) * TILE
     extra = np.linspace(0, 2, len(quotas)) * tile_row
-    best, least, enough = [parts], np.inf, ENOUGH if len(parts.size) > 1 else 1.005
+    best, least, enough = [parts], np.inf, ENOUGH if len(parts) > 1 else 1.005
     for _ in range(style.rounds):
         ranks = share_out(parts, quotas, extra.tolist(), mask, style)
         tiles = _tiles(ranks, mask)
@@ -184,7 +184,7 @@ def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, s
 
 
 def _tiles(ranks: list[Parts], mask: PackedMask) -> Float:
-    owner = np.repeat(np.arange(len(ranks)), [len(part.size) for part in ranks])
+    owner = np.repeat(np.arange(len(ranks)), [len(part) for part in ranks])
     return np.bincount(owner, part_tiles(Parts.join(ranks), mask), len(ranks)).astype(np.float64)
 
 
@@ -203,6 +203,6 @@ def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator
 def _to_order(ranks: list[Parts], total: int) -> TokenOrder:
     """The token order in which rank r owns ranks[r]."""
     start = np.concatenate([parts.start for parts in ranks])
-    owner = np.repeat(np.arange(len(ranks)), [len(parts.start) for parts in ranks])
+    owner = np.repeat(np.arange(len(ranks)), [len(parts) for parts in ranks])
     order = np.argsort(start, kind="stable")
     return TokenOrder.from_cuts(np.append(start[order], total), owner[order], len(ranks))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +60,16 @@ class Device:
         if name in DEVICES:
             return DEVICES[name]
         try:
-            return cls(**json.loads(Path(name).read_text()))
-        except (OSError, TypeError, json.JSONDecodeError) as error:
+            device = cls(**json.loads(Path(name).read_text()))
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"device must be one of {', '.join(DEVICES)}, or a file made by `calibrate`; got {name!r}"
             ) from error
+        for f in fields(cls)[1:]:
+            value = getattr(device, f.name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{f.name} in {str(name)!r} must be a number > 0, got {value!r}")
+        return device
 
     def save(self, path: str | Path) -> None:
         """Keep the speeds as JSON."""
@@ -192,22 +197,22 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     seen = SeenKeys(mask)
     work = seen.of(docs.lengths, docs.lengths) / TILE**2
     work_before, tokens_before = np.cumsum(work) - work, np.cumsum(docs.lengths) - docs.lengths
-
-    def before(x: Int) -> tuple[Float, Int]:
-        """(work, tokens) of documents in the row's first x tokens."""
-        doc = np.maximum(np.searchsorted(docs.starts, x, side="right") - 1, 0)
-        inside = np.clip(x - docs.starts[doc], 0, docs.lengths[doc])
-        return work_before[doc] + seen.of(docs.lengths[doc], inside) / TILE**2, tokens_before[doc] + inside
-
-    (high_work, high), (low_work, low) = before(stops), before(starts)
-    tile_rows = -(-(high - low) // TILE)
-    tiles = np.bincount(owners, high_work - low_work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
+    # Work and tokens of documents in the row's first x tokens, for all bounds x of intervals.
+    bounds = np.append(starts, docs.total)
+    doc = np.maximum(docs.starts.searchsorted(bounds, side="right") - 1, 0)
+    lengths = docs.lengths[doc]
+    inside = np.minimum(np.maximum(bounds - docs.starts[doc], 0), lengths)
+    done = work_before[doc] + seen.of(lengths, inside) / TILE**2
+    tokens = tokens_before[doc] + inside
+    work, real_tokens = done[1:] - done[:-1], tokens[1:] - tokens[:-1]
+    tile_rows = -(-real_tokens // TILE)
+    tiles = np.bincount(owners, work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
     seconds = _kernel(float(tiles.max()), 1, device, model)
     if mask.left is None:
         real = docs.lengths > 0
         last_owner = owners[np.searchsorted(stops, docs.ends[real] - 1, side="right")]
         needed = np.bincount(last_owner, docs.lengths[real], order.world_size)
-        missing = float((needed - np.bincount(owners, high - low, order.world_size)).max())
+        missing = float((needed - np.bincount(owners, real_tokens, order.world_size)).max())
         seconds += 2 * max(0.0, missing) * model.kv_bytes / device.link
     return seconds
 

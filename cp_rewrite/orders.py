@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -81,14 +82,19 @@ class TokenOrder:
             bounds: (n + 1,) ascending from 0; bounds[-1] is the row's total. Empty ranges are dropped.
             owners: (n,) ranks.
         """
-        keep = np.diff(bounds) > 0
+        keep = bounds[1:] > bounds[:-1]
         starts, owners = bounds[:-1][keep], owners[keep]
-        new = np.diff(owners, prepend=-1) != 0  # neighbours of one rank are one interval
+        new = np.ones(len(owners), dtype=np.bool_)  # neighbours of one rank are one interval
+        np.not_equal(owners[1:], owners[:-1], out=new[1:])
         starts, owners = starts[new], owners[new]
-        parts = np.stack([starts, np.append(starts[1:], bounds[-1])[: len(starts)]], axis=1).astype(np.int64)
-        by_rank = np.argsort(owners, kind="stable")
-        splits = np.searchsorted(owners[by_rank], np.arange(1, world_size))
-        return cls(int(bounds[-1]), tuple(np.split(parts[by_rank], splits)))
+        parts = np.empty((len(starts), 2), dtype=np.int64)
+        parts[:, 0] = starts
+        parts[:-1, 1] = starts[1:]
+        parts[-1:, 1] = bounds[-1]
+        by_rank = owners.argsort(kind="stable")
+        splits = owners[by_rank].searchsorted(np.arange(world_size + 1)).tolist()
+        parts = parts[by_rank]
+        return cls(int(bounds[-1]), tuple(parts[lo:hi] for lo, hi in pairwise(splits)))
 
 
 def contiguous(total: int, world_size: int, unit: int = 1) -> TokenOrder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -21,34 +20,59 @@ class Parts:
     """Parts of documents: part i is tokens [start, start + size) of the row, from token `first` of its document on.
 
     Args:
-        start, size, document, first: (N,) int64; `document` is the length of the document that the part is of.
+        table: (4, N) int64: start, size, document (the length of the document that the part is of), first.
         work: (N,) float64, in tiles.
     """
 
-    start: Int
-    size: Int
-    document: Int
-    first: Int
+    table: Int
     work: Float
 
-    def take(self, index: Int | slice) -> Parts:
-        """The parts at `index`."""
-        return Parts(self.start[index], self.size[index], self.document[index], self.first[index], self.work[index])
+    def __len__(self) -> int:
+        return len(self.work)
 
-    def cut(self, lo: int, hi: int, left: int, right: int, work: Float) -> Parts:
-        """Parts [lo, hi), less `left` tokens of the first and `right` of the last; `work` is what they then do."""
-        start, size, first = self.start[lo:hi].copy(), self.size[lo:hi].copy(), self.first[lo:hi].copy()
-        start[0] += left
-        first[0] += left
-        size[0] -= left
-        size[-1] -= right
-        return Parts(start, size, self.document[lo:hi], first, work)
+    @property
+    def start(self) -> Int:
+        return self.table[0]
+
+    @property
+    def size(self) -> Int:
+        return self.table[1]
+
+    @property
+    def document(self) -> Int:
+        return self.table[2]
+
+    @property
+    def first(self) -> Int:
+        return self.table[3]
+
+    def take(self, index: Int) -> Parts:
+        """The parts at `index`."""
+        return Parts(self.table.take(index, 1), self.work.take(index))
+
+    def split(self, chosen: Int) -> tuple[Parts, Parts]:
+        """(chosen parts, others)."""
+        keep = np.ones(len(self), dtype=np.bool_)
+        keep[chosen] = False
+        return self.take(chosen), self.take(np.flatnonzero(keep))
+
+    def cut(self, lo: int, hi: int, left: int = 0, right: int = 0) -> Parts:
+        """Parts [lo, hi), less `left` tokens of the first and `right` of the last; their work is as it was."""
+        table = self.table[:, lo:hi]
+        if left or right:
+            table = table.copy()
+            table[0, 0] += left
+            table[3, 0] += left
+            table[1, 0] -= left
+            table[1, -1] -= right
+        return Parts(table, self.work[lo:hi])
 
     @classmethod
     def join(cls, parts: Sequence[Parts]) -> Parts:
         """All of them, one after another."""
-        columns = zip(*((p.start, p.size, p.document, p.first, p.work) for p in parts), strict=True)
-        return cls(*(np.concatenate(column) for column in columns))
+        if len(parts) == 1:
+            return parts[0]
+        return cls(np.concatenate([p.table for p in parts], axis=1), np.concatenate([p.work for p in parts]))
 
     @classmethod
     def of_row(cls, documents: Documents, mask: PackedMask, unit: int = 1) -> Parts:
@@ -66,7 +90,7 @@ class Parts:
         gaps = np.append(starts, total) - gap_starts
         start, size = np.append(starts, gap_starts), np.append(lengths, gaps)
         real = np.append(np.ones(len(lengths)), np.zeros(len(gaps)))
-        parts = cls(start, size, size, np.zeros_like(size), real).take(np.flatnonzero(size > 0))
+        parts = cls(np.stack([start, size, size, np.zeros_like(size)]), real).take(np.flatnonzero(size > 0))
         return replace(parts, work=part_tiles(parts, mask))
 
 
@@ -85,13 +109,13 @@ def part_tiles(parts: Parts, mask: PackedMask) -> Float:
 class Line:
     """Parts in a row, addressed by token: position x lies in part bisect(bounds, x)."""
 
-    def __init__(self, parts: Parts, mask: PackedMask) -> None:
+    def __init__(self, parts: Parts, seen: SeenKeys) -> None:
         self.parts = parts
-        self.bounds: list[int] = [0, *np.cumsum(parts.size).tolist()]
-        self.before: list[float] = [0.0, *np.cumsum(parts.work).tolist()]
+        self.seen = seen
+        self.bounds: list[int] = [0, *parts.size.cumsum().tolist()]
+        self.before: list[float] = [0.0, *parts.work.cumsum().tolist()]
         self.size = self.bounds[-1]
         self._last = len(self.bounds) - 1
-        self._seen = SeenKeys(mask)
         self._rates: dict[int, tuple[int, int, float, float]] = {}
 
     def index(self, x: int) -> int:
@@ -119,40 +143,31 @@ class Line:
         if known is None:
             document, first = int(self.parts.document[i]), int(self.parts.first[i])
             size = self.bounds[i + 1] - self.bounds[i]
-            base = self._seen.of_one(document, first)
-            seen = self._seen.of_one(document, first + size) - base
+            base = self.seen.of_one(document, first)
+            seen = self.seen.of_one(document, first + size) - base
             known = self._rates[i] = document, first, base, (self.before[i + 1] - self.before[i]) / seen
         document, first, base, rate = known
-        return rate * (self._seen.of_one(document, first + x) - base)
+        return rate * (self.seen.of_one(document, first + x) - base)
 
-    def split(self, runs: Sequence[tuple[int, int]]) -> tuple[Parts, Parts]:
-        """(parts of the runs, all other parts). Runs ascend."""
-        edges = [0, *(edge for run in runs for edge in run), self.size]
-        pieces = [self.run(lo, hi) if lo < hi else None for lo, hi in pairwise(edges)]
-        inside = [piece for piece in pieces[1::2] if piece is not None]
-        outside = [piece for piece in pieces[0::2] if piece is not None]
-        return Parts.join(inside or [self.none]), Parts.join(outside or [self.none])
-
-    def pick(self, chosen: list[int]) -> tuple[Parts, Parts]:
-        """(chosen parts, others)."""
-        keep = np.ones(len(self.parts.size), dtype=np.bool_)
-        keep[chosen] = False
-        return self.parts.take(np.array(chosen, dtype=np.int64)), self.parts.take(np.flatnonzero(keep))
-
-    @property
-    def none(self) -> Parts:
-        return self.parts.take(slice(0, 0))
+    def split(self, lo: int, hi: int) -> tuple[Parts, Parts]:
+        """(the parts of tokens [lo, hi), all other parts)."""
+        return self.run(lo, hi), Parts.join([self.run(0, lo), self.run(hi, self.size)])
 
     def run(self, lo: int, hi: int) -> Parts:
         """The parts of tokens [lo, hi), the outer two cut."""
+        if lo == hi:
+            return self.parts.cut(0, 0)
         i, j = self.index(lo), self.index(hi - 1)
-        work = self.parts.work[i : j + 1].copy()
         left, right = lo - self.bounds[i], self.bounds[j + 1] - hi
-        if right:
-            work[-1] = self._inside(j, self.bounds[j + 1] - self.bounds[j] - right)
-        if left:
-            work[0] -= self._inside(i, left)
-        return self.parts.cut(i, j + 1, left, right, work)
+        run = self.parts.cut(i, j + 1, left, right)
+        if left or right:
+            work = run.work.copy()
+            if right:
+                work[-1] = self._inside(j, self.bounds[j + 1] - self.bounds[j] - right)
+            if left:
+                work[0] -= self._inside(i, left)
+            run = Parts(run.table, work)
+        return run
 
 
 class SeenKeys:

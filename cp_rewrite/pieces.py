@@ -125,14 +125,17 @@ def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:
     """(order, launch): pieces by rank, launch and local row; launches of a rank are numbered by falling work."""
     if len(pieces) == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    keys = np.stack([pieces.rank, pieces.left, pieces.right], axis=1)
-    kinds, kind = np.unique(keys, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
+    by_kind = np.lexsort((pieces.right, pieces.left, pieces.rank))
+    rank, left, right = (column[by_kind] for column in (pieces.rank, pieces.left, pieces.right))
+    new = np.ones(len(pieces), dtype=np.bool_)
+    new[1:] = (rank[1:] != rank[:-1]) | (left[1:] != left[:-1]) | (right[1:] != right[:-1])
+    kind = np.empty(len(pieces), dtype=np.int64)
+    kind[by_kind] = np.cumsum(new) - 1
+    rank = rank[new]
     work = np.bincount(kind, weights=(pieces.q1 - pieces.q0) * (pieces.key1 - pieces.key0).astype(np.float64))
-    by_work = np.lexsort((-work, kinds[:, 0]))
-    first = np.searchsorted(kinds[by_work, 0], kinds[by_work, 0])
-    number = np.empty(len(kinds), dtype=np.int64)
-    number[by_work] = np.arange(len(kinds)) - first
+    by_work = np.lexsort((-work, rank))
+    number = np.empty(len(rank), dtype=np.int64)
+    number[by_work] = np.arange(len(rank)) - np.searchsorted(rank, rank)
     launch = number[kind]
     order = np.lexsort((pieces.q0, launch, pieces.rank))
     return order, launch[order]
