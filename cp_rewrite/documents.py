@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .arguments import whole_number, whole_numbers
+
 Int = NDArray[np.int64]
 
 
@@ -65,8 +67,9 @@ class Documents:
     @classmethod
     def from_lengths(cls, lengths: ArrayLike, total: int | None = None) -> Documents:
         """Documents one after another from the row's start; what `total` has beyond their sum is tail padding."""
-        lens = np.asarray(lengths, dtype=np.int64).reshape(-1)
+        lens = whole_numbers("lengths", lengths)
         used = int(lens.sum())
+        total = None if total is None else whole_number("total", total, 0)
         if total is not None and used > total:
             raise ValueError(f"lengths sum to {used} tokens, but the row has {total}")
         return cls(np.cumsum(lens) - lens, lens, used if total is None else total)
@@ -81,12 +84,15 @@ class Documents:
         offsets = cu if cu_seqlens_padded is None else _cumulative("cu_seqlens_padded", cu_seqlens_padded)
         if offsets.shape != cu.shape:
             raise ValueError(f"cu_seqlens_padded has {offsets.size} entries, cu_seqlens has {cu.size}")
+        if offsets[-1] > total:
+            name = "cu_seqlens" if cu_seqlens_padded is None else "cu_seqlens_padded"
+            raise ValueError(f"{name} ends at token {offsets[-1]}, but the row has {total}")
         return cls(offsets[:-1], np.diff(cu), total)
 
     @classmethod
     def from_position_ids(cls, position_ids: ArrayLike) -> Documents:
         """`position_ids` (T,): 0, 1, 2, … within each document; a document starts at every 0."""
-        pos = np.asarray(position_ids, dtype=np.int64).reshape(-1)
+        pos = whole_numbers("position_ids", position_ids)
         starts = np.flatnonzero(np.diff(pos, prepend=pos[:1] - 2) != 1).astype(np.int64)
         bad = starts[pos[starts] != 0]
         if bad.size:
@@ -99,7 +105,7 @@ class Documents:
     @classmethod
     def from_document_ids(cls, document_ids: ArrayLike) -> Documents:
         """`document_ids` (T,): one value per document, equal and contiguous over its tokens; negative: padding."""
-        ids = np.asarray(document_ids, dtype=np.int64).reshape(-1)
+        ids = whole_numbers("document ids", document_ids)
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1) != 0).astype(np.int64)
         lengths = np.diff(np.append(starts, ids.size))
         keep = ids[starts] >= 0
@@ -113,7 +119,7 @@ class Documents:
 
 
 def _cumulative(name: str, values: ArrayLike) -> Int:
-    cu = np.asarray(values, dtype=np.int64).reshape(-1)
+    cu = whole_numbers(name, values)
     if cu.size < 1 or cu[0] != 0 or (np.diff(cu) < 0).any():
         raise ValueError(f"{name} must start at 0 and never decrease, got {cu[:8].tolist()}…")
     return cu

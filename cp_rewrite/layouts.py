@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .arguments import whole_number
 from .balanced import balanced
 from .cost import Device, Model
 from .documents import Documents
@@ -40,9 +41,9 @@ def order_tokens(
         ranks_per_node: ranks that share fast links; None: all. Only for `balanced`, as what follows.
         device, model: what the cost model plans for.
     Raises:
-        ValueError: an unknown layout; a number below 1; ranks_per_node that do not divide world_size; a document that
-            starts inside a chunk; or chunks that `balanced` can't share out without more rows per rank than the tokens
-            need.
+        TypeError, ValueError: an unknown layout; a number that is no whole one or below 1; ranks_per_node that do not
+            divide world_size; a document that starts inside a chunk; or chunks that `balanced` can't share out without
+            more rows per rank than the tokens need.
     """
     _check(documents, world_size, layout, chunk_size, pad_to_multiple, ranks_per_node)
     if layout == "balanced":
@@ -60,9 +61,8 @@ def _check(
     documents: Documents, world_size: int, layout: str, chunk_size: int, pad_to_multiple: int, per_node: int | None
 ) -> None:
     for name, value in (("world_size", world_size), ("chunk_size", chunk_size), ("pad_to_multiple", pad_to_multiple)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    if per_node is not None and (per_node < 1 or world_size % per_node):
+        whole_number(name, value)
+    if per_node is not None and world_size % whole_number("ranks_per_node", per_node):
         raise ValueError(f"ranks_per_node must divide world_size {world_size}, got {per_node}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")

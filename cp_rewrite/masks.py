@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arguments import whole_number
 from .documents import Documents
 
 Window = tuple[int | None, int | None]
@@ -26,7 +28,7 @@ class PackedMask:
             FlashAttention's `window_size=(left, right)`; a model's "sliding window of W" is `(W - 1, 0)`.
         packed: False means that the mask ignores documents: the row is one document.
     Raises:
-        ValueError: a window side below -1, or a window that is no pair.
+        TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1.
     """
 
     causal: bool = True
@@ -34,12 +36,14 @@ class PackedMask:
     packed: bool = True
 
     def __post_init__(self) -> None:
-        window = (None, None) if self.window is None else self.window
-        if len(window) != 2:
-            raise ValueError(f"window must be a pair (left, right) of token counts or None, got {self.window!r}")
-        left, right = (None if side == -1 else side for side in window)
-        if any(side is not None and side < 0 for side in (left, right)):
-            raise ValueError(f"window sides must be >= 0 tokens, or None for no limit, got {self.window!r}")
+        for name in ("causal", "packed"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        window: Any = (None, None) if self.window is None else self.window
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise ValueError(f"window must be a pair (left, right) of token counts or None, got {window!r}")
+        left, right = (None if side is None else whole_number("a side of window (-1 or None: no limit)", side, -1) for side in window)
+        left, right = (None if side == -1 else side for side in (left, right))
         right = 0 if self.causal else right
         # One spelling for each mask, so that equal masks compare equal: (None, 0) *is* causal.
         object.__setattr__(self, "causal", right == 0)

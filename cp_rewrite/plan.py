@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arguments import whole_number
 from .cost import Device, Load, Model, exchange_seconds, ideal_seconds, load_of, same_node
 from .documents import Documents
 from .intervals import Int
@@ -202,6 +204,8 @@ class Plan:
 
     def local_order(self, rank: int) -> Int:
         """(T_l,) position in the row of each of a rank's tokens, -1 for padding at the end."""
+        if whole_number("rank", rank, 0) >= self.world_size:
+            raise ValueError(f"rank must be below world_size {self.world_size}, got {rank}")
         return self.order.local_indices(rank)
 
     def plot(self, path: str | Path) -> None:
@@ -259,22 +263,41 @@ def plan(
         device: name of a device, a file made by `calibrate`, or a Device.
         ranks_per_node: ranks that share fast links; None: all.
     Raises:
-        ValueError: lengths that are negative or exceed `total`, no tokens, an unknown layout or device, bad heads,
-            a number below 1, or chunks that can't be had with equal tokens per rank.
+        TypeError, ValueError: lengths that are no whole numbers, are negative or exceed `total`, no tokens, an unknown
+            layout or device, a mask that is none, bad heads, a number below 1, or chunks that can't be had with equal
+            tokens per rank.
     """
-    documents = lengths if isinstance(lengths, Documents) else Documents.from_lengths(lengths, total)
-    if documents.total < 1:
-        raise ValueError("lengths hold no token: nothing to plan")
-    if heads[0] < 1 or heads[1] < 1 or heads[0] % heads[1]:
-        raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads}")
+    documents = _documents(lengths, total)
     mask = PackedMask() if mask is None else mask
-    model = Model(heads, head_dim)
+    if not isinstance(mask, PackedMask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"mask must be a cp_rewrite.PackedMask or None, got {mask!r}")
+    model = Model(_checked_heads(heads), whole_number("head_dim", head_dim))
     speeds = device if isinstance(device, Device) else Device.named(device)
     cuts = {"chunk_size": chunk_size, "pad_to_multiple": pad_to_multiple}
     order = order_tokens(
         documents, world_size, layout, mask, **cuts, ranks_per_node=ranks_per_node, device=speeds, model=model
     )
     return Plan(documents, layout, order, mask, model, speeds, ranks_per_node or world_size)
+
+
+def _documents(lengths: Sequence[int] | Documents, total: int | None) -> Documents:
+    if not isinstance(lengths, Documents):
+        documents = Documents.from_lengths(lengths, total)
+    elif total in (None, lengths.total):
+        documents = lengths
+    else:
+        raise ValueError(f"total is {total}, but the Documents given as lengths have {lengths.total} tokens")
+    if documents.total < 1:
+        raise ValueError("lengths hold no token: nothing to plan")
+    return documents
+
+
+def _checked_heads(heads: Any) -> tuple[int, int]:
+    if isinstance(heads, tuple | list) and len(heads) == 2:
+        query, key = (whole_number("a number of heads", number) for number in heads)
+        if query % key == 0:
+            return query, key
+    raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads!r}")
 
 
 def compare(plans: Mapping[str, Plan]) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import checked_dims, checked_ops
 from .capacity import Capacity
 from .cost import Device
 from .masks import PackedMask
@@ -123,13 +124,10 @@ class Sharding:
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh, self.exchange)
-        object.__setattr__(self, "tokens", _TokenDims(_checked_tokens(self.tokens)))
-        blocks = _checked_tokens(self.block_tokens) if self.block_tokens else {}
+        object.__setattr__(self, "tokens", _TokenDims(checked_dims("tokens", self.tokens)))
+        blocks = checked_dims("block_tokens", self.block_tokens) if self.block_tokens else {}
         object.__setattr__(self, "block_tokens", _TokenDims(blocks))
-        if not isinstance(self.packing, Packing):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {self.packing!r}"
-            )
+        _check_packing(self.packing, self.tokens)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -143,17 +141,7 @@ class Sharding:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_cuts(self)
         object.__setattr__(self, "speeds", _named_speeds(self.speeds))
-        if isinstance(self.packing, CuSeqlens):
-            sharded = {self.packing.arg, self.packing.padded_arg} & set(self.tokens)
-            if sharded:
-                raise ValueError(
-                    f"tokens names {sorted(map(str, sharded))}, but cu_seqlens are global and are not sharded"
-                )
-        elif self.packing.arg not in self.tokens:
-            raise ValueError(
-                f"packing reads {self.packing.arg!r}, which has one value per token: name it in tokens too"
-            )
-        object.__setattr__(self, "local_ops", tuple(self.local_ops))
+        object.__setattr__(self, "local_ops", checked_ops(self.local_ops))
 
     @property
     def graph_key(self) -> tuple[object, ...]:
@@ -292,13 +280,20 @@ def _named_speeds(speeds: object) -> Device | None:
         raise ValueError(f"speeds: {error}") from error
 
 
-def _checked_tokens(tokens: object) -> dict[str, int]:
-    if not isinstance(tokens, Mapping) or not tokens:
-        raise TypeError(f"tokens must map argument names to their token dim, as in {{'input_ids': 1}}, got {tokens!r}")
-    for name, dim in tokens.items():
-        if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise ValueError(f"tokens[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")
-    return dict(tokens)
+def _check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
+    if not isinstance(packing, Packing):
+        raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {packing!r}")
+    args = [packing.arg]
+    if isinstance(packing, CuSeqlens) and packing.padded_arg is not None:
+        args.append(packing.padded_arg)
+    if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"packing must name an argument, as in PositionIds('position_ids'), got {packing!r}")
+    if isinstance(packing, CuSeqlens):
+        sharded = sorted(set(args) & set(tokens))
+        if sharded:
+            raise ValueError(f"tokens names {sharded}, but cu_seqlens are global and are not sharded")
+    elif packing.arg not in tokens:
+        raise ValueError(f"packing reads {packing.arg!r}, which has one value per token: name it in tokens too")
 
 
 def split_exchange(exchange: str) -> tuple[bool, str]:

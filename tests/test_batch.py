@@ -142,7 +142,7 @@ def test_rows_with_other_batch_sizes_are_refused() -> None:
 
 def test_unshard_checks_the_dim() -> None:
     sharding = cp.Sharding(1, {"x": 1}, cp.DocumentIds("x"))
-    with sharding.shard({"x": torch.zeros(1, 6)}) as local:
+    with sharding.shard({"x": torch.zeros(1, 6, dtype=torch.int64)}) as local:
         pass
     assert sharding.unshard(local["x"], 1).shape == (1, 6)
     with pytest.raises(ValueError, match="dim 0 of x has 1 tokens"):

@@ -71,8 +71,11 @@ def test_lengths_leave_tail_padding():
         (lambda: Documents.from_cu_seqlens([0, 4], 8, [0, 4, 8]), "3 entries, cu_seqlens has 2"),
         (lambda: Documents.from_position_ids([0, 1, 5, 6]), "jump to 5 at token 2"),
         (lambda: Documents.from_document_ids([0, 0, 1, 0]), "2 separate runs"),
+        (lambda: Documents.from_document_ids([0.0, 0.5]), "document ids must be whole numbers, got float64"),
+        (lambda: Documents.from_position_ids([[0, 1], [0, 1]]), r"position_ids must be a list of numbers, .* \(2, 2\)"),
+        (lambda: Documents.from_cu_seqlens([0, 3, 6], 8, [0, 4, 9]), "cu_seqlens_padded ends at token 9, .* has 8"),
     ],
 )
 def test_refuses_what_is_no_packing(make: Callable[[], Documents], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 
@@ -39,8 +41,17 @@ def test_says_what_it_is():
     assert str(PackedMask(window=(3, 0))) == "same document & causal & window (3, 0)"
 
 
-def test_bad_windows_are_errors():
-    with pytest.raises(ValueError, match=">= 0 tokens"):
-        PackedMask(window=(-2, 0))
-    with pytest.raises(ValueError, match="must be a pair"):
-        PackedMask(window=(1, 2, 3))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": (-2, 0)}, r"window \(-1 or None: no limit\) must be >= -1, got -2"),
+        ({"window": (1, 2, 3)}, "must be a pair"),
+        ({"window": 3}, "must be a pair"),
+        ({"window": (1.5, 0)}, "must be a whole number, got 1.5"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"packed": None}, "packed must be True or False, got None"),
+    ],
+)
+def test_bad_fields_are_errors(fields: dict[str, Any], message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        PackedMask(**fields)

@@ -172,10 +172,18 @@ def test_says_what_it_does():
         ({"lengths": [4], "pad_to_multiple": -1}, "pad_to_multiple must be >= 1"),
         ({"lengths": [3, 5], "chunk_size": 2}, "document 1 starts at token 3"),
         ({"lengths": [6], "chunk_size": 2}, "whole chunks of 2 need 4"),
+        ({"lengths": [3.5, 5]}, "lengths must be whole numbers, got float64"),
+        ({"lengths": "3,5"}, "lengths must be whole numbers"),
+        ({"lengths": [[3, 5], [2, 6]]}, r"lengths must be a list of numbers, got shape \(2, 2\)"),
+        ({"lengths": [4], "world_size": "2"}, "world_size must be a whole number, got '2'"),
+        ({"lengths": [4], "mask": "causal"}, r"mask must be a cp_rewrite\.PackedMask or None"),
+        ({"lengths": [4], "heads": 8}, r"heads must be \(query, key/value\)"),
+        ({"lengths": [4], "head_dim": 0}, "head_dim must be >= 1"),
+        ({"lengths": Documents.from_lengths([4]), "total": 9}, "total is 9, but the Documents"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         plan(**{"world_size": 2, **arguments})  # type: ignore[arg-type]
 
 

@@ -27,7 +27,13 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("tokens", ["ids"], "tokens must map"),
         ("tokens", {"ids": -1, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
         ("tokens", {"ids": True, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
+        ("tokens", {3: 1, "pos": 1}, "tokens must map names of arguments, got 3"),
         ("tokens", {"ids": 1}, "packing reads 'pos'"),
+        ("block_tokens", {"h": -1}, r"block_tokens\['h'\] must be a dim >= 0"),
+        ("local_ops", "my::op", r"local_ops must be a tuple of names of ops, as in \('my::op',\), got 'my::op'"),
+        ("local_ops", ("op",), "local_ops must hold names such as 'my::op', got 'op'"),
+        ("packing", cp.PositionIds(3), "packing must name an argument"),  # type: ignore[arg-type]
+        ("packing", cp.CuSeqlens("cu", 5), "packing must name an argument"),  # type: ignore[arg-type]
         ("packing", "pos", "packing must be CuSeqlens"),
         ("packing", cp.CuSeqlens("pos"), "cu_seqlens are global"),
         ("layout", "zigzag", "layout must be one of contiguous, head_tail, dual_chunk, balanced"),
@@ -83,6 +89,9 @@ def test_speeds_are_named_or_measured(tmp_path: Path) -> None:
     mine = replace(DEVICES["h100"], name="mine", link=1e9)
     mine.save(tmp_path / "device.json")
     assert cp.Sharding(**GOOD, speeds=str(tmp_path / "device.json")).device_speeds == mine
+    replace(mine, link=0.0).save(tmp_path / "device.json")
+    with pytest.raises(ValueError, match=r"speeds: link in .* must be a number > 0, got 0\.0"):
+        cp.Sharding(**GOOD, speeds=str(tmp_path / "device.json"))
     assert cp.Sharding(**GOOD, speeds="a100").device_speeds is DEVICES["a100"]
     assert cp.Sharding(**GOOD).device_speeds is None
 

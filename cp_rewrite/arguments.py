@@ -1,0 +1,60 @@
+"""Checks of what callers pass: one error, which names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int.
+
+    Raises:
+        TypeError: it is no whole number. ValueError: it is below `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+    return int(value)
+
+
+def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """`values`, (N,) or (1, N), as (N,) int64.
+
+    Raises:
+        TypeError: something else than whole numbers. ValueError: another shape.
+    """
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iub":
+        raise TypeError(f"{name} must be whole numbers, got {array.dtype} {str(values)[:80]}")
+    if not array.ndim or array.size != array.shape[-1]:
+        raise ValueError(f"{name} must be a list of numbers, got shape {array.shape}")
+    return array.astype(np.int64).reshape(-1)
+
+
+def checked_dims(field_name: str, dims: object) -> dict[str, int]:
+    """A mapping of argument names to dims counted from the front."""
+    if not isinstance(dims, Mapping) or not dims:
+        raise TypeError(
+            f"{field_name} must map argument names to their token dim, as in {{'input_ids': 1}}, got {dims!r}"
+        )
+    for name, dim in dims.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{field_name} must map names of arguments, got {name!r} for one")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise ValueError(f"{field_name}[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")
+    return dict(dims)
+
+
+def checked_ops(ops: Any) -> tuple[str, ...]:
+    """Names of ops, `namespace::name`."""
+    if isinstance(ops, str) or not isinstance(ops, Sequence):
+        raise TypeError(f"local_ops must be a tuple of names of ops, as in ('my::op',), got {ops!r}")
+    bad = [op for op in ops if not isinstance(op, str) or "::" not in op]
+    if bad:
+        raise ValueError(f"local_ops must hold names such as 'my::op', got {bad[0]!r}")
+    return tuple(ops)
