@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -68,6 +69,8 @@ class ActivePlan:
     device: torch.device
     batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The global batch, for masks that are compared on it; empty once the batch's block has ended."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Of the batch, in this process."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _examples: dict[PlanInput, Arrays] = field(default_factory=dict[PlanInput, Arrays])
     """Rank 0's arrays of each mask and exchange, under a key that names none of them."""
@@ -109,6 +112,17 @@ class ActivePlan:
                 f"pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} tokens, or mask "
                 "the sum"
             )
+
+    def check_tokens(self, name: str, value: Tensor, size: int) -> None:
+        """Raise unless a call's argument, of `size` tokens, can be this rank's part of this batch."""
+        number = batch_number(value)
+        if size == self.plan.local_size and number in (None, self.number):
+            return
+        found = "is of another batch" if size == self.plan.local_size else f"has {size} tokens"
+        raise ValueError(
+            f"{name} {found}, but the model is called inside a batch whose parts have {self.plan.local_size} tokens a "
+            "rank: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
+        )
 
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
@@ -165,6 +179,23 @@ def active_plan(sharding: Sharding) -> ActivePlan:
     if current[0].sharding.graph_key != sharding.graph_key:
         raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
     return current[0]
+
+
+def check_no_batch() -> None:
+    """Raise inside a batch's block: two batches can't be in flight."""
+    current = _current.get()
+    if current is not None and current[1]:
+        raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
+
+
+def number_tokens(value: Tensor, plan: ActivePlan) -> None:
+    """Mark a cut tensor with its batch. Every op loses the mark: it shows on what is handed over as it is."""
+    value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]
+
+
+def batch_number(value: Tensor) -> int | None:
+    """The batch that a tensor was cut from; None: unknown."""
+    return getattr(value, "_cp_rewrite_batch", None)
 
 
 def last_plan(sharding: Sharding) -> ActivePlan | None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .plan import BatchPlan
@@ -25,7 +28,12 @@ _ADVICE = {
     "annotation and batch shapes",
     "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
     "same batch, layout and lengths",
+    "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
+    "gradient on all ranks, or on none",
 }
+_FAILED = "failed: "
+SAMPLE = 4096
+"""Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
 
 
 def on_text(sharding: Sharding, text: str) -> None:
@@ -39,19 +47,28 @@ def on_text(sharding: Sharding, text: str) -> None:
         _compare(sharding, "graph", text)
 
 
-def on_batch(sharding: Sharding, plan: BatchPlan) -> None:
-    """Compare who owns which tokens of a batch, and its documents. Raises as `on_text`; `check_batches` may be off."""
+def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> None:
+    """Compare who owns which tokens of a batch, its documents, and a sample of its values that are on the host.
+
+    Raises as `on_text`; `check_batches` may be off.
+    """
     if sharding.check_batches and _talks(sharding):
-        _compare(sharding, "batch", describe(sharding, plan))
+        _compare(sharding, "batch", describe(sharding, plan, batch))
 
 
-def on_failure(sharding: Sharding, error: Exception) -> None:
-    """Tell the others that this rank could not cut its batch; they raise with its error instead of waiting for it."""
+def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
+    """Compare which parameters have a gradient, one text each. Raises as `on_text`; `check_batches` may be off."""
     if sharding.check_batches and _talks(sharding):
-        _post(sharding, "batch", f"no plan: {type(error).__name__}: {error}")
+        _compare(sharding, "gradients", "\n".join(shapes))
 
 
-def describe(sharding: Sharding, plan: BatchPlan) -> str:
+def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
+    """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
+    if (sharding.check_batches or kind == "graph") and _talks(sharding):
+        _post(sharding, kind, f"{_FAILED}{type(error).__name__}: {error}")
+
+
+def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
     """What must be equal on all ranks of a batch, a line a fact."""
     orders = hashlib.sha256(b"".join(part.tobytes() for order in plan.orders for part in order.intervals)).hexdigest()
     lines = [
@@ -63,7 +80,20 @@ def describe(sharding: Sharding, plan: BatchPlan) -> str:
     ]
     for b, row in enumerate(plan.rows):
         lines += [f"row {b} document starts: {row.starts.tolist()}", f"row {b} lengths: {row.lengths.tolist()}"]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"{name}: {_fingerprint(value)}" for name, value in batch.items()])
+
+
+def _fingerprint(value: Any) -> str:
+    if isinstance(value, bool | int | float | str):
+        return repr(value)
+    if type(value) is not Tensor:
+        return type(value).__name__
+    text = f"{value.dtype} {tuple(value.shape)}"
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        return text
+    flat = value.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8)
+    return f"{text}, values {hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def _talks(sharding: Sharding) -> bool:
@@ -82,7 +112,7 @@ def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
     digest = hashlib.sha256(text.encode()).hexdigest()
     # A text that all ranks turn out to share is never read: it is written only when digests differ, or at once where
     # this rank will not come back to write it.
-    if text.startswith("no plan"):
+    if text.startswith(_FAILED):
         store.set(f"{prefix}/text/{sharding.rank}", text)
     store.set(f"{prefix}/hash/{sharding.rank}", digest)
     return prefix, f"cp_rewrite/{kind}/{turn - 1}"
@@ -101,6 +131,8 @@ def _compare(sharding: Sharding, kind: str, text: str) -> None:
     store.set(f"{prefix}/text/{rank}", text)
     other = different[0] if digests[rank] == digests[0] else 0
     theirs = _read(store, [f"{prefix}/text/{other}"], group, kind)[0]
+    if theirs.startswith(_FAILED):
+        raise RuntimeError(f"cp_rewrite: rank {other} of the group brought no {kind}: {theirs[len(_FAILED) :]}")
     lines = difflib.unified_diff(
         text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
     )

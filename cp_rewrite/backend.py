@@ -16,6 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 from . import agree, observe, passes
 from .active import ActivePlan, active_plan
 from .passes.diff import graph_lines
+from .passes.locality_inputs import token_dims
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of
@@ -43,7 +44,11 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         sharding = self.sharding
         observe.trace("before", lambda: graph_lines(gm))
-        state = passes.run_passes(capture(gm, sharding, active_plan(sharding)))
+        try:
+            state = self._rewritten(gm)
+        except Exception as error:
+            agree.on_failure(sharding, "graph", error)
+            raise
         observe.count(state)
         if state.refusals:
             refused = RewriteRefused(state.refusals)
@@ -61,10 +66,12 @@ class Backend:
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra])
         keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
-        unchecked = list(state.masks)
+        unchecked, tokens = list(state.masks), _token_places(state)
 
         def run(*args: Any) -> Any:
             plan = active_plan(sharding)
+            for place, name, dim in tokens:
+                plan.check_tokens(name, args[place], args[place].shape[dim])
             if sums:
                 plan.check_full(sums)
             if unchecked:
@@ -73,6 +80,15 @@ class Backend:
             return compiled(*args, *(plan.tensor(key) for key in keys))
 
         return run
+
+    def _rewritten(self, gm: fx.GraphModule) -> passes.State:
+        state = capture(gm, self.sharding, active_plan(self.sharding))
+        nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
+        for place, name, dim in _token_places(state):
+            value = nodes[place].meta["example_value"]
+            size = value.shape[dim]
+            state.plan.check_tokens(name, value, size.node.hint if isinstance(size, torch.SymInt) else size)
+        return passes.run_passes(state)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
@@ -140,6 +156,19 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.
     copy = _copy(gm)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     return passes.State(copy, sharding, argument_names(copy), device, plan)
+
+
+def _token_places(state: passes.State) -> list[tuple[int, str, int]]:
+    """(place among the graph's inputs, name, token dim) of each input that carries tokens."""
+    dims = token_dims(state.sharding)
+    nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
+    return [
+        (place, name, dims[name])
+        for place, node in enumerate(nodes)
+        if (name := state.source_of.get(node)) in dims
+        and isinstance(value := node.meta["example_value"], Tensor)
+        and value.ndim > dims[name]
+    ]
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import agree
-from .active import ActivePlan, activate, last_plan, to_device
+from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
 from .capacity import Capacity, buffers_of, fill_cu_seqlens
-from .documents import Documents
+from .packing import documents_of
 from .plan import BatchPlan, plan_batch
-from .sharding import CuSeqlens, PositionIds, Sharding
+from .sharding import CuSeqlens, Sharding
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
@@ -52,40 +52,61 @@ def shard(
         lengths: documents' lengths, (N,) or one list per row, when the packing argument is on a GPU: reading it there
             would stall the GPU. Rows may be longer than their lengths' sum; the rest is padding.
         shift_labels: shift labels by one token over the global row before the cut, as a causal language model's loss
-            does, and hand over `shift_labels` and `num_items_in_batch` (targets in the whole batch).
+            does, and hand over `shift_labels` and, unless the batch has it, `num_items_in_batch` (targets in the whole
+            batch; with accumulated gradients pass that of all batches).
         label_arg: name of the labels.
     Raises:
-        KeyError, ValueError: a missing argument, token dims of different lengths, lengths that do not fit, documents
-            that can't be cut into whole chunks.
-        RuntimeError: on every rank, when ranks were given different batches or layouts.
+        KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
+            were cut before, lengths that do not fit, labels that can't hold -100, documents that can't be cut into
+            whole chunks.
+        RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
+            layouts, or one of them could not cut its batch.
     """
     try:
+        check_no_batch()
+        if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
         plan = plan_of(sharding, batch, lengths)
+        active, values = _local(sharding, batch, plan, label_arg, shift_labels)
     except Exception as error:
-        agree.on_failure(sharding, error)
+        agree.on_failure(sharding, "batch", error)
         raise
-    agree.on_batch(sharding, plan)
+    agree.on_batch(sharding, plan, batch)
+    with activate(active):
+        yield LocalBatch(values, plan)
+
+
+def _local(
+    sharding: Sharding, batch: Mapping[str, Any], plan: BatchPlan, label_arg: str, shift_labels: bool
+) -> tuple[ActivePlan, dict[str, Any]]:
+    """The plan with its tensors, and what this rank's model is called with."""
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
-    values = dict(batch) | (_shifted(batch, sharding.tokens, label_arg) if shift_labels else {})
-    values = _cut(values, tokens, (label_arg, "labels", "shift_labels"), plan.local_indices(sharding.rank))
+    given = {name: value for name, value in batch.items() if value is not None}
+    values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
+    fills = {name: IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0 for name in tokens}
+    if plan.local_size * plan.world_size > plan.rows[0].total:
+        for name, fill in fills.items():
+            _check_fill(name, values[name], fill)
+    indices = plan.local_indices(sharding.rank)
+    values |= {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
     for name, dim in tokens.items():
+        number_tokens(values[name], active)
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
-    with activate(active):
-        yield LocalBatch(values, plan)
+    return active, values
 
 
-def _cut(
-    values: dict[str, Any], tokens: Mapping[str, int], labels: Sequence[str], indices: NDArray[np.int64]
-) -> dict[str, Any]:
-    """This rank's tokens of the token tensors; the other values as they are."""
-    fills = {name: IGNORE_INDEX if name in labels else 0 for name in tokens}
-    return values | {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
+def _check_fill(name: str, value: Tensor, fill: int) -> None:
+    if fill < 0 and not (value.is_floating_point() or value.dtype.is_signed):
+        raise TypeError(
+            f"batch[{name!r}] is {value.dtype}, which can't hold {fill}, the label of tokens that are no target: make "
+            "it int64"
+        )
 
 
 def plan_of(
@@ -93,7 +114,7 @@ def plan_of(
 ) -> BatchPlan:
     """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
     rows, total = _shape(sharding, batch)
-    documents = _documents(sharding, batch, rows, total, lengths)
+    documents = documents_of(sharding, batch, rows, total, lengths)
     return plan_batch(
         documents,
         sharding.world_size,
@@ -128,15 +149,22 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
 
     Args:
         x: this rank's tensor, T_l tokens at `dim`, batch rows (if several) at `dim - 1`; from the last sharded batch.
-        dim: token dim.
+        dim: token dim; negative ones count from the end.
     Returns:
         The global tensor, on every rank. Its gradient is cut to this rank's tokens and not summed over ranks: a loss
         computed from it counts once, and parameter gradients are summed over the group as for local losses.
+    Raises:
+        TypeError, ValueError: no tensor, or no dim of it with as many tokens as a rank has.
+        RuntimeError: before any batch was cut by this annotation.
     """
     last = last_plan(sharding)
     if last is None:
         raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
     plan = last.plan
+    if not isinstance(x, Tensor) or type(dim) is not int:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"unshard() takes a tensor and its token dim, got {type(x).__name__} and {dim!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dim of x, which has shape {tuple(x.shape)}, got {dim}")
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
@@ -187,10 +215,16 @@ def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, A
 
 def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
     """(B, T) of the batch."""
-    missing = [name for name in sharding.tokens if not isinstance(batch.get(name), Tensor)]
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    missing = [name for name in sharding.tokens if batch.get(name) is None]
     if missing:
         raise KeyError(f"tokens names {missing}, but the batch has no such tensor; it has {sorted(batch)}")
     for name, dim in sharding.tokens.items():
+        if not isinstance(batch[name], Tensor):
+            raise TypeError(f"batch[{name!r}] must be a tensor, got {type(batch[name]).__name__}")
+        if batch_number(batch[name]) is not None:
+            raise ValueError(f"batch[{name!r}] was cut before: shard() takes the global batch, once")
         if dim >= batch[name].ndim:
             raise ValueError(f"tokens[{name!r}] is dim {dim}, but batch[{name!r}] has shape {tuple(batch[name].shape)}")
     totals = {name: batch[name].shape[dim] for name, dim in sharding.tokens.items()}
@@ -202,70 +236,18 @@ def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
     if other:
         shapes = {name: tuple(batch[name].shape) for name in other}
         raise ValueError(f"batch[{first!r}] has {rows} rows, but {shapes} differ: expand them to ({rows}, T)")
-    return rows, next(iter(totals.values()))
-
-
-def _documents(
-    sharding: Sharding,
-    batch: Mapping[str, Any],
-    rows: int,
-    total: int,
-    lengths: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[Documents]:
-    packing = sharding.packing
-    if lengths is not None:
-        nested = [lengths] if not len(lengths) or isinstance(lengths[0], int | np.integer) else lengths
-        if len(nested) != rows:
-            raise ValueError(f"lengths holds {len(nested)} rows, the batch {rows}: pass one list of lengths per row")
-        given = [Documents.from_lengths(cast(Sequence[int], row), total) for row in nested]
-        value: Any = batch.get(packing.arg)
-        if isinstance(value, Tensor) and value.device.type == "cpu":
-            _check_lengths(given, _read(sharding, batch, rows, total))
-        return given
-    return _read(sharding, batch, rows, total)
-
-
-def _check_lengths(given: Sequence[Documents], read: Sequence[Documents]) -> None:
-    for row, (mine, theirs) in enumerate(zip(given, read, strict=True)):
-        starts, used = mine.starts[mine.lengths > 0], int(mine.lengths.sum())
-        found = theirs.starts[(theirs.lengths > 0) & (theirs.starts < used)]
-        if starts.shape != found.shape or (starts != found).any():
-            raise ValueError(
-                f"lengths say that row {row} has documents at {starts[:8].tolist()}…, "
-                f"its packing argument says {found[:8].tolist()}…"
-            )
-
-
-def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> list[Documents]:
-    packing = sharding.packing
-    values = _host_array(batch, packing.arg)
-    if isinstance(packing, CuSeqlens):
-        if rows > 1:
-            raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use PositionIds or DocumentIds")
-        padded = None if packing.padded_arg is None else _host_array(batch, packing.padded_arg)
-        return [Documents.from_cu_seqlens(values, total, padded)]
-    read = Documents.from_position_ids if isinstance(packing, PositionIds) else Documents.from_document_ids
-    table = np.moveaxis(values, sharding.tokens[packing.arg], -1).reshape(-1, total)
-    if len(table) != rows:
-        raise ValueError(f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
-    return [read(row) for row in table]
-
-
-def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:
-    value = batch.get(name)
-    if value is None:
-        raise KeyError(f"packing reads {name!r}, which the batch lacks; it has {sorted(batch)}; or pass lengths=")
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        raise ValueError(
-            f"batch[{name!r}] is on {value.device}, and reading documents there would stall it: "
-            "shard the batch before moving it, or pass lengths="
-        )
-    return np.asarray(value)
+    total = next(iter(totals.values()))
+    if not rows or not total:
+        raise ValueError(f"the batch has {rows} rows of {total} tokens: nothing to cut")
+    return rows, total
 
 
 def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
     if label_arg not in tokens:
         raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
+    if batch.get("shift_labels") is not None:
+        raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
+    _check_fill(label_arg, batch[label_arg], IGNORE_INDEX)
     labels, dim = batch[label_arg], tokens[label_arg]
     last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
     shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)

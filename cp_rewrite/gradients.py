@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import agree
 from .sharding import Sharding
 
 _LARGE = 1 << 20
@@ -20,12 +21,26 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
     """Sum parameter gradients over the context-parallel group, in place.
 
     Each rank's loss is its tokens' part of the global loss, so gradients are summed, not averaged. Call it after
-    backward, with gradients of the same parameters on all ranks. With DDP or FSDP over the same group, which average,
-    scale the loss by the world size instead.
+    backward. With DDP or FSDP over the same group, which average, scale the loss by the world size instead.
+
+    Args:
+        parameters: as `model.parameters()` gives them; those without a gradient are passed over.
+        sharding: the annotation.
+    Raises:
+        TypeError: no iterable of parameters.
+        RuntimeError: on every rank, where ranks have gradients of different parameters (see `check_batches`).
     """
+    everything: Any = parameters
+    if isinstance(everything, Tensor | nn.Module):
+        raise TypeError(f"parameters must be an iterable such as model.parameters(), got {type(everything).__name__}")
+    everything = list(everything)
+    if not all(isinstance(parameter, Tensor) for parameter in everything):
+        raise TypeError("parameters must hold parameters, as model.parameters() does, not names or groups of them")
     if sharding.world_size == 1:
         return
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    named = [(i, parameter.grad) for i, parameter in enumerate(everything) if parameter.grad is not None]
+    agree.on_gradients(sharding, [f"parameter {i}: {grad.dtype} {tuple(grad.shape)}" for i, grad in named])
+    grads: list[Tensor] = [grad for _, grad in named]
     alone = [grad for grad in grads if grad.nbytes >= _LARGE and grad.is_contiguous()]
     sums: list[Any] = [dist.all_reduce(grad, group=sharding.group, async_op=True) for grad in alone]
     known = set(map(id, alone))

@@ -42,8 +42,8 @@ class PackedMask:
         window: Any = (None, None) if self.window is None else self.window
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window must be a pair (left, right) of token counts or None, got {window!r}")
-        left, right = (None if side is None else whole_number("a side of window (-1 or None: no limit)", side, -1) for side in window)
-        left, right = (None if side == -1 else side for side in (left, right))
+        name = "a side of window (-1 or None: no limit)"
+        left, right = (None if side in (None, -1) else whole_number(name, side, -1) for side in window)
         right = 0 if self.causal else right
         # One spelling for each mask, so that equal masks compare equal: (None, 0) *is* causal.
         object.__setattr__(self, "causal", right == 0)

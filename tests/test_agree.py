@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("pool")
 
 def batch_of(lengths: list[int]) -> dict[str, Tensor]:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    return {"x": torch.randn(*positions.shape, 8), "position_ids": positions}
+    return {"x": torch.arange(8.0).expand(*positions.shape, -1), "position_ids": positions}
 
 
 def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
@@ -35,7 +35,8 @@ def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
     other = dataclasses.replace(sharding, **mine.get("options", {}))
     start = time.perf_counter()
     try:
-        with other.shard({**good, **batch_of(mine.get("lengths", [5, 11])), **mine.get("values", {})}):
+        odd_batch = {**good, **batch_of(mine.get("lengths", [5, 11])), **mine.get("values", {})}
+        with other.shard(odd_batch, shift_labels=mine.get("shift_labels", False)):
             error = ""
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
@@ -53,15 +54,19 @@ def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
         ({"lengths": [5, 12]}, "tokens: 17"),
         ({"lengths": [6, 10]}, "lengths: [6, 10]"),
         ({"values": {"x": torch.zeros(1, 3, 8)}}, "token dims must have one length"),
+        ({"values": {"x": torch.ones(1, 16, 8)}}, "x: torch.float32 (1, 16, 8), values "),
+        ({"values": {"labels": torch.ones(1, 16)}}, "labels: torch.float32 (1, 16)"),
+        ({"shift_labels": True}, "shift_labels=True shifts 'labels'"),
     ],
-    ids=["layout", "padding", "tokens", "documents", "broken"],
+    ids=["layout", "padding", "tokens", "documents", "broken", "values", "arguments", "labels"],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_another_batch_raises_on_every_rank(pool: Pool, world_size: int, odd: dict[str, Any], says: str) -> None:
-    for error, seconds in pool.run(world_size, shard_on, odd):
+    last = world_size - 1
+    for rank, (error, seconds) in enumerate(pool.run(world_size, shard_on, odd)):
         assert says in error
+        assert rank == last or f"rank {last} of" in error or f"ranks [{last}]" in error
         assert seconds < 20
-    assert all(f"ranks [{world_size - 1}]" in e for e, _ in pool.run(world_size, shard_on, odd)[:-1])
 
 
 class Attention(nn.Module):
@@ -95,6 +100,23 @@ def test_another_graph_raises_on_every_rank(pool: Pool) -> None:
         assert "First differences" in error
 
 
+def fail_on(mesh: DeviceMesh) -> str:
+    """The last rank calls its model with the whole row."""
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"), inner="eager")
+    compiled = torch.compile(Attention(1), backend=cp.backend(sharding), fullgraph=True)
+    batch = batch_of([16, 16])
+    with sharding.shard(batch) as local, pytest.raises(Exception, match="model") as caught:
+        compiled(**(batch if mesh.get_local_rank() == mesh.size() - 1 else local))
+    torch._dynamo.reset()
+    return str(caught.value)
+
+
+def test_a_graph_that_fails_raises_on_every_rank(pool: Pool) -> None:
+    errors = pool.run(3, fail_on)
+    assert all("has 32 tokens, but the model is called inside a batch" in error for error in errors)
+    assert all("rank 2 of the group brought no graph: ValueError" in error for error in errors[:2])
+
+
 def absent_on(mesh: DeviceMesh) -> tuple[str, float]:
     """The last rank brings no batch; the others' group waits for 3 seconds."""
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -116,10 +138,11 @@ def test_an_absent_rank_is_named_within_the_timeout(pool: Pool) -> None:
 
 def batch_seconds(mesh: DeviceMesh) -> float:
     sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
-    with sharding.shard(batch_of([300] * 40)) as local:
+    batch = batch_of([300] * 40)
+    with sharding.shard(batch) as local:
         start = time.perf_counter()
         for _ in range(50):
-            agree.on_batch(sharding, local.plan)
+            agree.on_batch(sharding, local.plan, batch)
     return (time.perf_counter() - start) / 50
 
 

@@ -109,6 +109,20 @@ def test_outside_of_a_batch_there_is_no_plan() -> None:
         compiled(**make_batch(5, 9))
 
 
+def test_calls_with_other_tokens_than_the_batch_in_flight_raise() -> None:
+    sharding = make_sharding()
+    compiled = torch.compile(Packed(), backend=cp.backend(sharding), fullgraph=True)
+    batch, other = make_batch(5, 9), make_batch(7, 7)
+    with sharding.shard(batch), pytest.raises(Exception, match="ids has 20 tokens, but the model is called inside a"):
+        compiled(**make_batch(20))
+    with sharding.shard(batch) as local:
+        compiled(**local)
+        with pytest.raises(ValueError, match="ids has 20 tokens, but the model is called inside a batch whose parts"):
+            compiled(**make_batch(20))
+    with sharding.shard(other), pytest.raises(ValueError, match=r"ids is of another batch.*model\(\*\*local\)"):
+        compiled(**local)
+
+
 def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
     sharding = make_sharding()
     compiled = torch.compile(Packed(shift=1), backend=cp.backend(sharding), fullgraph=True)

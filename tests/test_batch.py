@@ -59,8 +59,10 @@ def test_documents_stay_on_a_machine() -> None:
     flat, near = (
         cp.Sharding(4, TOKENS, cp.PositionIds("position_ids"), ranks_per_node=size, speeds="a100") for size in (None, 2)
     )
-    with flat.shard(make_batch(*lengths)) as one, near.shard(make_batch(*lengths)) as two:
-        across = [local.plan.schedule(cp.PackedMask()).received for local in (one, two)]
+    across: list[Any] = []
+    for sharding in (flat, near):
+        with sharding.shard(make_batch(*lengths)) as local:
+            across.append(local.plan.schedule(cp.PackedMask()).received)
     far = np.arange(4)[:, None] // 2 != np.arange(4) // 2
     assert across[1][far].sum() < across[0][far].sum()
 
@@ -89,6 +91,8 @@ def test_plan_is_active_inside_only() -> None:
     ("change", "options", "says"),
     [
         ({"labels": None}, {}, "the batch has no such tensor"),
+        ({"labels": np.zeros((1, 8))}, {}, r"batch\['labels'\] must be a tensor, got ndarray"),
+        ({"position_ids": torch.arange(8.0)[None]}, {}, r"batch\['position_ids'\] .* whole numbers, got torch.float32"),
         ({"labels": torch.zeros(1, 7)}, {}, "token dims must have one length"),
         ({"labels": torch.zeros(8)}, {}, r"tokens\['labels'\] is dim 1"),
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]])}, {}, "jump to 7 at token 4"),
@@ -96,13 +100,56 @@ def test_plan_is_active_inside_only() -> None:
         ({}, {"lengths": [4, 4]}, r"lengths say that row 0 has documents at \[0, 4\]"),
         ({}, {"lengths": [[3, 5], [8]]}, "lengths holds 2 rows, the batch 1"),
         ({}, {"lengths": [-3, 11]}, "document lengths must be >= 0"),
+        ({}, {"lengths": []}, "lengths are empty"),
+        ({}, {"lengths": 8}, "lengths must be a list of whole numbers, or one such list per row, got 8"),
+        ({}, {"lengths": [3.0, 5.0]}, "lengths must be whole numbers, got float64"),
         ({}, {"shift_labels": True, "label_arg": "targets"}, "shift_labels=True shifts 'targets'"),
+        ({}, {"shift_labels": "yes"}, "shift_labels must be True or False, got 'yes'"),
+        ({"shift_labels": torch.zeros(1, 8)}, {"shift_labels": True}, "the batch has 'shift_labels' already"),
+        ({"labels": torch.zeros(1, 8).byte()}, {"shift_labels": True}, "torch.uint8, which can't hold -100"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], options: dict[str, Any], says: str) -> None:
     batch = {**make_batch(3, 5), **change}
-    with pytest.raises((KeyError, ValueError), match=says), make_sharding().shard(batch, **options):
+    with pytest.raises((KeyError, TypeError, ValueError), match=says), make_sharding().shard(batch, **options):
         pytest.fail("bad input was cut")
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ([1, 2], "batch must map names of arguments to values, got list"),
+        ({name: value[:, :0] for name, value in make_batch(8).items()}, "1 rows of 0 tokens: nothing to cut"),
+        ({**make_batch(3, 4), "labels": torch.ones(1, 7).byte()}, "torch.uint8, which can't hold -100"),
+    ],
+)
+def test_batches_that_can_not_be_cut_are_named(batch: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says), make_sharding().shard(batch):
+        pytest.fail("bad input was cut")
+
+
+@pytest.mark.parametrize(
+    "lengths", [(3, 5), [[3, 5]], np.array([3, 5], dtype=np.int32), torch.tensor([3, 5]), torch.tensor([[3, 5]]).int()]
+)
+def test_lengths_may_be_any_list_of_numbers(lengths: Any) -> None:
+    with make_sharding().shard(make_batch(3, 5), lengths=lengths) as local:
+        assert local.plan.rows[0].lengths.tolist() == [3, 5]
+
+
+def test_a_batch_is_cut_once() -> None:
+    sharding = make_sharding()
+    with sharding.shard(make_batch(4, 4)) as local:
+        with pytest.raises(RuntimeError, match="inside of another"), sharding.shard(make_batch(8)):
+            pytest.fail("two batches are in flight")
+        assert active_plan(sharding).plan is local.plan
+    with pytest.raises(ValueError, match=r"batch\['input_ids'\] was cut before"), sharding.shard(dict(local)):
+        pytest.fail("a part was cut again")
+
+
+def test_counts_of_targets_that_are_given_stay() -> None:
+    batch = {**make_batch(3, 5), "num_items_in_batch": torch.tensor(40)}
+    with make_sharding().shard(batch, shift_labels=True) as local:
+        assert int(local["num_items_in_batch"]) == 40
 
 
 @pytest.mark.parametrize(
@@ -145,5 +192,10 @@ def test_unshard_checks_the_dim() -> None:
     with sharding.shard({"x": torch.zeros(1, 6, dtype=torch.int64)}) as local:
         pass
     assert sharding.unshard(local["x"], 1).shape == (1, 6)
+    assert sharding.unshard(local["x"], -1).shape == (1, 6)
     with pytest.raises(ValueError, match="dim 0 of x has 1 tokens"):
         sharding.unshard(local["x"], 0)
+    with pytest.raises(ValueError, match=r"dim must be a dim of x, which has shape \(1, 6\), got 9"):
+        sharding.unshard(local["x"], 9)
+    with pytest.raises(TypeError, match="takes a tensor and its token dim, got list and 1"):
+        sharding.unshard([1], 1)  # type: ignore[arg-type]

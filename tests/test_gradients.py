@@ -26,6 +26,32 @@ def run_rank(mesh: DeviceMesh) -> list[torch.Tensor | None]:
     return [p.grad for p in parameters]
 
 
+def run_uneven(mesh: DeviceMesh) -> str:
+    sharding = cp.Sharding(mesh, {"x": 0}, cp.PositionIds("x"))
+    parameters = [nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
+    parameters[mesh.get_local_rank()].grad = torch.ones(4, 2)
+    with pytest.raises(RuntimeError) as caught:
+        cp.sum_gradients(parameters, sharding)
+    return str(caught.value)
+
+
+def test_gradients_of_other_parameters_raise(pool: Pool) -> None:
+    for error in pool.run(2, run_uneven):
+        assert "ranks [1] of the group have gradients of other parameters than rank 0" in error
+        assert "parameter 0: torch.float32 (4, 2)" in error
+
+
+def test_parameters_must_be_an_iterable_of_them() -> None:
+    sharding, model = cp.Sharding(1, {"x": 0}, cp.PositionIds("x")), nn.Linear(2, 2)
+    for wrong, says in (
+        (model, "such as model.parameters\\(\\), got Linear"),
+        (model.weight, "got Parameter"),
+        (model.named_parameters(), "not names or groups"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            cp.sum_gradients(wrong, sharding)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_gradient_is_summed_once(world_size: int, pool: Pool) -> None:
     factor = world_size * (world_size + 1) / 2

@@ -42,7 +42,7 @@ def measure(sharding: cp.Sharding, lengths: list[int]) -> tuple[float, float, fl
             pass
 
     with sharding.shard(batch) as local:
-        alone = milliseconds(lambda: agree.on_batch(sharding, local.plan), 300)
+        alone = milliseconds(lambda: agree.on_batch(sharding, local.plan, batch), 300)
     without = dataclasses.replace(sharding, check_batches=False)
     return alone, milliseconds(lambda: shard(sharding), 60), milliseconds(lambda: shard(without), 60)
 
