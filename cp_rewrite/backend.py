@@ -19,7 +19,7 @@ from .passes.diff import graph_lines
 from .passes.locality_inputs import token_dims
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
-from .sharding import Sharding, device_of
+from .sharding import Sharding, device_of, require_sharding
 from .verify import check_masks
 
 log = logging.getLogger(__name__)
@@ -29,20 +29,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Backend:
     """A torch.compile backend for one Sharding. Equal for equal annotations, so that calls do not recompile."""
 
-    def __init__(self, sharding: Sharding, mode: str | None = None) -> None:
-        self.sharding, self.mode = sharding, mode
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and self._key() == other._key()
+        return isinstance(other, Backend) and self.sharding.graph_key == other.sharding.graph_key
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self.sharding.graph_key)
 
-    def _key(self) -> tuple[object, ...]:
-        return self.sharding.graph_key, self.mode
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None
+    ) -> Callable[..., Any]:
         sharding = self.sharding
+        if mode is not None and sharding.inner != "inductor":
+            raise ValueError(f"torch.compile's mode is for inner='inductor', not for {sharding.inner!r}: got {mode!r}")
         observe.trace("before", lambda: graph_lines(gm))
         try:
             state = self._rewritten(gm)
@@ -57,14 +58,14 @@ class Backend:
             if sharding.strict:
                 return _raiser(refused)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
-            return self._inner(gm, example_inputs)
+            return self._inner(gm, example_inputs, mode)
         after = graph_lines(state.graph_module)
         observe.trace("after", lambda: after)
         agree.on_text(sharding, "\n".join(after))
         placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
         added = placeholders[len(placeholders) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
-        compiled = self._inner(state.graph_module, [*example_inputs, *extra])
+        compiled = self._inner(state.graph_module, [*example_inputs, *extra], mode)
         keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
         unchecked, tokens = list(state.masks), _token_places(state)
 
@@ -90,18 +91,16 @@ class Backend:
             state.plan.check_tokens(name, value, size.node.hint if isinstance(size, torch.SymInt) else size)
         return passes.run_passes(state)
 
-    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
-        options = {"mode": self.mode} if self.mode and self.sharding.inner == "inductor" else {}
+        options = {"mode": mode} if mode else {}
         with observe.cache_key(self.sharding):
             return compile_inner(gm, list(example_inputs), **options)
 
 
 def backend(sharding: Sharding) -> Backend:
     """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`."""
-    if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {sharding!r}")
-    return Backend(sharding)
+    return Backend(require_sharding(sharding))
 
 
 @register_backend(name="cp_rewrite")  # type: ignore[arg-type]
@@ -120,7 +119,7 @@ def compile_backend(
         raise ValueError("backend='cp_rewrite' needs options={'sharding': cp_rewrite.Sharding(...)}")
     if not isinstance(options["sharding"], Sharding):
         raise TypeError(f"options['sharding'] must be a cp_rewrite.Sharding, got {options['sharding']!r}")
-    return Backend(options["sharding"], mode)(gm, example_inputs)
+    return Backend(options["sharding"])(gm, example_inputs, mode=mode)
 
 
 def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Callable[[F], F]:
@@ -130,22 +129,33 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
         sharding: the annotation; every name in `tokens` must be passed by keyword.
         gather_outputs: return tensors with a token dim (the same dim as the first token argument) in global order.
             Without it outputs are this rank's.
+    Raises:
+        TypeError: no Sharding; a class, or what was decorated before; tokens passed by place.
     """
+    made_by = backend(sharding)
 
     def decorate(target: F) -> F:
         if isinstance(target, nn.Module):
             target.forward = decorate(target.forward)  # type: ignore[method-assign]
             return target
-        compiled = torch.compile(target, backend=backend(sharding), fullgraph=True)
+        if isinstance(target, type) or not callable(target):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"context_parallel decorates a function, a forward method or a module, got {target!r}")
+        if hasattr(target, "_cp_rewrite_sharding"):
+            raise TypeError(f"{target.__qualname__} is context-parallel already")
+        compiled = torch.compile(target, backend=made_by, fullgraph=True)
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
             values = {name: value for name, value in kwargs.items() if value is not None}
+            missing = [name for name in sharding.tokens if name not in values]
+            if missing and any(isinstance(value, Tensor) for value in args):
+                raise TypeError(f"{target.__qualname__} is context-parallel: pass {', '.join(missing)} by keyword")
             with sharding.shard(values) as local:
                 size = local.plan.local_size
                 out = compiled(*args, **{**kwargs, **local})
             return _gathered(out, sharding, size) if gather_outputs else out
 
+        call._cp_rewrite_sharding = sharding  # type: ignore[attr-defined]
         return cast(F, call)
 
     return decorate

@@ -18,7 +18,7 @@ from .backend import capture
 from .batch import _join_tokens, cut_tokens
 from .plan import BatchPlan
 from .refusal import RewriteRefused
-from .sharding import Sharding
+from .sharding import Sharding, require_sharding
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,14 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
             output with a token dim stands for one.
         sharding: the annotation. batch: the global batch. shift_labels: as in `Sharding.shard`.
     Raises:
+        TypeError: no module, no Sharding or no mapping.
         RewriteRefused, MaskMismatch: as when the model runs.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    require_sharding(sharding)
     model = copy.deepcopy(model).cpu()
     batch = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
     threads = simulate.ThreadSharding.like(sharding)

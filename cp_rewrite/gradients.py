@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import agree
-from .sharding import Sharding
+from .sharding import Sharding, require_sharding
 
 _LARGE = 1 << 20
 """Bytes from which a gradient travels alone, in place; smaller ones are put together."""
@@ -36,7 +36,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
     everything = list(everything)
     if not all(isinstance(parameter, Tensor) for parameter in everything):
         raise TypeError("parameters must hold parameters, as model.parameters() does, not names or groups of them")
-    if sharding.world_size == 1:
+    if require_sharding(sharding).world_size == 1:
         return
     named = [(i, parameter.grad) for i, parameter in enumerate(everything) if parameter.grad is not None]
     agree.on_gradients(sharding, [f"parameter {i}: {grad.dtype} {tuple(grad.shape)}" for i, grad in named])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .sharding import Sharding
+from .sharding import Sharding, require_sharding
 
 
 def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tensor:
@@ -32,12 +32,12 @@ def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tens
     Returns:
         Tensor of the shape and dtype of `total`; 0 with gradient 0 where the global count is 0.
     Raises:
-        TypeError: `total` is no floating-point tensor.
+        TypeError: `total` is no floating-point tensor, or `sharding` no Sharding.
     """
-    if not total.is_floating_point():
-        raise TypeError(f"total must be a floating-point tensor, got {total.dtype}")
+    if not isinstance(total, Tensor) or not total.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"total must be a floating-point tensor, got {getattr(total, 'dtype', total)!r}")
     weight = torch.as_tensor(count, device=total.device).detach().expand(total.shape)
-    return _token_mean(total, weight, _group_name(sharding))[0]
+    return _token_mean(total, weight, _group_name(require_sharding(sharding)))[0]
 
 
 _threads: list[str] = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch.fx as fx
 
@@ -40,17 +41,23 @@ class Refusal:
     Args:
         reason: the kind.
         detail: what was found, in words that name the tensors.
-        node: the culprit node of the Dynamo graph, if there is one.
+        node: the culprit node of the Dynamo graph, if there is one. Left behind by pickle; `where` is kept.
     """
 
     reason: Reason
     detail: str
     node: fx.Node | None = None
+    line: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def where(self) -> str:
         """`file:line` of the user's code that made the node, or the node's name."""
+        if self.line is not None:
+            return self.line
         return source_line(self.node) if self.node is not None else "graph"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Refusal, (self.reason, self.detail, None, self.where)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason.name}: {self.detail} ({self.reason.value})"
@@ -63,6 +70,9 @@ class RewriteRefused(RuntimeError):
         self.refusals = tuple(refusals)
         lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
         super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RewriteRefused, (self.refusals,)
 
 
 def source_line(node: fx.Node) -> str:

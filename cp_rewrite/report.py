@@ -16,7 +16,7 @@ from .active import active_plan
 from .backend import capture
 from .passes.diff import graph_diff, graph_lines
 from .refusal import Refusal, source_line
-from .sharding import Sharding
+from .sharding import Sharding, require_sharding
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,14 @@ def explain(
 
     The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
     `shift_labels` as in `Sharding.shard`.
-    """
 
-    sharding = replace(sharding, check_batches=False)  # one rank may ask alone
+    Raises:
+        TypeError: no model or no Sharding. The returned function raises what `Sharding.shard` does, and what Dynamo
+            does where it can't capture the whole model.
+    """
+    if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(f"model must be a module or a function, got {model!r}")
+    sharding = replace(require_sharding(sharding), check_batches=False)  # one rank may ask alone
 
     def dry_run(**batch: Any) -> Report:
         found: list[Report] = []

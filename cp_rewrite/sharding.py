@@ -296,6 +296,13 @@ def _check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
         raise ValueError(f"packing reads {packing.arg!r}, which has one value per token: name it in tokens too")
 
 
+def require_sharding(value: Any) -> Sharding:
+    """`value`, if it is an annotation; a TypeError otherwise."""
+    if not isinstance(value, Sharding):
+        raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {value!r}")
+    return value
+
+
 def split_exchange(exchange: str) -> tuple[bool, str]:
     """(are heads scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
     scattered, _, outer = exchange.rpartition("+")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +106,47 @@ def test_decorated_method_takes_the_global_batch() -> None:
     torch.testing.assert_close(Decorated()(**batch), Packed()(**batch))
 
 
+def test_what_can_not_be_decorated_is_named() -> None:
+    sharding = make_sharding()
+    for target, says in ((Packed, "decorates a function, a forward method or a module"), (3, "got 3")):
+        with pytest.raises(TypeError, match=says):
+            cp.context_parallel(sharding)(target)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="is context-parallel already"):
+        cp.context_parallel(sharding)(cp.context_parallel(sharding)(Packed()))
+    with pytest.raises(TypeError, match=r"must be a cp_rewrite\.Sharding"):
+        cp.context_parallel(Packed())  # type: ignore[arg-type]
+    batch = make_batch(5, 9)
+    with pytest.raises(TypeError, match="is context-parallel: pass ids by keyword"):
+        cp.context_parallel(sharding)(Packed())(batch["ids"], pos=batch["pos"])
+
+
+def test_mode_is_for_inductor() -> None:
+    compiled = torch.compile(Packed(), backend=cp.backend(make_sharding()), mode="max-autotune")
+    with (
+        pytest.raises(Exception, match="mode is for inner='inductor', not for 'eager'"),
+        make_sharding().shard(make_batch(5, 9)) as local,
+    ):
+        compiled(**local)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: cp.explain(None, make_sharding()), "model must be a module or a function"),  # type: ignore[arg-type]
+        (lambda: cp.explain(Packed(), 4), "sharding must be a cp_rewrite.Sharding, got 4"),  # type: ignore[arg-type]
+        (lambda: cp.check(len, make_sharding(), {}), "model must be an nn.Module"),  # type: ignore[arg-type]
+        (lambda: cp.check(Packed(), 4, {}), "sharding must be a cp_rewrite.Sharding"),  # type: ignore[arg-type]
+        (lambda: cp.check(Packed(), make_sharding(), []), "batch must map names"),  # type: ignore[arg-type]
+        (lambda: cp.sum_gradients([], None), "sharding must be a cp_rewrite.Sharding"),  # type: ignore[arg-type]
+        (lambda: cp.token_mean(torch.ones(()), 1, 4), "sharding must be a cp_rewrite.Sharding"),  # type: ignore[arg-type]
+        (lambda: cp.token_mean(3.0, 1, make_sharding()), "total must be a .* tensor, got 3.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
 def test_outside_of_a_batch_there_is_no_plan() -> None:
     compiled = torch.compile(Packed(), backend=cp.backend(make_sharding()), fullgraph=True)
     with pytest.raises(Exception, match=r"with sharding.shard\(batch\)"):
@@ -133,6 +177,9 @@ def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
         assert refusal.reason is Reason.TOKEN_MIXING
         assert "test_backend.py" in refusal.where
         assert "torch.roll(y, self.shift, 1)" in str(refused.value)
+        copied = pickle.loads(pickle.dumps(refused.value))
+        assert str(copied) == str(refused.value)
+        assert copied.refusals == (dataclasses.replace(refusal, node=None),)
 
 
 def test_not_strict_warns_and_leaves_the_graph() -> None:
