@@ -11,6 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from .arguments import whole_number, whole_numbers
 
 Int = NDArray[np.int64]
+MAX_ID = 2**31 - 1
+"""The largest document id: masks may compare ids as int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,8 @@ class Documents:
     def from_document_ids(cls, document_ids: ArrayLike) -> Documents:
         """`document_ids` (T,): one value per document, equal and contiguous over its tokens; negative: padding."""
         ids = whole_numbers("document ids", document_ids)
+        if ids.size and max(ids.max(), -ids.min()) > MAX_ID:
+            raise ValueError(f"document ids go up to {MAX_ID}, got {ids.max()}: number the documents of a row anew")
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1) != 0).astype(np.int64)
         lengths = np.diff(np.append(starts, ids.size))
         keep = ids[starts] >= 0

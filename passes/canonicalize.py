@@ -19,6 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .scopes import Scope, attribute_of, enclosing, nested_scopes, outputs_of, resolve
 from .writes import written_nodes
 
+# Their ATen ops can't be made functional.
+_INPLACE_BITS = {
+    operator.iand: Tensor.bitwise_and_,
+    operator.ior: Tensor.bitwise_or_,
+    operator.ixor: Tensor.bitwise_xor_,
+}
 _VMAP_BRACKETS = frozenset({"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"})
 
 
@@ -238,7 +244,7 @@ class _Tracer:
                 # Dynamo keeps such indices as tensors; plain indexing would read their values.
                 return torch.ops.aten.index(args[0], list(args[1]) if isinstance(args[1], tuple) else [args[1]])
             if node.op == "call_function" and callable(node.target):
-                return node.target(*args, **kwargs)
+                return _INPLACE_BITS.get(node.target, node.target)(*args, **kwargs)
         except CanonicalizeError:
             raise
         except Exception as error:  # whatever an op raises on fake tensors, it is this node that can't be read

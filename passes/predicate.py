@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import CuSeqlens, Sharding
+from cp_rewrite.sharding import CuSeqlens, DocumentIds, Sharding
 
 from .canonicalize import Canonical
 from .predicate_aten import Evaluator
@@ -46,7 +46,8 @@ def prove(
         indices: placeholders that stand for b, h, q and k, when the mask is a function of them.
         zeros: nodes that count as 0: logits that the mask is added to.
     """
-    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO))
+    ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds) else None
+    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids)
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))

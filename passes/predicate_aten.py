@@ -10,7 +10,10 @@ import sympy
 import torch
 import torch.fx as fx
 
+from cp_rewrite.documents import MAX_ID
+
 from .canonicalize import Call, Canonical, Ref
+from .predicate_exact import ROW, Inexact, compared, held
 from .predicate_rules_dims import DIMS
 from .predicate_rules_moves import MOVES
 from .predicate_rules_values import VALUES
@@ -23,6 +26,7 @@ from .predicate_values import (
     Value,
     compare,
     number,
+    numeric,
     truth,
 )
 from .predicate_views import Undecidable
@@ -38,7 +42,9 @@ class Leaf:
     node: fx.Node | None
     shape: tuple[Expr, ...]
     function: Any
+    dtype: torch.dtype = torch.int64
     trouble: str = ""  # for what has no meaning of its own: why
+    inexact: Value = None  # the value that the dtype may not hold: a trouble for comparisons, what is added may vary
 
 
 @dataclass
@@ -49,11 +55,13 @@ class Evaluator:
         local_tokens: sizes (ints or symbols' expressions) that count this shard's tokens.
         name_of: what a leaf node is called; its elements are applications of a function of that name.
         given: leaf nodes whose elements are all one known value.
+        document_ids: the argument that holds the batch's document ids.
     """
 
     local_tokens: frozenset[Expr]
     name_of: Callable[[fx.Node], str]
     given: dict[fx.Node, Expr] = field(default_factory=dict)
+    document_ids: str | None = None
     leaves: dict[Any, Leaf] = field(default_factory=dict)
     sizes: dict[Expr, Expr] = field(default_factory=dict)
     tensors: dict[int, Output | None] = field(default_factory=dict)
@@ -75,17 +83,24 @@ class Evaluator:
         element = truth(number(value)) if ref.dtype is torch.bool else number(value)
         return SymTensor(tuple(self.size(s) for s in ref.shape), ref.dtype, lambda _: element)
 
-    def leaf(self, name: str, node: fx.Node | None, ref: Ref, trouble: str = "") -> SymTensor:
+    def leaf(self, name: str, node: fx.Node | None, ref: Ref, trouble: str = "", inexact: Value = None) -> SymTensor:
         taken = sum(1 for leaf in self.leaves.values() if leaf.name == name)
-        function = sympy.Function(f"{name}#{taken}" if taken else name, integer=not ref.dtype.is_floating_point)
+        # Floating-point leaves may well hold integers: nothing is known of them.
+        known = {} if ref.dtype.is_floating_point else {"integer": True}
+        function = sympy.Function(f"{name}#{taken}" if taken else name, **known)
         shape = tuple(self.size(s) for s in ref.shape)
-        self.leaves[function] = Leaf(name, node, shape, function, trouble)
+        self.leaves[function] = Leaf(name, node, shape, function, ref.dtype, trouble, inexact)
 
         def read(index: Index) -> Value:
             value = function(*index) if index else function(ZERO)
             return compare("ne", value, ZERO) if ref.dtype is torch.bool else value
 
         return SymTensor(shape, ref.dtype, read)
+
+    def leaf_of(self, term: Any) -> tuple[torch.dtype, float]:
+        """The dtype of the leaf that a term reads, and its largest magnitude."""
+        leaf = self.leaves[term.func]
+        return leaf.dtype, MAX_ID if leaf.name == self.document_ids else ROW
 
     def size(self, value: Any) -> Expr:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""
@@ -126,18 +141,21 @@ class Evaluator:
                 self.tensors[ref.index] = value if value is None else self._guarded(value, call, ref)
 
     def _guarded(self, tensor: SymTensor, call: Call, ref: Ref) -> SymTensor:
-        """Elements that a rule can't read become reads of a leaf that says why."""
+        """Elements as `ref`'s dtype holds them. What a rule can't read becomes a read of a leaf that says why."""
 
         def at(index: Index) -> Value:
             try:
-                return tensor.at(index)
+                return held(tensor.at(index), ref.dtype, self.leaf_of)
             except Undecidable as error:
-                return self.leaf(str(call.func), call.node, ref, str(error)).at(index)
+                inexact = error.value if isinstance(error, Inexact) else None
+                return self.leaf(str(call.func), call.node, ref, str(error), inexact).at(index)
 
         return SymTensor(tensor.shape, tensor.dtype, at)
 
     def _arguments(self, args: Any) -> Any:
         if isinstance(args, Ref):
+            if args.index not in self.tensors:  # made while tracing, by `torch.tensor([1, 2])`
+                self.tensors[args.index] = self.leaf("tensor", None, args, "a constant tensor of several numbers")
             return self.tensors[args.index]
         if isinstance(args, dict):
             return {k: self._arguments(v) for k, v in args.items()}
@@ -160,17 +178,42 @@ class Evaluator:
         return tuple(self.size(s) for s in self.out.shape)
 
     def pointwise(self, function: Callable[..., Value], *args: Any) -> SymTensor:
-        """The result of `function` on elements; Python numbers stand for themselves."""
+        """The result of `function` on elements, in the result's dtype; Python numbers stand for themselves."""
+        dtype = self.out.dtype
 
-        def at(index: Index) -> Value:
-            return function(*(a.broadcast_at(index) if isinstance(a, SymTensor) else self.scalar(a) for a in args))
+        def element(arg: Any, index: Index) -> Value:
+            if not isinstance(arg, SymTensor):
+                return self.scalar(arg)
+            value = arg.broadcast_at(index)
+            return value if dtype is torch.bool else held(value, dtype, self.leaf_of)
 
-        return SymTensor(self.shape, self.out.dtype, at)
+        return SymTensor(self.shape, dtype, lambda index: function(*(element(arg, index) for arg in args)))
+
+    def converted(self, x: SymTensor, dtype: torch.dtype, index: Index) -> Expr:
+        """An element as a number of another dtype."""
+        return held(numeric(x.at(index)), dtype, self.leaf_of)
+
+    def comparison(self, op: str, x: Any, y: Any) -> SymTensor:
+        """`x op y` of elements, which are compared in the dtype that holds both."""
+        common = torch.result_type(*map(_stand_in, (x, y)))
+        dtypes = getattr(x, "dtype", None), getattr(y, "dtype", None)
+
+        def both(a: Value, b: Value) -> Value:
+            return compare(op, *compared((a, b), dtypes, common, self.leaf_of))
+
+        return self.pointwise(both, x, y)
 
     def scalar(self, value: Any) -> Value:
         if isinstance(value, bool):
             return sympy.true if value else sympy.false
         return self.size(value)
+
+
+def _stand_in(arg: Any) -> Any:
+    """What promotes dtypes as an operand does."""
+    if isinstance(arg, SymTensor):
+        return torch.empty([1] * len(arg.shape), dtype=arg.dtype, device="meta")
+    return arg if isinstance(arg, bool | int | float) else 0 if arg.is_integer else 0.0
 
 
 def _always(value: Expr, ref: Ref) -> SymTensor:

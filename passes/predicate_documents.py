@@ -17,7 +17,7 @@ from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
 
 from .predicate_aten import Leaf
 from .predicate_offsets import Offsets
-from .predicate_terms import GENERATORS, Pair, Trouble, maximal_terms
+from .predicate_terms import GENERATORS, Pair, Trouble, maximal_terms, relations
 from .predicate_values import (
     ONE,
     TOKENS,
@@ -104,7 +104,12 @@ class Reader:
     def blame(self, value: Any) -> list[Trouble]:
         """The troubles of every term that `value` reads."""
         found: dict[Trouble, None] = {}
+        compared = {term for relation in relations(value) for term in maximal_terms(relation)}
         for term in maximal_terms(value):
+            leaf = self.leaves.get(term.func)
+            if leaf is not None and leaf.inexact is not None and term not in compared:
+                found |= dict.fromkeys(self.blame(leaf.inexact))
+                continue
             for part in self._term(term):
                 if part in self.troubles:
                     found.setdefault(self.troubles[part])

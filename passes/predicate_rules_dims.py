@@ -8,7 +8,6 @@ import sympy
 import torch
 
 from . import predicate_views as views
-from .predicate_rules_values import NARROW
 from .predicate_values import (
     ZERO,
     Index,
@@ -19,7 +18,6 @@ from .predicate_values import (
     SymTensor,
     Value,
     compare,
-    is_bool,
     numeric,
     truth,
 )
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 
 def _cumsum(ev: Evaluator, x: SymTensor, dim: int, dtype: torch.dtype | None = None) -> SymTensor:
-    if ev.out.dtype in NARROW:
-        raise Undecidable(f"a running sum in {ev.out.dtype} overflows")
     return _running(ev, RunningSum, x, dim)
 
 
@@ -40,18 +36,18 @@ def _cummax(ev: Evaluator, x: SymTensor, dim: int) -> tuple[SymTensor, None]:
 
 
 def _running(ev: Evaluator, kind: Any, x: SymTensor, dim: int) -> SymTensor:
-    d = views.wrap(dim, len(x.shape))
+    d, dtype = views.wrap(dim, len(x.shape)), ev.out.dtype
 
     def at(index: Index) -> Value:
         j = ev.dummy(x.shape[d], index)
-        return kind(numeric(x.at((*index[:d], j, *index[d + 1 :]))), j, index[d])
+        return kind(ev.converted(x, dtype, (*index[:d], j, *index[d + 1 :])), j, index[d])
 
-    return SymTensor(x.shape, ev.out.dtype, at)
+    return SymTensor(x.shape, dtype, at)
 
 
 def _sum(ev: Evaluator, x: SymTensor, dims: Any = None, keepdim: bool = False, **_: Any) -> SymTensor:
     assert ev.call is not None
-    name = ev.call.func.overloadpacket.__name__
+    name, dtype = ev.call.func.overloadpacket.__name__, ev.out.dtype
     rank = len(x.shape)
     over = [dims] if isinstance(dims, int) else (list(dims) if dims else list(range(rank)))
     over = [views.wrap(d, rank) for d in over]
@@ -62,14 +58,15 @@ def _sum(ev: Evaluator, x: SymTensor, dims: Any = None, keepdim: bool = False, *
     def at(index: Index) -> Value:
         outer = (*index[:d], *index[d + 1 :]) if keepdim else index
         i = ev.dummy(x.shape[d], index)
-        inner = x.at((*outer[:d], i, *outer[d:]))
+        place = (*outer[:d], i, *outer[d:])
         if name == "sum":
-            return SumOver(numeric(inner), i, x.shape[d])
+            return SumOver(ev.converted(x, dtype, place), i, x.shape[d])
+        inner = x.at(place)
         held = truth(inner) if name == "any" else sympy.Not(truth(inner))
         hits = compare("gt", SumOver(numeric(held), i, x.shape[d]), ZERO)
         return hits if name == "any" else sympy.Not(hits)
 
-    return SymTensor(ev.shape, ev.out.dtype, at)
+    return SymTensor(ev.shape, dtype, at)
 
 
 def _searchsorted(ev: Evaluator, a: Any, b: Any, *, right: bool = False, side: Any = None, **kw: Any) -> SymTensor:
@@ -100,20 +97,21 @@ def _repeat_interleave(ev: Evaluator, repeats: SymTensor, *args: Any, **_: Any) 
     return SymTensor(ev.shape, ev.out.dtype, at)
 
 
-def _write_at(ev: Evaluator, x: SymTensor, *args: Any, **_: Any) -> SymTensor:
+def _write_at(ev: Evaluator, x: SymTensor, *args: Any, **options: Any) -> SymTensor:
     """`value` where some index says so; elsewhere what was there. For one constant written into a 1-d tensor."""
     assert ev.call is not None
     name = ev.call.func.overloadpacket.__name__
     where, value = (args[0][0], args[1]) if name == "index_put" else (args[1], args[2])
-    if len(x.shape) != 1 or (len(args) > 2 and args[2] is True) or where.dtype is torch.bool or len(where.shape) != 1:
+    added = options or (len(args) > 2 and args[2] is True)
+    if len(x.shape) != 1 or added or where.dtype is torch.bool or len(where.shape) != 1:
         raise Undecidable(f"{ev.call.func} other than of one constant into a 1-d tensor")
     places = where.shape[0]
 
     def at(index: Index) -> Value:
-        written = value.broadcast_at((ZERO,)) if isinstance(value, SymTensor) else ev.scalar(value)
-        if not (is_bool(written) or written.is_number):
-            raise Undecidable("writing a value that varies")
         i = ev.dummy(places, index)
+        written = value.broadcast_at((i,)) if isinstance(value, SymTensor) else ev.scalar(value)
+        if written not in (sympy.true, sympy.false) and not written.is_number:
+            raise Undecidable("writing a value that varies")
         hits = SumOver(numeric(compare("eq", where.at((i,)), index[0])), i, places)
         as_value = truth if x.dtype is torch.bool else numeric
         return choose(compare("gt", hits, ZERO), as_value(written), x.at(index))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 
 from . import predicate_views as views
-from .predicate_rules_values import NARROW, cast
+from .predicate_rules_values import cast
 from .predicate_values import (
     ONE,
     ZERO,
@@ -103,11 +104,11 @@ def _roll(ev: Evaluator, x: SymTensor, shifts: Any, dims: Any = ()) -> SymTensor
 
 
 def _cat(ev: Evaluator, parts: Sequence[SymTensor], dim: int = 0) -> SymTensor:
-    return views.cat(parts, ev.shape, dim)
+    return replace(views.cat(parts, ev.shape, dim), dtype=ev.out.dtype)
 
 
 def _stack(ev: Evaluator, parts: Sequence[SymTensor], dim: int = 0) -> SymTensor:
-    return views.cat([views.unsqueeze(p, dim) for p in parts], ev.shape, dim)
+    return _cat(ev, [views.unsqueeze(p, dim) for p in parts], dim)
 
 
 def _pad(ev: Evaluator, x: SymTensor, widths: Sequence[Any], value: Any = 0) -> SymTensor:
@@ -175,8 +176,6 @@ def _triangle(ev: Evaluator, x: SymTensor, diagonal: Any = 0) -> SymTensor:
 
 def _arange(ev: Evaluator, *args: Any, **_: Any) -> SymTensor:
     bounds = [ev.size(a) for a in args[:3] if isinstance(a, int | float | sympy.Basic)]
-    if ev.out.dtype in NARROW:
-        raise Undecidable(f"token indices in {ev.out.dtype} merge in long rows")
     start = bounds[0] if len(bounds) > 1 else ZERO
     step = bounds[2] if len(bounds) > 2 else ONE
     return SymTensor(ev.shape, ev.out.dtype, lambda i: start + step * i[0])

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
+from .predicate_exact import on_constants
 from .predicate_values import (
     ZERO,
-    Expr,
-    Select,
     SymTensor,
     Value,
     compare,
     number,
     numeric,
-    outer_select,
     truth,
 )
 from .predicate_views import Undecidable, choose
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _comparison(op: str) -> Rule:
-    return lambda ev, x, y: ev.pointwise(lambda a, b: compare(op, a, b), x, y)
+    return lambda ev, x, y: ev.comparison(op, x, y)
 
 
 def _and(ev: Evaluator, x: Any, y: Any) -> SymTensor:
@@ -109,24 +107,8 @@ def _masked_fill(ev: Evaluator, x: SymTensor, mask: SymTensor, value: Any) -> Sy
     return _where(ev, mask, value, x)
 
 
-NARROW = {torch.int8, torch.uint8, torch.int16, torch.bfloat16, torch.float16}
-
-
 def cast(ev: Evaluator, x: SymTensor, *_: Any, **__: Any) -> SymTensor:
-    dtype = ev.out.dtype
-    if dtype is torch.bool:
-        return ev.pointwise(truth, x)
-    if dtype in NARROW and not dtype == x.dtype:
-        return ev.pointwise(lambda a: _small(numeric(a), dtype), x)
-    return ev.pointwise(numeric, x)
-
-
-def _small(value: Expr, dtype: torch.dtype) -> Expr:
-    """The value as `dtype` holds it: only choices between constants are known to survive a narrow type."""
-    try:
-        return _on_constants(value, lambda v: torch.tensor(v).to(dtype).item())
-    except Undecidable:
-        raise Undecidable(f"a cast to {dtype} merges large values of `{value}`") from None
+    return ev.pointwise(truth if ev.out.dtype is torch.bool else numeric, x)
 
 
 def _floor_divide(ev: Evaluator, x: Any, y: Any) -> SymTensor:
@@ -146,17 +128,10 @@ def _div(ev: Evaluator, x: Any, y: Any, rounding_mode: str | None = None) -> Sym
 
 
 def _log(ev: Evaluator, x: SymTensor) -> SymTensor:
-    return ev.pointwise(lambda a: _on_constants(numeric(a), lambda v: math.log(v) if v > 0 else -math.inf), x)
+    def log(value: Value) -> Value:
+        return number(math.log(value) if value > 0 else -math.inf)
 
-
-def _on_constants(value: Expr, function: Callable[[float], float]) -> Expr:
-    choice = outer_select(value)
-    if choice is not None:
-        branches = (value.xreplace({choice: branch}) for branch in choice.args[1:])
-        return Select(choice.args[0], *(_on_constants(branch, function) for branch in branches))
-    if not value.is_number:
-        raise Undecidable(f"a nonlinear function of `{value}`")
-    return number(function(float(value)))
+    return ev.pointwise(lambda a: on_constants(numeric(a), log), x)
 
 
 VALUES: dict[str, Rule] = {

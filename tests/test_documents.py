@@ -72,6 +72,7 @@ def test_lengths_leave_tail_padding():
         (lambda: Documents.from_position_ids([0, 1, 5, 6]), "jump to 5 at token 2"),
         (lambda: Documents.from_document_ids([0, 0, 1, 0]), "2 separate runs"),
         (lambda: Documents.from_document_ids([0.0, 0.5]), "document ids must be whole numbers, got float64"),
+        (lambda: Documents.from_document_ids([0, 2**31]), "go up to 2147483647, got 2147483648"),
         (lambda: Documents.from_position_ids([[0, 1], [0, 1]]), r"position_ids must be a list of numbers, .* \(2, 2\)"),
         (lambda: Documents.from_cu_seqlens([0, 3, 6], 8, [0, 4, 9]), "cu_seqlens_padded ends at token 9, .* has 8"),
     ],

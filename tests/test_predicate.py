@@ -80,7 +80,7 @@ def test_additive_masks_drop_what_no_logit_can_outweigh(dtype: torch.dtype, low:
         return
     assert isinstance(found, Refusal)
     assert found.reason is Reason.MASK_NOT_PACKED
-    assert f"adds {low:g} to the logits" in found.detail
+    assert f"adds {torch.tensor(low, dtype=dtype):g} to the logits" in found.detail
 
 
 def test_refusals_name_the_op_and_its_line() -> None:

@@ -32,8 +32,8 @@ def ids_equal_tril(**b: Tensor) -> Tensor:
 
 
 @spelling(DOCUMENTS, CAUSAL)
-def ids_as_floats_plus_one(**b: Tensor) -> Tensor:
-    return same(b["doc_ids"].float() * 2 + 1).tril()
+def ids_as_doubles_plus_one(**b: Tensor) -> Tensor:
+    return same(b["doc_ids"].double() * 2 + 1).tril()
 
 
 @spelling(DOCUMENTS, CAUSAL)
@@ -143,3 +143,20 @@ def ids_vmapped(**b: Tensor) -> Tensor:
     over_keys = torch.vmap(keep, in_dims=(None, None, 0))
     over_queries = torch.vmap(over_keys, in_dims=(None, 0, None))
     return torch.vmap(over_queries, in_dims=(0, None, None))(rows, i, i)[:, None]
+
+
+@spelling(DOCUMENTS, CAUSAL)
+def ids_and_in_place(**b: Tensor) -> Tensor:
+    keep = same(b["doc_ids"]).clone()
+    keep &= causal(b)
+    return keep
+
+
+@spelling(DOCUMENTS, CAUSAL)
+def ids_times_what_is_no_padding(**b: Tensor) -> Tensor:
+    """Zero is padding here: ids count from one."""
+    t = b["input_ids"].shape[1]
+    ids = (b["doc_ids"] + 1)[:, None, None, :].expand(-1, 1, t, t)
+    keep = (ids == ids.mT).int() * torch.where(ids != 0, 1, 0)
+    keep *= torch.ones(t, t, dtype=torch.long).tril()
+    return torch.where(keep != 0, torch.tensor(0.0), torch.tensor(LOWEST))

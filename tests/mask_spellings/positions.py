@@ -70,3 +70,17 @@ def whole_row_causal(**b: Tensor) -> Tensor:
 def whole_row_window(**b: Tensor) -> Tensor:
     i = index(b)
     return causal(b) & (i[:, None] - i[None, :] <= 4)
+
+
+@spelling(POSITIONS, PackedMask(window=(255, 0)))
+def positions_window_in_bfloat16(**b: Tensor) -> Tensor:
+    """257 is 256 in bfloat16."""
+    i, width = index(b), torch.full((1,), 257, dtype=torch.bfloat16)
+    return same((b["position_ids"] == 0).cumsum(1)) & causal(b) & (i[:, None] - i[None, :] < width)
+
+
+@spelling(POSITIONS, PackedMask(window=(2, 0)))
+def positions_window_a_little_wider(**b: Tensor) -> Tensor:
+    """Integers and floats are compared in float32, where this is 3."""
+    i = index(b)
+    return same((b["position_ids"] == 0).cumsum(1)) & causal(b) & (i[:, None] - i[None, :] < 3.00000001)

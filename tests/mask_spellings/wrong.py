@@ -186,3 +186,84 @@ def constant_blocks(**b: Tensor) -> Tensor:
     t = b["input_ids"].shape[1]
     torch._check(t == 12)
     return torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).tril().bool()
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def ids_in_float32(**b: Tensor) -> Tensor:
+    """Ids from 2**24 on are rounded: documents merge."""
+    return same(b["doc_ids"] * 1.0) & causal(b)
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def ids_promoted_to_half(**b: Tensor) -> Tensor:
+    return same(b["doc_ids"] * torch.tensor(1.0, dtype=torch.float16)) & causal(b)
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def ids_compared_as_floats(**b: Tensor) -> Tensor:
+    d = b["doc_ids"]
+    return (d[:, None, :, None] == d.double().float()[:, None, None, :]) & causal(b)
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def ids_that_wrap(**b: Tensor) -> Tensor:
+    return same(b["doc_ids"].int() * 2**20) & causal(b)
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def ids_cut(**b: Tensor) -> Tensor:
+    """Pairs of documents become one."""
+    return same((b["doc_ids"].double() / 2).long()) & causal(b)
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def blocks_by_a_cast(**b: Tensor) -> Tensor:
+    i = (index(b) / 4).long()
+    return same(b["doc_ids"]) & (i[:, None] == i[None, :])
+
+
+@spelling(DOCUMENTS, Reason.MASK_NOT_PACKED)
+def bytes_below_zero(**b: Tensor) -> Tensor:
+    """0 - 1 is 255 in uint8: dropped keys would get a bonus."""
+    return ((same(b["doc_ids"]) & causal(b)).byte() - 1).float() * 1e9
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def slopes_per_head(**b: Tensor) -> Tensor:
+    i = index(b)
+    bias = (i[None, :] - i[:, None]) * torch.tensor([0.5, 0.25])[:, None, None]
+    return bias.masked_fill(~(same(b["doc_ids"]) & causal(b)), -INF)
+
+
+@spelling(POSITIONS, Reason.MASK_UNSUPPORTED_OP)
+def window_in_tenths(**b: Tensor) -> Tensor:
+    """0.1 * 7 - 0.1 * 4 is less than 0.3, 0.1 * 5 - 0.1 * 2 is not."""
+    i = index(b) * 0.1
+    return same((b["position_ids"] == 0).cumsum(1)) & causal(b) & (i[:, None] - i[None, :] < 0.3)
+
+
+@spelling(POSITIONS, Reason.MASK_UNSUPPORTED_OP)
+def index_far_out_in_float32(**b: Tensor) -> Tensor:
+    i = index(b) + 2.0**25
+    return same((b["position_ids"] == 0).cumsum(1)) & (i[:, None] >= i[None, :])
+
+
+@spelling(OFFSETS, Reason.MASK_UNSUPPORTED_OP)
+def offsets_counted_in_int8(**b: Tensor) -> Tensor:
+    """Document 128 is the first one again."""
+    return equal_1d((b["cu_seqlens"] <= index(b)[:, None]).sum(-1, dtype=torch.int8)) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_UNSUPPORTED_OP)
+def offsets_with_alternating_marks(**b: Tensor) -> Tensor:
+    """The first mark is 0, and every other one after it."""
+    starts = b["cu_seqlens"][1:-1]
+    marks = torch.zeros_like(index(b)).scatter(0, starts, torch.arange(starts.numel()) % 2)
+    return equal_1d(marks.cumsum(0)) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_UNSUPPORTED_OP)
+def offsets_with_marks_multiplied_in(**b: Tensor) -> Tensor:
+    starts = b["cu_seqlens"][1:-1]
+    marks = torch.zeros_like(index(b)).scatter(0, starts, 1, reduce="multiply")
+    return equal_1d(marks.cumsum(0)) & causal(b)

@@ -1,0 +1,151 @@
+"""What a tensor's dtype makes of a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
+
+Constants become what the dtype holds. Values that vary over tokens must be ones that the dtype holds as they are, in
+rows of up to `ROW` tokens and with the document ids that a batch may have; others are `Inexact`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import AppliedUndef
+
+from .predicate_values import (
+    Expr,
+    RepeatIndex,
+    RunningMax,
+    RunningSum,
+    Select,
+    SumOver,
+    Value,
+    is_bool,
+    number,
+    outer_select,
+)
+from .predicate_views import Undecidable
+
+ROW = 2**22
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+Extent = tuple[float, int]  # largest magnitude; binary digits after the point
+LeafOf = Callable[[Any], tuple[torch.dtype, float]]
+"""Of a term that reads a leaf: the leaf's dtype and its largest magnitude."""
+
+
+class Inexact(Undecidable):
+    """A value that its dtype does not hold as it is."""
+
+    def __init__(self, value: Value, dtype: torch.dtype) -> None:
+        super().__init__(f"`{value}` may be rounded, cut or wrapped in {dtype}")
+        self.value = value
+
+
+def held(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
+    """The value as an element of `dtype`.
+
+    Raises:
+        Inexact: one that varies over tokens, and may be rounded, truncated or wrap.
+    """
+    if is_bool(value) or dtype.is_complex:
+        return value
+    if value.is_number:
+        return _constant(value, dtype)
+    if isinstance(value, Select):
+        condition, x, y = value.args
+        return Select(condition, held(x, dtype, leaf_of), held(y, dtype, leaf_of))
+    if isinstance(value, AppliedUndef) and leaf_of(value)[0] is dtype:
+        return value
+    top, digits = _extent(value, leaf_of)
+    if dtype.is_floating_point:
+        exact = top * 2.0**digits <= 2.0 ** _DIGITS.get(dtype, 0) and digits <= 64
+    else:
+        exact = digits == 0 and dtype.is_signed and top <= torch.iinfo(dtype).max
+    if exact:
+        return value
+    if _varies(value):
+        raise Inexact(value, dtype)
+    # A sum of constants that wide types round a little stays next to what it is, 0 and -inf stay themselves.
+    return value if dtype in (torch.float32, torch.float64) else on_constants(value, lambda v: _constant(v, dtype))
+
+
+def compared(
+    values: tuple[Value, Value], dtypes: tuple[Any, Any], common: torch.dtype, leaf_of: LeafOf
+) -> tuple[Value, Value]:
+    """Both sides of a comparison, which runs in the dtype `common`; a dtype of None is a Python number's."""
+    if common is torch.bool:
+        return values
+    numbers = [value.is_number for value in values]
+    if any(numbers):
+        # Rounding keeps the order: an integer and a constant that `common` holds compare as they are.
+        constants = [_constant(v, common) if known else v for v, known in zip(values, numbers, strict=True)]
+        limit = 2.0 ** _DIGITS.get(common, 64)
+        if all(not known or not c.is_finite or abs(c) <= limit for c, known in zip(constants, numbers, strict=True)):
+            return constants[0], constants[1]
+    first, second = (v if d is common else held(v, common, leaf_of) for v, d in zip(values, dtypes, strict=True))
+    return first, second
+
+
+def on_constants(value: Expr, function: Callable[[Expr], Expr]) -> Expr:
+    """`function` of a value that is a choice between constants."""
+    choice = outer_select(value)
+    if choice is not None:
+        branches = (value.xreplace({choice: branch}) for branch in choice.args[1:])
+        return Select(choice.args[0], *(on_constants(branch, function) for branch in branches))
+    if not value.is_number:
+        raise Undecidable(f"a nonlinear function of `{value}`")
+    return function(value)
+
+
+def _varies(value: Expr) -> bool:
+    """Whether a value is more than a choice between constants."""
+    if isinstance(value, Select):
+        return any(map(_varies, value.args[1:]))
+    return any(map(_varies, value.args)) if isinstance(value, sympy.Add | sympy.Mul) else not value.is_number
+
+
+def _constant(value: Expr, dtype: torch.dtype) -> Expr:
+    if not value.is_finite:
+        if dtype.is_floating_point:
+            return value
+        raise Inexact(value, dtype)
+    if dtype.is_floating_point:
+        return number(torch.tensor(float(value), dtype=torch.float64).to(dtype).item())
+    if dtype is torch.bool:
+        return value
+    info = torch.iinfo(dtype)
+    return sympy.Integer((int(value) - info.min) % (info.max - info.min + 1) + info.min)
+
+
+def _extent(value: Expr, leaf_of: LeafOf) -> Extent:
+    if value.is_number:
+        return _extent_of_number(value)
+    if isinstance(value, Select):
+        parts = [_extent(branch, leaf_of) for branch in value.args[1:]]
+        return max(top for top, _ in parts), max(digits for _, digits in parts)
+    if isinstance(value, sympy.Add | sympy.Mul):
+        parts = [_extent(arg, leaf_of) for arg in value.args]
+        if isinstance(value, sympy.Add):
+            return sum(top for top, _ in parts), max(digits for _, digits in parts)
+        return math.prod(top for top, _ in parts), sum(digits for _, digits in parts)
+    if isinstance(value, AppliedUndef):
+        dtype, largest = leaf_of(value)
+        return min(largest, 2.0 ** _DIGITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max), 0
+    if isinstance(value, RunningSum | SumOver | RunningMax):
+        top, digits = _extent(value.args[0], leaf_of)  # type: ignore[arg-type]
+        return (top if isinstance(value, RunningMax) else ROW * top), digits
+    if isinstance(value, sympy.Symbol | RepeatIndex):
+        return ROW, 0
+    parts = [_extent(arg, leaf_of) for arg in value.args]
+    if isinstance(value, sympy.floor):
+        return parts[0][0], 0
+    return max(ROW, *(top for top, _ in parts)), max(digits for _, digits in parts)
+
+
+def _extent_of_number(value: Expr) -> Extent:
+    if not value.is_finite:
+        return math.inf, 0
+    numerator, denominator = float(value).as_integer_ratio()
+    return abs(numerator / denominator), denominator.bit_length() - 1
