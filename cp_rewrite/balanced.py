@@ -39,7 +39,7 @@ MOST_RUNS = 1 << 22
 
 
 class Candidate(NamedTuple):
-    """A way to share out a row, and what it costs."""
+    """A way to share out a row, and what it costs. Over several nodes only the cost counts: links decide there."""
 
     unbalanced: bool
     crowded: bool
@@ -70,7 +70,8 @@ class Scale:
         seconds = needed_seconds(load, self.device, self.model, self.ranks_per_node)
         if self.ranks_per_node < order.world_size:  # an all-gather, which enters each node once, may be cheaper
             seconds = min(seconds, all_gather_seconds(load, self.device, self.model, self.ranks_per_node))
-        crowded = load.received.sum(1).max() > self.most_rows
+            return Candidate(False, False, seconds, order)
+        crowded = bool(load.received.sum(1).max() > self.most_rows)
         return Candidate(imbalance(load.tiles) > LIMIT, crowded, seconds, order)
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
@@ -93,9 +94,10 @@ def balanced(
 ) -> TokenOrder:
     """The best order found: balanced within 2%, then no rank with too many rows to receive, then cheapest.
 
-    Never dearer than a simple layout that gives ranks equal tokens, as this one always does: a rank has
-    ceil(total / world_size) tokens or (so that only the row's end is padded) fewer. Those that cut documents into
-    millions of runs of keys (hundreds of ranks, thousands of documents) are not compared. Pure: the same on every rank.
+    Over several nodes the cheapest, balanced or not. Never dearer than a simple layout that gives ranks equal tokens, as
+    this one always does: a rank has ceil(total / world_size) tokens or (so that only the row's end is padded) fewer.
+    Those that cut documents into millions of runs of keys (hundreds of ranks, thousands of documents) are not compared.
+    Pure: the same on every rank.
 
     Args:
         documents: the row's documents.
@@ -119,14 +121,18 @@ def balanced(
 
 
 def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candidate:
-    """The best of the ways that are worth a try on such a row; of more, until all ranks are balanced, none crowded."""
+    """The best of the ways that are worth a try on such a row; of more, until all ranks are balanced, none crowded.
+
+    What crosses nodes depends on where a few cuts happen to fall: there all styles are tried.
+    """
     best: Candidate | None = None
     halves = _can_halve(quotas, scale.ranks_per_node) and _too_big(parts, quotas) > 1
     few = len(parts) <= FEW * len(quotas)
+    least = 1 + halves + few if scale.ranks_per_node == len(quotas) else len(STYLES)
     for tried, ranks in enumerate(_ways(parts, quotas, scale.mask, scale.ranks_per_node, unit, halves), 1):
         candidate = scale.weigh(_to_order(ranks, scale.documents.total))
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
-        if tried >= 1 + halves + few and not best.unbalanced and not best.crowded:
+        if tried >= least and not best.unbalanced and not best.crowded:
             break
     assert best is not None
     return best
