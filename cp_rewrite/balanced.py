@@ -94,8 +94,8 @@ def balanced(
 ) -> TokenOrder:
     """The best order found: balanced within 2%, then no rank with too many rows to receive, then cheapest.
 
-    Over several nodes the cheapest, balanced or not. Never dearer than a simple layout that gives ranks equal tokens, as
-    this one always does: a rank has ceil(total / world_size) tokens or (so that only the row's end is padded) fewer.
+    Over several nodes the cheapest, balanced or not. Never dearer than a simple layout that gives ranks equal tokens,
+    as this one always does: a rank has ceil(total / world_size) tokens or (so that only the row's end is padded) fewer.
     Those that cut documents into millions of runs of keys (hundreds of ranks, thousands of documents) are not compared.
     Pure: the same on every rank.
 
