@@ -36,28 +36,29 @@ SAMPLE = 4096
 """Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
 
 
-def on_text(sharding: Sharding, text: str) -> None:
-    """Compare `text` (a normalised graph, a refusal) over the context-parallel group.
+def on_graph(sharding: Sharding, text: str) -> None:
+    """Compare `text` (a normalised graph, a refusal), the annotation and the grad mode over the group.
 
     Raises:
         RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
             come within the group's timeout.
     """
     if _talks(sharding):
-        _compare(sharding, "graph", text)
+        options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
+        _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
 
 
 def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> None:
     """Compare who owns which tokens of a batch, its documents, and a sample of its values that are on the host.
 
-    Raises as `on_text`; `check_batches` may be off.
+    Raises as `on_graph`; `check_batches` may be off.
     """
     if sharding.check_batches and _talks(sharding):
         _compare(sharding, "batch", describe(sharding, plan, batch))
 
 
 def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
-    """Compare which parameters have a gradient, one text each. Raises as `on_text`; `check_batches` may be off."""
+    """Compare which parameters have a gradient, one text each. Raises as `on_graph`; `check_batches` may be off."""
     if sharding.check_batches and _talks(sharding):
         _compare(sharding, "gradients", "\n".join(shapes))
 
@@ -149,7 +150,7 @@ def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> l
         missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
         raise RuntimeError(
             f"cp_rewrite: rank {', '.join(missing)} of the group brought no {kind} within the group's timeout; every "
-            "rank must shard the same batches and call the model the same number of times"
+            "rank must shard the same batches, with the same check_batches, and call the model the same number of times"
         ) from error
     return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 

@@ -54,14 +54,14 @@ class Backend:
         if state.refusals:
             refused = RewriteRefused(state.refusals)
             observe.trace("refused", lambda: [str(refused)])
-            agree.on_text(sharding, str(refused))
+            agree.on_graph(sharding, str(refused))
             if sharding.strict:
                 return _raiser(refused)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
             return self._inner(gm, example_inputs, mode)
         after = graph_lines(state.graph_module)
         observe.trace("after", lambda: after)
-        agree.on_text(sharding, "\n".join(after))
+        agree.on_graph(sharding, "\n".join(after))
         placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
         added = placeholders[len(placeholders) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from . import agree
 from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
@@ -64,6 +65,8 @@ def shard(
     """
     try:
         check_no_batch()
+        if get_worker_info() is not None:
+            raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
         if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
         plan = plan_of(sharding, batch, lengths)

@@ -52,7 +52,7 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
         report = cp.check(model, cp.Sharding(4, tokens, packing), batch)
 
     The ranks are threads: no launcher, no process group and no GPU are needed, and the mesh may be a world size. Rows
-    travel as under `exchange="needed"`, attention runs in the reference kernel. Masks are compared too
+    travel as under `exchange="needed"` with no capacity, attention runs in the reference kernel. Masks are compared too
     (`verify="first_step"`).
 
     Args:

@@ -146,8 +146,13 @@ class Sharding:
     @property
     def graph_key(self) -> tuple[object, ...]:
         """All that a compiled graph depends on: every field but those that only decide each batch's plan."""
-        per_batch = ("layout", "balance_for", "check_batches", "chunk_size", "pad_to_multiple")
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in per_batch)
+        return (self.mesh, *self.graph_options.values())
+
+    @property
+    def graph_options(self) -> dict[str, object]:
+        """`graph_key` by name, without the mesh."""
+        others = ("mesh", "layout", "balance_for", "check_batches", "chunk_size", "pad_to_multiple")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
     @property
     def world_size(self) -> int:
@@ -257,6 +262,8 @@ def _check_mesh(mesh: Any, exchange: object) -> None:
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(f"mesh must hold its ranks in ascending order, got {ranks}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh holds ranks {ranks} and not this process, rank {mesh.get_rank()}")
 
 
 def _check_cuts(sharding: Sharding) -> None:

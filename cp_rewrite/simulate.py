@@ -43,10 +43,15 @@ class ThreadSharding(Sharding):
 
     @staticmethod
     def like(sharding: Sharding) -> ThreadSharding:
-        """The same annotation over threads. Rows travel by `needed`: threads have no other transport."""
+        """The same annotation over threads. No capacity: rows travel by `needed`, as no other way can."""
         values: dict[str, Any] = {f.name: getattr(sharding, f.name) for f in fields(Sharding)}
         values.update(
-            mesh=sharding.world_size, exchange="needed", kernel="reference", inner="eager", verify="first_step"
+            mesh=sharding.world_size,
+            exchange="needed",
+            kernel="reference",
+            inner="eager",
+            verify="first_step",
+            capacity=None,
         )
         return ThreadSharding(**values)
 

@@ -57,7 +57,10 @@ def exchange_reasons(exchange: str, sharding: Sharding) -> list[str]:
     if scattered and outer != "local" and isinstance(sharding.mesh, int):
         found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
     if sharding.capacity is not None and exchange not in capacity.EXCHANGES:
-        found.append(f"with capacity, rows travel by {', '.join(capacity.EXCHANGES)}: the host must not know how many")
+        found.append(
+            "with capacity, rows travel by all_gather, or by needed where GPUs read each other's memory: the host must "
+            "not know how many"
+        )
     if sharding.keep_kv and outer == "p2p":
         found.append("a ring holds no more than two buffers of keys and values, so keep_kv=True has nothing to keep")
     return found

@@ -136,6 +136,12 @@ def test_lengths_may_be_any_list_of_numbers(lengths: Any) -> None:
         assert local.plan.rows[0].lengths.tolist() == [3, 5]
 
 
+def test_workers_of_a_data_loader_cut_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cp_rewrite.batch.get_worker_info", object)
+    with pytest.raises(RuntimeError, match="in a DataLoader's worker"), make_sharding().shard(make_batch(8)):
+        pytest.fail("a worker cut a batch")
+
+
 def test_a_batch_is_cut_once() -> None:
     sharding = make_sharding()
     with sharding.shard(make_batch(4, 4)) as local:

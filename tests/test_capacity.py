@@ -179,5 +179,5 @@ def test_masks_and_exchanges_that_need_the_host_are_refused() -> None:
     batch = make_batch([[10, 6]])
     ring = dataclasses.replace(sharding, exchange="p2p")
     refused = cp.explain(build_model("llama"), ring, shift_labels=True)(**batch)
-    assert "EXCHANGE: p2p: with capacity, rows travel by local, all_gather, pull" in str(refused)
+    assert "EXCHANGE: p2p: with capacity, rows travel by all_gather, or by needed where GPUs" in str(refused)
     assert "all_gather: capacity is set" in str(cp.explain(build_model("llama"), sharding, shift_labels=True)(**batch))

@@ -149,7 +149,8 @@ def test_check_compares_masks_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_shows_what_differs() -> None:
     """An op that the user vouches for, wrongly."""
-    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), local_ops=("cp_rewrite_tests::shift",))
+    options: dict[str, Any] = {"local_ops": ("cp_rewrite_tests::shift",), "capacity": cp.Capacity(8, 8, 64)}
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **options)
     report = cp.check(Shifted(), sharding, make_batch([[13, 1, 7, 29]]))
     assert report.outputs["output"] > 1e-2
     assert report.gradients["embed.weight"] > 1e-2
