@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch.fx as fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -25,7 +26,7 @@ from .locality_rules import find_rule
 from .locality_run import NodeRunner, Outcome, States, unknown_like
 from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .locality_trace import Trace
-from .operands import needs_gradient
+from .operands import is_transformed, needs_gradient, value_of
 from .sites import Site
 
 
@@ -136,6 +137,9 @@ class _Walk:
         if isinstance(state, list):
             for item in state:
                 self.output(leaf, item)
+        elif self.extents.counts_tokens(value_of(leaf)):
+            detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
+            self.refuse(leaf, Reason.POSITION_GENERATOR, detail)
         elif isinstance(state, Deferred):
             self.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
         elif isinstance(state, GroupSizes):
@@ -177,6 +181,8 @@ class _Walk:
             return self.region(*body)
         if is_attention(node.target):
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
+        if is_transformed(node):
+            return self.transformed(node)
         if isinstance(node.target, HigherOrderOperator):
             return self.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
         return self.take(node, self.runner.outcome(node))
@@ -199,6 +205,17 @@ class _Walk:
             self.refusals.append(refusal)
         return unknown_like(node)
 
+    def transformed(self, node: fx.Node) -> States:
+        """A node of `torch.func`: its ops run on wrapped tensors, which no rule sees."""
+        states = [state for n in node.all_input_nodes for state in tree_leaves(self.env.get(n, REPLICATED))]
+        numbers = any(self.extents.counts_tokens(value_of(n)) for n in node.all_input_nodes)
+        if UNKNOWN in states:
+            return unknown_like(node)
+        if not numbers and all(state is REPLICATED for state in states):
+            return REPLICATED
+        detail = "what vmap, grad and jvp of torch.func do to tokens is not followed: write it out, or vouch for an op"
+        return self.refuse(node, Reason.NO_LOCALITY_RULE, detail)
+
     def attention(self, site: Site) -> States:
         dim = 0 if site.rows else 2
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
@@ -219,10 +236,14 @@ class _Walk:
         if key not in self.regions:
             self.env.update(zip(placeholders(body), states, strict=True))
             nested, self.trace.nested = self.trace.nested, True
+            orders = self.trace.orders
             output = self.graph(body)
             self.trace.nested = nested
             result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
-            self.regions[key] = list(result) if isinstance(result, list | tuple) else result
+            result = list(result) if isinstance(result, list | tuple) else result
+            if orders != self.trace.orders:  # the next call's rows are sorted in another order
+                return result
+            self.regions[key] = result
         return self.regions[key]
 
     def report(self, tables: bool, padded_sums: bool) -> LocalityReport:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
+import torch.fx as fx
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,25 @@ if TYPE_CHECKING:
     from .locality_trace import Trace
 
 Rule = Callable[["Call"], "TensorState | Sequence[TensorState]"]
-FoundRule = tuple[Rule | None, bool]
+
+
+class FoundRule(NamedTuple):
+    """A rule, and what it takes.
+
+    Args:
+        rule: None: the op has none.
+        from_sizes: it also runs on uncut inputs, as the op may make token rows from sizes.
+        sums: it knows what to do with per-rank parts of sums; no other rule gets one.
+        sizes: numbers among the op's arguments are sizes, or the rule looks at them; else none may count tokens.
+        positions: it sees to positions that it takes in; else those that its result no longer holds count as used.
+    """
+
+    rule: Rule | None
+    from_sizes: bool = False
+    sums: bool = False
+    sizes: bool = False
+    positions: bool = False
+
 
 DYNAMIC_HINT = (
     "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "
@@ -90,6 +109,10 @@ class Call:
                 if rows.iota in self.trace.fixed_positions:
                     raise Mixes(self.trace.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
                 self.trace.events.used.append(rows.iota)
+
+    def walked_by(self, rows: Rows | None) -> fx.Node | None:
+        """The `arange` that names the shard's rows in turn, where `rows` is still one."""
+        return None if rows is None or rows.iota in self.trace.shifted else rows.iota
 
     def check_numbers(self, *values: Any) -> None:
         """Numbers among the arguments may not be made from the token count."""

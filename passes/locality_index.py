@@ -26,7 +26,6 @@ def embedding(call: Call) -> TensorState:
         raise Mixes("embedding looks up token rows by index: " + ROWS_HINT)
     if call.arg("scale_grad_by_freq"):
         raise Mixes("embedding scales its gradient by how often an id stands in the shard (scale_grad_by_freq)")
-    call.use_positions(index)
     return Rows((*rows.dims, None))
 
 
@@ -39,7 +38,6 @@ def gather(call: Call) -> TensorState:
         rows = call.rows(tensor)
         if rows and tensor.ndim == x.ndim:
             refuse_axis(call, rows, dim, "indexes")
-    call.use_positions(*call.tensors)
     aligned = [call.entries(t) for t in (x, index, *others) if t.ndim == x.ndim]
     merged = [None if i == dim else _equal([entry[i] for entry in aligned]) for i in range(x.ndim)]
     return Rows(checked(merged))
@@ -56,7 +54,6 @@ def index_select(call: Call) -> TensorState:
     x, index = call.arg("self"), call.arg("index")
     dim = call.arg("dim") % x.ndim
     rows, picked = call.rows(x), call.rows(index)
-    call.use_positions(x, index)
     if rows is not None:
         refuse_axis(call, rows, dim, "picks entries of")
     chosen = picked.dims[0] if picked and index.ndim else None
@@ -95,14 +92,13 @@ def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
     if axis is None:
         call.use_positions(i)
         return
-    walked = [entry for entry in rows.dims if entry is not None] if rows and rows.iota else []
-    if walked != [axis]:
+    arange = call.walked_by(rows)
+    walked = [entry for entry in rows.dims if entry is not None] if rows and arange else []
+    if arange is None or walked != [axis]:
         if has(axis, TOKEN):
             raise Mixes(f"indexes the token dim: {ROWS_HINT}")
         raise Mixes("indexes the batch dim while rows of the batch are cut in different orders")
-    assert rows is not None
-    assert rows.iota is not None
-    call.trace.events.indexed.append(rows.iota)
+    call.trace.events.indexed.append(arange)
 
 
 def _refuse_masks(call: Call, given: list[Tensor | None]) -> None:
@@ -118,8 +114,8 @@ def index_put(call: Call) -> TensorState:
     inverse = inverse_order(call, x, masks, values)
     if inverse is not None:
         return inverse
+    call.use_positions(x, *masks, values)
     if len(masks) == 1 and given[0] is not None and masks[0].dtype == torch.bool and values.numel() == 1:
-        call.use_positions(x, masks[0])
         mask = [*call.entries(masks[0]), *[(None, 1)] * (x.ndim - masks[0].ndim)]
         rows = call.entries(x)
         return Rows(checked([_equal([rows[i], mask[i]]) if i < masks[0].ndim else rows[i][0] for i in range(x.ndim)]))

@@ -38,12 +38,13 @@ class _Liveness:
         if gm in self.entered:
             return
         self.entered.add(gm)
+        inputs = {memory_of(node) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
         for node in gm.graph.nodes:
             if node.op == "output":
                 self.pending.append(node)
             for target in written_nodes(node):
                 memory = memory_of(target)
-                if memory is None or target.op in ("placeholder", "get_attr"):
+                if memory is None or memory in inputs:
                     self.pending.append(node)
                 else:
                     self.writers[memory].append(node)

@@ -34,7 +34,6 @@ def elementwise_loss(call: Call) -> TensorState:
     reduction = call.arg("reduction")
     if any(not isinstance(call.state(x), Rows) and call.state(x) is not REPLICATED for x in call.tensors):
         return pointwise(call)
-    call.use_positions(*call.tensors)
     dims = broadcast([call.entries(x) for x in call.tensors], max(x.ndim for x in call.tensors))
     assert any(has(dim, TOKEN) for dim in dims), reduction
     return _reduced(call, Rows(checked(dims)), zero=False)

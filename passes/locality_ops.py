@@ -38,7 +38,6 @@ Number = float | int | bool
 
 def pointwise(call: Call) -> TensorState:
     """Each entry from the entries at its place, by broadcasting."""
-    call.check_numbers()
     call.check_literals(*(value for value in call.args if not isinstance(value, Tensor)))
     states = [call.state(x) for x in call.tensors]
     followed = follow_order(call, states)
@@ -48,7 +47,6 @@ def pointwise(call: Call) -> TensorState:
         return partial_pointwise(call, states)
     if not any(isinstance(state, Rows) for state in states):
         return REPLICATED
-    call.use_positions(*call.tensors)
     ndim = max(x.ndim for x in call.tensors)
     return Rows(checked(broadcast([call.entries(x) for x in call.tensors], ndim)), pad=padding(call))
 
@@ -151,7 +149,6 @@ def reduce(call: Call) -> TensorState | Sequence[TensorState]:
             raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
         return state
     assert isinstance(state, Rows)
-    call.use_positions(x)
     if state.token_dim in dims:
         detail = f"{call.name} reduces over tokens; {MEAN_HINT}"
         if call.name in ("all", "any"):
@@ -187,13 +184,11 @@ def along_dim(call: Call) -> TensorState | Sequence[TensorState]:
     state = call.state(x)
     if isinstance(state, GroupSizes) and call.name == "cumsum":
         return GroupSizes(state.order, ends=True)
-    if not isinstance(state, Rows):
-        raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+    assert isinstance(state, Rows)
     if call.name == "sort" and x.ndim == 1:
         return sort_rows(call, x, state)
     for dim in _dims(call, x):
         refuse_axis(call, state, dim, f"runs {call.name} over" if call.name != "roll" else "rolls")
-    call.use_positions(x)
     return [Rows(state.dims)] * len(call.outs)
 
 
@@ -206,26 +201,28 @@ def triangle(call: Call) -> TensorState:
 
 
 def product(call: Call) -> TensorState:
-    """mm, bmm, mv, dot and their forms that add a bias."""
+    """mm, bmm, mv, dot and their forms that add a bias: over features per token, over tokens a per-rank part."""
     *bias, a, b = call.tensors if not call.name.startswith(("add", "badd")) else call.tensors[:3]
-    states = {call.state(x) for x in (a, b)}
-    call.check_numbers()
-    if any(isinstance(call.state(x), Partial) for x in call.tensors):
-        raise Mixes(f"{call.name} on a sum over the shard's tokens; {MEAN_HINT}")
-    call.use_positions(*call.tensors)
     left, right = call.entries(a), call.entries(b)
     contracted = (left[-1][0], right[0 if len(right) == 1 else -2][0])
     if any(has(dim, T) for dim in contracted):
-        raise Mixes(f"{call.name} sums over the token dim")
+        return _product_over_tokens(call, a, b, contracted)
     if any(has(dim, B) for dim in contracted):
         raise Mixes(f"{call.name} sums over the batch dim while rows of the batch are cut in different orders")
-    assert states
     batch = broadcast([left[:-2], right[:-2]], max(len(left), len(right)) - 2) if max(len(left), len(right)) > 2 else []
     outer = [left[-2]] if len(left) > 1 else []
     inner = [right[-1]] if len(right) > 1 else []
     entries = list(zip(batch, call.sizes(call.outs[0]), strict=False)) + outer + inner
     dims = broadcast([entries, *(call.entries(x) for x in bias)], len(entries))
     return Rows(checked(dims))
+
+
+def _product_over_tokens(call: Call, a: Tensor, b: Tensor, contracted: tuple[Dim, Dim]) -> TensorState:
+    others = [dim for x in (a, b) for dim, _ in call.entries(x) if dim not in contracted]
+    if contracted[0] != contracted[1] or any(has(dim, T) for dim in others) or len(call.tensors) > 2:
+        raise Mixes(f"{call.name} sums over the token dim")
+    pads = [rows.pad for rows in map(call.rows, (a, b)) if rows]
+    return sum_over_tokens(call, 0 in pads)
 
 
 def linear(call: Call) -> TensorState:
@@ -235,7 +232,6 @@ def linear(call: Call) -> TensorState:
     state = call.state(x)
     assert isinstance(state, Rows), weight
     refuse_axis(call, state, x.ndim - 1, "sums over")
-    call.use_positions(x)
     return Rows(state.dims)
 
 

@@ -51,7 +51,7 @@ _ARITHMETIC: dict[str, Rule] = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "kthvalue"), ops.reduce),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"), ops.along_dim),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu"), ops.along_dim),
-    **dict.fromkeys(("sort", "argsort", "topk", "flip", "roll"), ops.along_dim),
+    **dict.fromkeys(("sort", "argsort", "topk", "flip", "roll", "_fft_r2c", "_fft_c2r", "_fft_c2c"), ops.along_dim),
     **dict.fromkeys(("tril", "triu"), ops.triangle),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "addbmm"), ops.product),
     "linear": ops.linear,
@@ -115,10 +115,24 @@ _MIXING: dict[str, Rule] = {
 TABLE: dict[str, Rule] = {**FROM_SIZES, **_VIEWS, **_ARITHMETIC, **_INDEXING, **_SORTED, **_LOSSES, **_MIXING}
 
 
+_VIEWS_OF_SUMS = (views.view, views.permute, views.unsqueeze, views.squeeze, views.select, views.split, views.repeat)
+_SUMS: frozenset[Rule] = frozenset(
+    {*_VIEWS_OF_SUMS, views.same, views.expand, views.slice_, views.cat, views.pad, views.as_strided, views.filled}
+    | {views.filled_like, views.complex_view, ops.pointwise, ops.reduce, loss.elementwise_loss, loss.token_mean}
+)
+_SIZES: frozenset[Rule] = frozenset(
+    {views.view, views.expand, views.slice_, views.split, views.repeat, views.as_strided, views.filled, views.arange}
+    | {views.filled_like, views.pad, ops.leading_norm}
+)
+_POSITIONS: frozenset[Rule] = frozenset({views.filled, views.filled_like, index.index, index.index_put})
+
+
 @lru_cache(maxsize=4096)
 def find_rule(func: OpOverload) -> FoundRule:
-    """The rule of an op, and whether it also runs on uncut inputs."""
+    """The rule of an op, and what it takes."""
     name = op_name(func)
-    if name in TABLE:
-        return TABLE[name], name in FROM_SIZES or TABLE[name] is ops.pointwise
-    return (ops.pointwise, True) if torch.Tag.pointwise in func.tags else (None, False)
+    rule = TABLE.get(name, ops.pointwise if torch.Tag.pointwise in func.tags else None)
+    if rule is None:
+        return FoundRule(None)
+    from_sizes = name in FROM_SIZES or rule is ops.pointwise
+    return FoundRule(rule, from_sizes, rule in _SUMS, rule in _SIZES, rule in _POSITIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.refusal import Reason
 
@@ -65,8 +67,10 @@ class NodeRunner:
         key = self._key(node)
         if key is not None and key in self._memo:
             return self._memo[key]
+        orders = self.trace.orders
         outcome = self._run(node)
-        if key is not None and not self.trace.written and outcome.events.table is None:
+        again = not self.trace.written and outcome.events.table is None and orders == self.trace.orders
+        if key is not None and again:
             self._memo[key] = outcome
         return outcome
 
@@ -93,9 +97,12 @@ class NodeRunner:
                 out = run(*(args[1:] if node.op == "call_method" else args), **kwargs)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            detail = f"{node.target} can't be run on fake tensors ({type(error).__name__}: {first_line})"
+            detail = f"{_name(node.target)} can't be run on fake tensors ({type(error).__name__}: {first_line})"
             self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
             return Outcome(unknown_like(node), self.trace.events)
+        if _is_foreign(node, self.trace.seen) and self._has_own_backward(run, args, kwargs):
+            detail = f"{_name(run)} has a backward of its own (torch.autograd.Function), which the graph does not show"
+            self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
         for tensor, state in self.trace.written:
             if id(tensor) in sources:
                 self._written(sources[id(tensor)], state)
@@ -104,10 +111,34 @@ class NodeRunner:
             self.trace.events.refusals.append(Found(Reason.POSITION_GENERATOR, detail))
         return Outcome(self._states_of(out), self.trace.events)
 
+    def _has_own_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether the gradient of a function's result goes through a torch.autograd.Function."""
+
+        def fresh(value: Any) -> Any:
+            differentiable = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            return value.detach().requires_grad_().clone() if differentiable else value
+
+        with self.mode, enable_python_dispatcher(), torch.enable_grad():
+            out = function(*tree_map(fresh, args), **tree_map(fresh, kwargs))
+        pending = [leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        seen: set[Any] = set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True
+            pending.extend(following for following, _ in node.next_functions)
+        return False
+
     def _written(self, node: fx.Node, new: TensorState) -> None:
         """A node's tensor got new content: so did every node that shares its memory."""
         before, memory = self.env.get(node, REPLICATED), memory_of(node)
         for other, state in [(n, s) for n, s in self.env.items() if memory is not None and memory_of(n) == memory]:
+            if other.op in ("placeholder", "get_attr") and state is REPLICATED and new not in (REPLICATED, UNKNOWN):
+                detail = "writes what only this rank knows into an input, which the next step takes for everyone's"
+                self.trace.events.refusals.append(Found(Reason.TOKEN_MIXING, detail))
             try:
                 self.env[other] = written_state(value_of(node), before, new, value_of(other), state)
             except Mixes as mixes:
@@ -126,8 +157,8 @@ class NodeRunner:
     def _key(self, node: fx.Node) -> Any:
         """What an outcome depends on; None when that can't be hashed."""
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
-        # Positions and orders are known by the nodes that make them.
-        own = node if node.target in (torch.arange, torch.sort, "sort") else None
+        # Positions are known by the nodes that make them.
+        own = node if node.target is torch.arange else None
         key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.trace.nested, own)
         try:
             hash(key)
@@ -154,6 +185,27 @@ class NodeRunner:
         if isinstance(value, list | tuple):
             return tuple(self._signature(item) for item in value)
         return size(value) if hasattr(value, "node") else (type(value), value)
+
+
+def _is_foreign(node: fx.Node, seen: Collection[str]) -> bool:
+    """Whether a node calls code from outside of torch that fell apart into the ops that were `seen`.
+
+    A function that Dynamo was told to leave whole, or an op made of others; not an op that is seen as such.
+    """
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload | OpOverloadPacket):
+        name = node.target._qualified_op_name if isinstance(node.target, OpOverloadPacket) else node.target._schema.name
+        return not name.startswith(("aten::", "prims::")) and name not in seen
+    module = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+    return module not in ("torch", "_operator", "operator", "math", "builtins")
+
+
+def _name(target: Any) -> str:
+    """A function's name, the same on every rank: no address in it."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return str(target)
+    return str(getattr(target, "__name__", target))
 
 
 def _aliased(value: Any, state: States, known: list[tuple[Tensor, TensorState]]) -> Any:

@@ -20,11 +20,10 @@ from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, T, Tenso
 def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:
     """One key per row: the sorted keys, and where each came from."""
     axis = state.dims[0]
-    node = call.trace.node
-    if axis is None or node is None or any(isinstance(factor, Order) for factor in axis):
+    if axis is None or any(isinstance(factor, Order) for factor in axis):
         raise Mixes("sort runs over rows that are sorted already")
     call.use_positions(x)
-    order = Order(node, axis)  # type: ignore[arg-type]
+    order = call.trace.new_order(axis)
     return [Rows(((order,),), key=True), Rows(((order,),), places=axis)]
 
 
@@ -66,12 +65,14 @@ def grouped_product(call: Call) -> TensorState:
 def inverse_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tensor) -> TensorState | None:
     """inverse[perm] = arange: for each row, its place in the order. perm holds every row once."""
     perm = call.rows(indices[0]) if len(indices) == 1 else None
-    walked = call.rows(values)
-    if perm is None or perm.places is None or walked is None or walked.iota is None or x.ndim != 1:
+    walked, arange = call.rows(values), call.walked_by(call.rows(values))
+    if perm is None or perm.places is None or walked is None or arange is None or x.ndim != 1:
         return None
     order = perm.dims[0][0] if perm.dims[0] else None
     if not isinstance(order, Order) or perm.places != order.axis or walked.dims != (perm.places,):
         return None
+    if call.arg("accumulate"):
+        raise Mixes("adds to the places of rows")
     assert has(perm.places, T)
-    call.trace.events.indexed.append(walked.iota)
+    call.trace.events.indexed.append(arange)
     return Rows((perm.places,), places=(order,))

@@ -38,9 +38,9 @@ B, T = Axis.BATCH, Axis.TOKEN
 
 @dataclass(frozen=True)
 class Order:
-    """Rows of `axis` in an order of their own: a permutation that `node` sorted them into."""
+    """Rows of `axis` in an order of their own: the permutation that the sort of this number put them into."""
 
-    node: fx.Node
+    number: int
     axis: tuple[Axis | int | sympy.Expr, ...]
 
 

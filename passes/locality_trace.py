@@ -17,13 +17,17 @@ from cp_rewrite.refusal import Reason
 
 from .locality_call import GROUPED_PRODUCTS, Call, FoundRule, check_sizes, vouched_name, vouched_state
 from .locality_state import (
+    MEAN_HINT,
     REPLICATED,
     UNKNOWN,
     Deferred,
     Dims,
     Extents,
+    Factor,
     GroupSizes,
     Mixes,
+    Order,
+    Partial,
     Rows,
     T,
     TensorState,
@@ -68,10 +72,16 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.events = Events()
         self.node: fx.Node | None = None
         self.nested = False
+        self.orders = 0
+        """How many sorts were seen: each is an order of its own."""
         self.operands: dict[int, Tensor] = {}
         """Tensors that are the node's first operand, whole."""
         self.fixed_positions: dict[fx.Node, str] = {}
+        self.shifted: set[fx.Node] = set()
+        """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
         self.written: list[tuple[Tensor, TensorState]] = []
+        self.seen: set[str] = set()
+        """Names of the ops that the node ran."""
         self.numbers: dict[int, Any] = {}
         """Known values of tensors filled with one number."""
         self._states: dict[int, tuple[Tensor, TensorState]] = {}
@@ -81,7 +91,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]], gradients: Sequence[Tensor] = ()
     ) -> None:
         """Watch one node. `states`: its tensors with what is known of them; `gradients`: those that need one."""
-        self.node, self.events, self.written, self.numbers = node, Events(), [], {}
+        self.node, self.events, self.written, self.numbers, self.seen = node, Events(), [], {}, set()
         self._states = {id(tensor): (tensor, state) for tensor, state in states}
         self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
         self._gradients = {id(tensor) for tensor in gradients}
@@ -99,6 +109,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         why = None
         if call.arg("start") not in (None, 0) or call.arg("step") not in (None, 1):
             why = "arange over tokens does not count 0, 1, 2, …: write arange(T) and add or multiply after it"
+            self.shifted.add(self.node)
         elif dims != ((T,),):
             why = "arange runs over the flattened rows of the batch"
         elif self.node.target is not torch.arange:
@@ -108,6 +119,11 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if why is not None:
             self.fixed_positions[self.node] = why
         return self.node
+
+    def new_order(self, axis: tuple[Factor, ...]) -> Order:
+        """The order that the sort which runs now puts rows of `axis` into."""
+        self.orders += 1
+        return Order(self.orders, axis)  # type: ignore[arg-type]
 
     def table_rows(self, call: Call, table: Tensor, dim: int) -> Rows:
         """The first T rows of a table are the rows of positions 0, 1, 2, …"""
@@ -128,6 +144,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             return out
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         call = Call(func, args, kwargs, outs, self)
+        self.seen.add(func._schema.name)
         try:
             new = self._transfer(call)
             states = list(new) if isinstance(new, Sequence) else [new] * len(outs)
@@ -161,15 +178,25 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if torch.Tag.nondeterministic_seeded in call.func.tags:
             raise Mixes(f"{call.name} draws other random numbers on a shard (dropout: set it to 0)", Reason.DROPOUT)
         cut = any(state is not REPLICATED for state in states)
-        rule, makes_rows = self.find_rule(call.func)
-        if not cut and not makes_rows:
+        found = self.find_rule(call.func)
+        vouched = cut and vouched_name(call.func) in self.vouched
+        if not vouched and not found.sizes:
+            call.check_numbers()
+        if not cut and (not found.from_sizes or "out" in call.kwargs):
             call.check_numbers()
             return REPLICATED
-        if vouched_name(call.func) in self.vouched:
-            return [vouched_state(call, out) for out in call.outs]
-        if rule is None or "out" in call.kwargs:
-            raise Mixes(f"{vouched_name(call.func)} has no rule", Reason.NO_LOCALITY_RULE)
-        return rule(call)
+        if not found.sums and any(isinstance(state, Partial) for state in states):
+            raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+        if vouched:
+            new: TensorState | Sequence[TensorState] = [vouched_state(call, out) for out in call.outs]
+        elif found.rule is None or "out" in call.kwargs:
+            how = " with out=" if "out" in call.kwargs else ""
+            raise Mixes(f"{vouched_name(call.func)}{how} has no rule", Reason.NO_LOCALITY_RULE)
+        else:
+            new = found.rule(call)
+        if vouched or not found.positions:
+            use_lost_positions(call, new if isinstance(new, Sequence) else [new])
+        return new
 
     def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
         """An op that writes into its arguments gives them, and what shares their memory, its result's state."""
@@ -191,6 +218,18 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
                         after = UNKNOWN
                     self._states[id(other)] = (other, after)
                 self.written.append((tensor, new))
+
+
+def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
+    """Positions and places that no result holds any more went into its values."""
+    kept = [state for state in results if isinstance(state, Rows)]
+    for tensor in call.tensors:
+        rows = call.rows(tensor)
+        if rows is None:
+            continue
+        lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
+        if lost or (rows.places is not None and all(state.places is None for state in kept)):
+            call.use_positions(tensor)
 
 
 def join_written(call: Call, tensor: Tensor) -> TensorState:

@@ -108,10 +108,14 @@ def slice_(call: Call) -> TensorState:
     before, after = call.sizes(x)[dim], call.sizes(call.outs[0])[dim]
     if not isinstance(state, Rows):
         labels = None if before == after else call.extents.label([1] * dim + [after])
-        return state if labels is None else call.trace.table_rows(call, x, dim)
-    if before == after:
+        if labels is not None:
+            return call.trace.table_rows(call, x, dim)
+        if before != after:
+            call.check_numbers()
         return state
-    refuse_axis(call, state, dim, "takes a slice of")
+    if before != after:
+        refuse_axis(call, state, dim, "takes a slice of")
+        call.check_numbers()
     return state
 
 
@@ -120,7 +124,6 @@ def select(call: Call) -> TensorState:
     if not isinstance(state, Rows):
         return state
     dim = call.arg("dim") % x.ndim
-    call.check_numbers(call.arg("index"))
     refuse_axis(call, state, dim, "takes one entry of")
     return replace(plain(state), dims=state.dims[:dim] + state.dims[dim + 1 :])
 
@@ -145,7 +148,6 @@ def cat(call: Call) -> TensorState:
     ndim = tensors[0].ndim
     dim %= ndim + stacking
     entries = [call.entries(x) for x in tensors]
-    call.use_positions(*tensors)
     if not stacking:
         for entry in entries:
             if entry[dim][0] is not None:
@@ -160,6 +162,9 @@ def cat(call: Call) -> TensorState:
 def pad(call: Call) -> TensorState:
     (x, state) = _input(call)
     amounts: list[int] = call.arg("pad", "padding")
+    call.check_numbers(call.arg("value"))
+    if isinstance(state, Partial) and call.arg("value"):
+        raise Mixes("pads a sum over the shard's tokens, on every rank, by something else than 0")
     for i in range(len(amounts) // 2):
         if isinstance(state, Rows) and any(amounts[2 * i : 2 * i + 2]):
             refuse_axis(call, state, x.ndim - 1 - i, "pads")
@@ -170,7 +175,6 @@ def repeat(call: Call) -> TensorState:
     (_, state) = _input(call)
     repeats: list[int] = call.arg("repeats")
     if not isinstance(state, Rows):
-        call.check_numbers(repeats)
         return state
     new = len(repeats) - len(state.dims)
     for i, dim in enumerate(state.dims):

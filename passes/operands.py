@@ -9,6 +9,7 @@ import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason, Refusal
 
@@ -39,6 +40,15 @@ def needs_gradient(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def is_transformed(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a `torch.func` transform (vmap, grad, jvp), or stands inside of one."""
+    if str(getattr(node.target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch")):
+        return True
+    values = [value_of(n) for n in (node, *node.all_input_nodes)]
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(wrapped(value) for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
 def expression(size: Any) -> sympy.Expr:
     """An int or SymInt as the shape environment knows it now."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
@@ -53,11 +63,12 @@ def same_size(size: Any, other: Any) -> bool:
 
 
 def constant(value: Any) -> float | None:
-    """A number that the graph fixes, or can be made to fix by a guard; None for anything else."""
+    """A number that the graph fixes; None for anything else, sizes of the batch among it."""
     if isinstance(value, fx.Node):
         value = value.meta.get("example_value")
     if isinstance(value, torch.SymFloat | torch.SymInt):
-        return float(value) if value.node.has_hint() else None
+        fixed = value.node.shape_env.replace(value.node.expr)
+        return float(fixed) if fixed.is_number else None
     return float(value) if isinstance(value, int | float) else None
 
 
