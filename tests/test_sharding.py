@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.cost import DEVICES
@@ -83,6 +84,11 @@ def test_machines_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch, per_mac
         assert cp.Sharding(**{**GOOD, "mesh": mesh}).node_size == size
         assert cp.Sharding(**{**GOOD, "mesh": mesh}, ranks_per_node=1).node_size == 1
     assert cp.Sharding(**GOOD).node_size is None
+
+
+def test_a_rank_outside_of_the_mesh_is_named() -> None:
+    with fake_group(rank=1), pytest.raises(ValueError, match=r"mesh holds ranks \[0\] and not this process, rank 1"):
+        cp.Sharding(**{**GOOD, "mesh": DeviceMesh("cpu", [0])})
 
 
 def test_speeds_are_named_or_measured(tmp_path: Path) -> None:
