@@ -63,10 +63,10 @@ def shard(
         RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
             layouts, or one of them could not cut its batch.
     """
+    if get_worker_info() is not None:  # a fork, which must not touch the group
+        raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
     try:
         check_no_batch()
-        if get_worker_info() is not None:
-            raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
         if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
         plan = plan_of(sharding, batch, lengths)
