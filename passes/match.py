@@ -17,7 +17,7 @@ from .grouped_heads import ungroup
 from .match_flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .match_varlen import is_varlen, match_varlen
 from .match_written import is_softmax, read_written
-from .operands import check_operands, check_options, constant, shape_of
+from .operands import check_operands, check_options, constant, same_size, shape_of
 from .prove_masks import Prover
 from .scopes import Scope, nested_scopes
 from .sites import Site
@@ -121,7 +121,9 @@ class _Matcher:
         shape, mask = shape_of(args["query"]), []
         if shape is not None and len(shape) == 4:
             body, result, indices = mask_function(scope, node, args)
-            mask = check_blocks(scope, node, args, self.prover) or self.prover.prove(body, result, node, shape, indices)
+            mask = self.prover.prove(body, result, node, shape, indices)
+            if isinstance(mask, PackedMask):
+                mask = check_blocks(scope, node, args, self.prover, mask) or mask
         found = self._site(scope, node, args, mask)
         if isinstance(found, list) or isinstance(output, Refusal) or isinstance(softcap, Refusal):
             others = [r for r in (output, softcap) if isinstance(r, Refusal)]
@@ -155,10 +157,19 @@ class _Matcher:
         self, scope: Scope, node: fx.Node, args: Mapping[str, Any], mask: PackedMask | list[Refusal], **more: Any
     ) -> Found:
         refusals = [*check_operands(node, args, self.prover.local_tokens), *check_options(node, args)]
+        refusals = refusals or self._check_rows(node, args["query"])
         if isinstance(mask, list) or refusals:
             return refusals + (mask if isinstance(mask, list) else [])
         key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node)
         return Site(node, scope.gm, args["query"], key, value, mask, scale=constant(args["scale"]), **more)
+
+    def _check_rows(self, node: fx.Node, query: fx.Node) -> list[Refusal]:
+        """A refusal where heads or other things were made rows of the batch: each row is cut in an order of its own."""
+        rows = query.meta["example_value"].shape[0]
+        if same_size(rows, self.prover.rows):
+            return []
+        detail = f"query has {rows} batch rows, the annotated inputs have {self.prover.rows}"
+        return [Refusal(Reason.SHAPE, detail, node)]
 
 
 def _holds_attention(scope: Scope, node: fx.Node) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from cp_rewrite.masks import PackedMask
 from cp_rewrite.refusal import Reason, Refusal
 
-from .canonicalize import CanonicalizeError
-from .operands import op_name, times_constant
-from .prove_masks import Prover
+from .canonicalize import Canonical, CanonicalizeError
+from .operands import expression, op_name, shape_of, times_constant
+from .prove_masks import Prover, reader_of
 from .scopes import Scope, resolve
 
 _OPERANDS = (
@@ -61,23 +64,43 @@ def block_lists(args: dict[str, Any]) -> tuple[list[fx.Node], tuple[int, int]]:
     return [x for x in mask[2:6] if x is not None], (mask[-3], mask[-2])
 
 
-def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> list[Refusal]:
-    """A refusal unless the lists of blocks are made in this graph, of what tells documents apart and nothing else.
+def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover, mask: PackedMask) -> list[Refusal]:
+    """A refusal unless the lists of blocks are made in this graph, of what tells documents apart and nothing else, by
+    way of a dense mask, as `create_block_mask` makes them, that says the same as the mask function: `mask`.
 
-    Whether they say the same as the mask function is compared on the first call.
+    Whether what came of it does is compared on the first call.
     """
     packing = prover.sharding.packing
     known = {*prover.sharding.tokens, packing.arg, getattr(packing, "padded_arg", None)}
     for outer, source in (resolve(scope, x) for x in block_lists(args)[0]):
         try:
-            leaves = list(prover.trace(outer, source).leaves)
+            canonical = prover.trace(outer, source, before=reader_of(scope, node, outer))
         except CanonicalizeError as error:
             return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the block mask can't be traced: {error}", error.node)]
-        strange = [n for n in leaves if n.op != "get_attr" and prover.source_of.get(n) not in known]
+        strange = [n for n in canonical.leaves if n.op != "get_attr" and prover.source_of.get(n) not in known]
         if strange:
             detail = f"the block mask is made of {strange[0].name}: make it in the model, by create_block_mask"
             return [Refusal(Reason.MASK_OPAQUE, detail, node)]
+        says = _dense_meaning(canonical, source, shape_of(args["query"]) or (), prover)
+        if says != mask:
+            said = f"'{says}'" if isinstance(says, PackedMask) else "something else"
+            detail = f"the block mask is made of {said}, the mask function says '{mask}'"
+            return [Refusal(Reason.MASK_NOT_PACKED, detail, node)]
     return []
+
+
+def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], prover: Prover) -> Any:
+    """What the (B, H, T, T) mask means that lists of blocks sum up; without one, when one block holds all, no mask."""
+    sizes = shape_of(node) or ()
+    if not canonical.leaves and all(size == 1 for size in sizes):
+        return PackedMask(causal=False, packed=False)
+    for last, call in reversed(list(enumerate(canonical.calls))):
+        out = call.outputs[0]
+        if out is None or out.dtype is not torch.bool or len(out.shape) != 4:
+            continue
+        if all(expression(size) in prover.local_tokens for size in out.shape[2:]):
+            return prover.meaning(replace(canonical, calls=canonical.calls[: last + 1], output=out), node, shape)
+    return None
 
 
 def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:

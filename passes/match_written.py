@@ -260,9 +260,16 @@ def _check_path(product: fx.Node, output: fx.Node, shift: Collection[fx.Node]) -
         if node is output:
             return
         readers = [user for user in node.users if user not in shift]
-        if len(readers) != 1:
-            raise _Differs(node, "logits or weights are read, or changed in place, by something else too")
+        if len(readers) != 1 or _uses(node, readers[0]) != 1:
+            raise _Differs(node, "logits or weights are read more than once, or changed in place")
         node = readers[0]
+
+
+def _uses(node: fx.Node, reader: fx.Node) -> int:
+    """How often a node stands among the arguments of its reader: x + x is no x."""
+    arguments: list[fx.Node] = []
+    fx.map_arg((reader.args, reader.kwargs), arguments.append)
+    return arguments.count(node)
 
 
 def _is_copy(node: fx.Node) -> bool:

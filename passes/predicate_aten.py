@@ -75,7 +75,7 @@ class Evaluator:
             self.tensors[ref.index] = self._constant_tensor(ref, value)
         for call in canonical.calls:
             self._evaluate(call)
-        out = self.tensors[canonical.output.index]
+        out = self._arguments(canonical.output)
         assert isinstance(out, SymTensor)
         return out
 

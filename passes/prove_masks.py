@@ -28,13 +28,14 @@ _SHAPE_ONLY = frozenset(
 class Prover:
     """Proves what masks of one graph mean for the row that the annotation describes.
 
-    `local_tokens`: the sizes that count a shard's tokens, under as many symbols as Dynamo gave it. `refusals`: what is
-    wrong with the annotated inputs.
+    `local_tokens`: the sizes that count a shard's tokens, under as many symbols as Dynamo gave it. `rows`: of the
+    batch. `refusals`: what is wrong with the annotated inputs.
     """
 
     def __init__(self, sharding: Sharding, source_of: Mapping[fx.Node, str]) -> None:
         self.sharding, self.source_of = sharding, source_of
         self.refusals: list[Refusal] = []
+        self.rows: Any = 1
         self.local_tokens = self._count_tokens()
         self._masks: dict[Any, PackedMask | list[Refusal]] = {}
         self._weighed: dict[tuple[Scope, fx.Node], bool] = {}
@@ -52,6 +53,8 @@ class Prover:
                 continue
             size = value.shape[dim]
             first = first or (name, size)
+            if dim and expression(self.rows) == 1:  # angles may be shared by all rows
+                self.rows = value.shape[dim - 1]
             if not same_size(size, first[1]):
                 detail = f"{name!r} has {size} tokens in dim {dim}, {first[0]!r} has {first[1]}"
                 self.refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
@@ -80,18 +83,26 @@ class Prover:
         key = (outer, source, tuple(str(s) for s in shape[:3]))
         if key in self._masks:
             return self._masks[key]
-        while scope is not outer and scope.call is not None and scope.parent is not None:
-            scope, node = scope.parent, scope.call
         try:
-            canonical = self.trace(outer, source, logits, node)
+            canonical = self.trace(outer, source, logits, reader_of(scope, node, outer))
         except CanonicalizeError as error:
             detail = f"the mask's computation can't be traced: {error}"
             return [Refusal(Reason.MASK_UNSUPPORTED_OP, detail, error.node)]
-        zeros = logits[:1]
-        found = prove(canonical, source, shape, self.sharding, self._name, self.local_tokens, indices, zeros)
+        found = self.meaning(canonical, source, shape, indices, logits[:1])
         if not canonical.updated:  # else it says another thing to another reader
             self._masks[key] = found
         return found
+
+    def meaning(
+        self,
+        canonical: Canonical,
+        mask: fx.Node,
+        shape: Sequence[Any],
+        indices: Sequence[fx.Node] = (),
+        zeros: Sequence[fx.Node] = (),
+    ) -> PackedMask | list[Refusal]:
+        """What a traced mask means; arguments as of `predicate.prove`."""
+        return prove(canonical, mask, shape, self.sharding, self._name, self.local_tokens, indices, zeros)
 
     def trace(
         self, scope: Scope, mask: fx.Node, logits: Sequence[fx.Node] = (), before: fx.Node | None = None
@@ -123,3 +134,10 @@ class Prover:
                 if n is node:
                     break
         return self._weighed[key]
+
+
+def reader_of(scope: Scope, node: fx.Node, outer: Scope) -> fx.Node:
+    """The node of `outer` that reads what `node` reads in `scope`, a region inside: the call on the way there."""
+    while scope is not outer and scope.call is not None and scope.parent is not None:
+        scope, node = scope.parent, scope.call
+    return node

@@ -16,7 +16,7 @@ from cp_rewrite.refusal import source_line
 from .canonicalize import Canonical, CanonicalizeError
 from .locality_inputs import token_dims
 from .match_flex import block_lists, flex_arguments, is_flex, mask_function
-from .prove_masks import Prover
+from .prove_masks import Prover, reader_of
 from .recorded import RecordedMask, RecordedTensor
 from .scopes import Scope, nested_scopes, resolve
 from .sites import Site
@@ -56,12 +56,13 @@ class _Recorder:
         if flex is not None:
             self._record_flex(scope, site, flex)
             return
-        scope, source = resolve(scope, site.mask_node)
-        key = (scope, source, site.mask)
+        outer, source = resolve(scope, site.mask_node)
+        reader = reader_of(scope, next(iter(site.logits[-1].users)) if site.logits else site.node, outer)
+        key = (outer, source, site.mask)
         if not isinstance(source, fx.Node) or key in self.recorded:
             return
         try:
-            canonical = self.prover.trace(scope, source, site.logits)
+            canonical = self.prover.trace(outer, source, site.logits, reader)
         except CanonicalizeError:  # a mask that can't be traced is the user's word, and can't be run either
             return
         self._add(key, site, canonical, site.logits[:1])
@@ -74,7 +75,8 @@ class _Recorder:
             return
         body, source, indices = mask_function(scope, node, args)
         canonical = self.prover.trace(body, source)
-        blocks = tuple(self._tensor(self.prover.trace(*resolve(scope, x))) for x in lists)
+        found = [resolve(scope, x) for x in lists]
+        blocks = tuple(self._tensor(self.prover.trace(*x, before=reader_of(scope, node, x[0]))) for x in found)
         self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, size)
 
     def _add(self, key: Any, site: Site, canonical: Canonical, zeros: Sequence[fx.Node], *flex: Any) -> None:

@@ -109,3 +109,20 @@ def test_blocks_of_anything_else_are_refused() -> None:
         return flex_attention(*[heads(b) * 1.0] * 3, block_mask=outside)  # type: ignore[return-value]
 
     assert reasons(model, dynamic=False) == {Reason.MASK_OPAQUE}
+
+
+def test_blocks_of_another_mask_function_are_refused() -> None:
+    """Where a row holds one document they would say the same; in another batch whole blocks would skip the function."""
+
+    def causal_blocks(blocks: BlockMask, ids: Tensor) -> BlockMask:
+        t = ids.shape[1]
+        other = create_block_mask(lambda b, h, i, j: i >= j, ids.shape[0], None, t, t, device="cpu", BLOCK_SIZE=4)
+        other.mask_mod = blocks.mask_mod
+        return other
+
+    def more_than_it_says(blocks: BlockMask, ids: Tensor) -> BlockMask:
+        blocks.mask_mod = lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j) & (i - j < 4)
+        return blocks
+
+    assert reasons(flex(change=causal_blocks, block_size=4), dynamic=False) == {Reason.MASK_NOT_PACKED}
+    assert reasons(flex(change=more_than_it_says), dynamic=True) == {Reason.MASK_NOT_PACKED}

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from cp_rewrite import verify
 from cp_rewrite.verify import MaskMismatch
+from tests import packed_model
 from tests.models import build_model
+from tests.mutants import MUTANTS
 from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 
@@ -145,6 +147,12 @@ def test_check_compares_masks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
     with pytest.raises(MaskMismatch):
         cp.check(build_model("torchtitan"), sharding, make_batch([[13, 1, 7, 29]]), shift_labels=True)
+
+
+def test_masks_are_compared_as_attention_read_them() -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    report = cp.check(MUTANTS["MaskEditedAfterwards"](), sharding, packed_model.packed_batch())
+    assert report.largest < 1e-5, str(report)
 
 
 def test_check_shows_what_differs() -> None:

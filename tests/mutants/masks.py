@@ -225,3 +225,33 @@ class AttentionOverHeads(PackedModel):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class HeadsAsRows(PackedModel):
+    """Heads are made rows of the batch, whose tokens nobody cut."""
+
+    reason, line = "SHAPE", "scaled_dot_product_attention"
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        rows = [x.flatten(0, 1)[:, None] for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*rows, is_causal=True).view_as(q)
+
+
+class RowsAsHeads(PackedModel):
+    reason, line, rows = "SHAPE", "scaled_dot_product_attention", 2
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        heads = [x.flatten(0, 1)[None] for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*heads, is_causal=True).view_as(q)
+
+
+class MaskEditedAfterwards(PackedModel):
+    """Right as it is: attention has read the mask before."""
+
+    reason, line = None, ""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask.fill_(True)
+        return out

@@ -76,3 +76,12 @@ class BiasByDistance(ScoresByHand):
     def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
         i = torch.arange(scores.shape[-1], device=scores.device)
         return (scores + (i[None, :] - i[:, None]) * 0.1).masked_fill(~keep, -torch.inf).softmax(-1)
+
+
+class ScoresAddedToThemselves(ScoresByHand):
+    """As if they were the mask."""
+
+    reason, line = "KERNEL", "q @ k.mT"
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return (scores + scores).masked_fill(~keep, -torch.inf).softmax(-1)
