@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--chunk-size", type=int, default=1, help="cut documents only at multiples of so many tokens")
     p.add_argument("--pad-to-multiple", type=int, default=1, help="round tokens per rank up to a multiple of it")
     p.add_argument("--full", action="store_true", help="attention sees the whole document, not only its past")
-    p.add_argument("--window", help="left,right in tokens; -1: no limit")
+    p.add_argument("--window", help="left,right in tokens; no limit on the left: --window=-1,64")
     p.add_argument("--heads", default="64,8", help="query heads, key/value heads (default 64,8)")
     p.add_argument("--head-dim", type=int, default=128)
     p.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
@@ -86,6 +86,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from .calibrate import measure
 
+    if not Path(arguments.output).absolute().parent.is_dir():
+        raise ValueError(f"--output must be a file in a folder that there is, got {arguments.output!r}")
     device = measure(arguments.name)
     if device is None:  # another rank writes
         return 0

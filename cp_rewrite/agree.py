@@ -32,7 +32,7 @@ _ADVICE = {
     "gradient on all ranks, or on none",
 }
 _FAILED = "failed: "
-SAMPLE = 4096
+SAMPLE = 1024
 """Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
 
 
