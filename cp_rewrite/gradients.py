@@ -20,14 +20,15 @@ _LARGE = 1 << 20
 def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """Sum parameter gradients over the context-parallel group, in place.
 
-    Each rank's loss is its tokens' part of the global loss, so gradients are summed, not averaged. Call it after
-    backward. With DDP or FSDP over the same group, which average, scale the loss by the world size instead.
+    Each rank's loss is its tokens' part of the global loss, so gradients are summed, not averaged. Call it once per
+    optimizer step, after the last backward (a second call would sum what is summed already) and before gradients are
+    clipped. With DDP or FSDP over the same group, which average, scale the loss by the world size instead.
 
     Args:
         parameters: as `model.parameters()` gives them; those without a gradient are passed over.
         sharding: the annotation.
     Raises:
-        TypeError: no iterable of parameters.
+        TypeError: no iterable of parameters, or a gradient is sparse, as of `nn.Embedding(sparse=True)`.
         RuntimeError: on every rank, where ranks have gradients of different parameters (see `check_batches`).
     """
     everything: Any = parameters
@@ -38,7 +39,12 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
         raise TypeError("parameters must hold parameters, as model.parameters() does, not names or groups of them")
     if require_sharding(sharding).world_size == 1:
         return
-    named = [(i, parameter.grad) for i, parameter in enumerate(everything) if parameter.grad is not None]
+    # A parameter that is listed twice, as tied weights may be, is summed once.
+    once = dict.fromkeys(everything)
+    named = [(i, parameter.grad) for i, parameter in enumerate(once) if parameter.grad is not None]
+    sparse = next((grad for _, grad in named if grad.layout != torch.strided), None)
+    if sparse is not None:
+        raise TypeError(f"a gradient of shape {tuple(sparse.shape)} is sparse: make it dense (sparse=False)")
     agree.on_gradients(sharding, [f"parameter {i}: {grad.dtype} {tuple(grad.shape)}" for i, grad in named])
     grads: list[Tensor] = [grad for _, grad in named]
     alone = [grad for grad in grads if grad.nbytes >= _LARGE and grad.is_contiguous()]

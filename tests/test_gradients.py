@@ -22,7 +22,7 @@ def run_rank(mesh: DeviceMesh) -> list[torch.Tensor | None]:
         p.grad = torch.full_like(p, number + 1.0) * (sharding.rank + 1)
     assert parameters[1].grad is not None
     parameters[1].grad = torch.arange(800.0 * 700).view(800, 700).t() * (sharding.rank + 1)
-    cp.sum_gradients(parameters, sharding)
+    cp.sum_gradients([*parameters, parameters[0], parameters[3]], sharding)
     return [p.grad for p in parameters]
 
 
@@ -64,3 +64,10 @@ def test_every_gradient_is_summed_once(world_size: int, pool: Pool) -> None:
             else:
                 assert (grad == number * factor).all()
                 assert grad.dtype == (torch.bfloat16 if number == 6 else torch.float32)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embed = nn.Embedding(5, 3, sparse=True)
+    embed(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"\(5, 3\) is sparse"):
+        cp.sum_gradients(embed.parameters(), cp.Sharding(2, {"x": 0}, cp.PositionIds("x")))
