@@ -11,11 +11,10 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens
 
 from .match_flex import output_of
-from .operands import check_operands, check_options, constant, op_name
+from .operands import check_operands, check_options, constant
 from .prove_masks import Prover
-from .scopes import Scope, resolve
+from .scopes import Scope
 from .sites import Site
-from .writes import writers_between
 
 _OP = "torch_attn::_varlen_attn"
 _DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}
@@ -59,7 +58,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> PackedMask | Refusal:
     packing = prover.sharding.packing
-    named = {_source(scope, args[key], prover) for key in ("cu_seq_q", "cu_seq_k")}
+    named = {prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")}
     if not isinstance(packing, CuSeqlens) or packing.padded_arg is not None or named != {packing.arg}:
         names = " and ".join(sorted(map(str, named)))
         told = packing.arg if not isinstance(packing, CuSeqlens) or packing.padded_arg is None else "with padding"
@@ -71,15 +70,3 @@ def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> 
     left, right = (None if side < 0 else side for side in window)
     right = 0 if args["is_causal"] else right
     return PackedMask(causal=right == 0, window=(left, right), packed=True)
-
-
-def _source(scope: Scope, node: Any, prover: Prover) -> str:
-    """Argument that a tensor of offsets is, in another integer dtype perhaps."""
-    scope, node = resolve(scope, node)
-    while op_name(node) in ("to", "int", "long", "contiguous") and len(node.args) <= 2:
-        scope, node = resolve(scope, node.args[0])
-    if not isinstance(node, fx.Node):
-        return str(node)
-    if writers_between((node,), node, next(iter(reversed(node.graph.nodes)))):
-        return f"%{node.name}, which changes in place"
-    return prover.source_of.get(node, f"%{node.name}")

@@ -17,6 +17,7 @@ from .canonicalize import Canonical, CanonicalizeError, canonicalize, is_paramet
 from .locality_inputs import token_dims
 from .operands import expression, same_size
 from .predicate import prove
+from .predicate_aten import Evaluator
 from .scopes import Scope, resolve
 
 # What these make depends on no element of their input.
@@ -103,6 +104,25 @@ class Prover:
     ) -> PackedMask | list[Refusal]:
         """What a traced mask means; arguments as of `predicate.prove`."""
         return prove(canonical, mask, shape, self.sharding, self._name, self.local_tokens, indices, zeros)
+
+    def argument(self, scope: Scope, tensor: Any, node: fx.Node) -> str:
+        """The argument whose numbers the 1-d `tensor` holds, in another dtype perhaps, when `node` of `scope` reads it;
+        a description of any other tensor."""
+        outer, source = resolve(scope, tensor)
+        if not isinstance(source, fx.Node):
+            return str(source)
+        try:
+            canonical = self.trace(outer, source, before=reader_of(scope, node, outer))
+        except CanonicalizeError as error:
+            return f"%{source.name}, which can't be traced: {error}"
+        evaluator = Evaluator(self.local_tokens, self._name)
+        values = evaluator.run(canonical)
+        index = tuple(evaluator.symbol("i", size) for size in values.shape)
+        value = values.at(index)
+        for leaf in evaluator.leaves.values():
+            if not leaf.trouble and leaf.shape == values.shape and leaf.function(*index) == value:
+                return leaf.name
+        return f"%{source.name}, which changes in place" if canonical.updated else f"%{source.name}"
 
     def trace(
         self, scope: Scope, mask: fx.Node, logits: Sequence[fx.Node] = (), before: fx.Node | None = None

@@ -114,6 +114,22 @@ def changed_offsets(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[i
     return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True)[0]
 
 
+def changed_copy(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
+    cu = cu.long()
+    cu[1:-1] += 1
+    cu = cu.int()
+    return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True)[0]
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
+    cu = cu.half().int()
+    return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True)[0]
+
+
+def without_last_document(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
+    return torch.ops.torch_attn._varlen_attn(q, k, v, cu[:-1], cu[:-1], 64, 64, True)[0]
+
+
 def shorter_keys(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
     q, k, v = (x.detach() for x in (q, k, v))
     return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, 64, 64, True, seqused_k=cu[1:] - cu[:-1] - 1)[0]
@@ -126,7 +142,8 @@ def with_logsumexp(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[in
 
 def test_refusals() -> None:
     assert Reason.MASK_WRONG_SOURCE in refused(other_keys)
-    assert Reason.MASK_WRONG_SOURCE in refused(changed_offsets)
+    for wrong in (changed_offsets, changed_copy, rounded, without_last_document):
+        assert Reason.MASK_WRONG_SOURCE in refused(wrong)
     if "seqused_k" in str(torch.ops.torch_attn._varlen_attn.default._schema):  # not in torch 2.11
         assert Reason.KERNEL in refused(shorter_keys)
     assert Reason.KERNEL in refused(with_logsumexp)
