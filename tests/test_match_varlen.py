@@ -106,7 +106,7 @@ def refused(attend: Attend, **more: Any) -> set[Reason]:
 
 
 def other_keys(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
-    return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu + 0, 64, 64, True)[0]
+    return torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu + 1, 64, 64, True)[0]
 
 
 def changed_offsets(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Any:
