@@ -189,7 +189,7 @@ def check_no_batch() -> None:
 
 
 def number_tokens(value: Tensor, plan: ActivePlan) -> None:
-    """Mark a cut tensor with its batch. Every op loses the mark: it shows on what is handed over as it is."""
+    """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
     value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from . import agree, observe, passes
-from .active import ActivePlan, active_plan
+from .active import ActivePlan, active_plan, number_tokens
 from .passes.diff import graph_lines
 from .passes.locality_inputs import token_dims
 from .passes.sources import argument_names
@@ -78,7 +78,12 @@ class Backend:
             if unchecked:
                 check_masks(unchecked, plan, args)
                 unchecked.clear()
-            return compiled(*args, *(plan.tensor(key) for key in keys))
+            out = compiled(*args, *(plan.tensor(key) for key in keys))
+            # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
+            for value in out if sharding.capacity is None else ():
+                if isinstance(value, Tensor):
+                    number_tokens(value, plan)
+            return out
 
         return run
 

@@ -171,6 +171,8 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
+    if batch_number(x) not in (None, last.number):
+        raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
     return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
 
 

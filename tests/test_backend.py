@@ -163,8 +163,11 @@ def test_calls_with_other_tokens_than_the_batch_in_flight_raise() -> None:
         compiled(**local)
         with pytest.raises(ValueError, match="ids has 20 tokens, but the model is called inside a batch whose parts"):
             compiled(**make_batch(20))
+        out = compiled(**local)
     with sharding.shard(other), pytest.raises(ValueError, match=r"ids is of another batch.*model\(\*\*local\)"):
         compiled(**local)
+    with pytest.raises(ValueError, match=r"call unshard\(\) before the next batch is cut"):
+        sharding.unshard(out, 1)
 
 
 def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
