@@ -59,6 +59,8 @@ class Backend:
                 return _raiser(refused)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
             return self._inner(gm, example_inputs, mode)
+        if state.decisions and sharding.world_size > 1:
+            _ = sharding.group  # raises where the mesh is a world size, for dry runs only
         after = graph_lines(state.graph_module)
         observe.trace("after", lambda: after)
         agree.on_graph(sharding, "\n".join(after))

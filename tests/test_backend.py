@@ -170,6 +170,13 @@ def test_calls_with_other_tokens_than_the_batch_in_flight_raise() -> None:
         sharding.unshard(out, 1)
 
 
+def test_a_world_size_is_for_dry_runs() -> None:
+    sharding = make_sharding(2)
+    compiled = torch.compile(Packed(), backend=cp.backend(sharding), fullgraph=True)
+    with pytest.raises(Exception, match="pass a DeviceMesh to run"), sharding.shard(make_batch(5, 9)) as local:
+        compiled(**local)
+
+
 def test_refusal_reaches_the_caller_with_reason_line_and_hint() -> None:
     sharding = make_sharding()
     compiled = torch.compile(Packed(shift=1), backend=cp.backend(sharding), fullgraph=True)
