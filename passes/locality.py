@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import sympy
 import torch.fx as fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -93,8 +94,7 @@ def check_locality(
     if extents is None:
         return LocalityReport(refusals)
     if extents.static and not fixed_tokens:
-        detail = f"the graph was captured for {extents.tokens} tokens a rank: mark the token dim dynamic"
-        return LocalityReport([*refusals, Refusal(Reason.TOKEN_INPUT, detail)], static=True)
+        return LocalityReport([*refusals, _why_static(extents)], static=True)
     walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
     walk.refusals += refusals
     with walk.runner.running():
@@ -217,16 +217,15 @@ class _Walk:
         return self.refuse(node, Reason.NO_LOCALITY_RULE, detail)
 
     def attention(self, site: Site) -> States:
-        dim = 0 if site.rows else 2
+        batch = None if self.extents.batch == 1 else (B,)
+        dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
             state = self.env.get(node, REPLICATED)
-            if state is not UNKNOWN and not (isinstance(state, Rows) and state.dims[dim : dim + 1] == ((T,),)):
-                detail = f"attention's {name} does not have its tokens in dim {dim}"
+            if state is not UNKNOWN and not (isinstance(state, Rows) and _fits(state.dims, dims)):
+                detail = f"attention's {name} does not have its tokens in dim {dims.index((T,))}, or its rows in dim 0"
                 self.refuse(site.node, Reason.TOKEN_MIXING, detail)
         if site.sinks is not None and self.env.get(site.sinks, REPLICATED) is not REPLICATED:
             self.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
-        batch = None if self.extents.batch == 1 else (B,)
-        dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
         return Rows(dims)
 
     def region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
@@ -264,6 +263,21 @@ class _Walk:
         if tables:
             positions += [PositionGenerator(node, "table", dim, shared) for node, dim in self.tables.items()]
         return LocalityReport(self.refusals, positions, list(self.padded_sums), self.extents.static)
+
+
+def _fits(dims: Dims, wanted: Dims) -> bool:
+    """Whether tokens and rows of the batch stand where they should; rows that are all equal need not be told apart."""
+    return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
+
+
+def _why_static(extents: Extents) -> Refusal:
+    """What made a constant of the token count: a line of the model, where the shape environment knows one."""
+    for guard in getattr(extents.shape_env, "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
+            detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
+            return Refusal(Reason.TOKEN_COUNT, detail)
+    detail = f"the graph was captured for {extents.tokens} tokens a rank: mark the token dim dynamic"
+    return Refusal(Reason.TOKEN_INPUT, detail)
 
 
 def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:

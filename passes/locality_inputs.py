@@ -71,7 +71,7 @@ def input_state(
         return REPLICATED, None
     dims = token_dims(sharding)
     if name in dims and dims[name] < value.ndim:
-        return _token_rows(value, name, dims[name], extents), None
+        return _token_rows(value, name, dims[name], extents, name in sharding.tokens), None
     sizes = [extents.size(size) for size in value.shape]
     packing = sharding.packing
     metadata = isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg)
@@ -86,15 +86,15 @@ def input_state(
     return REPLICATED, None
 
 
-def _token_rows(value: Tensor, name: str | None, dim: int, extents: Extents) -> Rows:
+def _token_rows(value: Tensor, name: str | None, dim: int, extents: Extents, cut: bool) -> Rows:
     dims: list[Dim] = [None] * value.ndim
     dims[dim] = (T,)
     if dim and extents.batch != 1:
         dims[dim - 1] = (B,)
     if name in LABELS:
         return Rows(tuple(dims), pad=IGNORE_INDEX)
-    # Integers may be labels under another name, filled with something else than 0.
-    known = value.dtype == torch.bool or value.is_floating_point()
+    # Integers may be labels under another name, filled with something else than 0; a block's arguments are computed.
+    known = cut and (value.dtype == torch.bool or value.is_floating_point())
     return Rows(tuple(dims), pad=0 if known else None)
 
 

@@ -75,6 +75,7 @@ def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
         or (call.name == "mul" and len(parts) == 1)
         or (call.name == "div" and len(parts) == 1 and first and call.arg("rounding_mode") is None)
         or (call.name in ("add", "sub") and len(parts) == 2 and len(set(parts)) == 1)
+        or (call.name in ("add", "sub") and first and len(states) == 1 and call.arg("other") == 0)
     )
     if not linear:
         raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
@@ -114,7 +115,17 @@ def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
     if not all(isinstance(operand, int | float) for operand in operands):
         return None
     result = function(*operands)
-    return bool(result) if call.outs[0].dtype == torch.bool else result
+    return _as_dtype(result, call.outs[0].dtype)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Number | None:
+    """The value as an entry of this dtype; None where that is another one."""
+    if dtype == torch.bool:
+        return bool(value)
+    exact = value == int(value) and abs(value) <= 256  # in every floating-point dtype
+    if not dtype.is_floating_point:
+        exact = value == int(value) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    return value if exact else None
 
 
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {

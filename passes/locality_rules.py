@@ -86,7 +86,6 @@ _LOSSES: dict[str, Rule] = {
 
 _SELECTS = ops.refuse("picks entries by their values, as many as there happen to be: multiply by a mask instead")
 _COUNTS = ops.refuse("counts or compares over all tokens")
-_ATTENTION = ops.refuse("is attention whose mask was not proven")
 
 _MIXING: dict[str, Rule] = {
     **dict.fromkeys(("nonzero", "nonzero_static", "masked_select", "_unique2", "unique_dim"), _SELECTS),
@@ -97,18 +96,6 @@ _MIXING: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         ("diff", "unfold", "diagonal", "trace", "tril_indices"), ops.refuse("relates tokens to other tokens")
-    ),
-    **dict.fromkeys(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_attention_math",
-            "_scaled_dot_product_fused_attention_overrideable",
-            "scaled_dot_product_attention",
-        ),
-        _ATTENTION,
     ),
 }
 

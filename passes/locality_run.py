@@ -181,7 +181,8 @@ class NodeRunner:
     def _signature(self, value: Any) -> Any:
         size = self.trace.extents.size
         if isinstance(value, Tensor):
-            return (value.dtype, value.requires_grad, tuple(size(length) for length in value.shape))
+            geometry = (tuple(map(size, value.shape)), tuple(map(size, value.stride())), size(value.storage_offset()))
+            return (value.dtype, value.requires_grad, *geometry)
         if isinstance(value, list | tuple):
             return tuple(self._signature(item) for item in value)
         return size(value) if hasattr(value, "node") else (type(value), value)

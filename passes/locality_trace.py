@@ -175,6 +175,8 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             if call.name in ("logical_not", "bitwise_not", "logical_and", "bitwise_and", "clone", "detach", "alias"):
                 return deferred
             raise Mixes(deferred.detail)
+        if "scaled_dot_product" in call.name:
+            raise Mixes(f"{call.name} is attention whose mask was not proven: call it by itself, with the mask")
         if torch.Tag.nondeterministic_seeded in call.func.tags:
             raise Mixes(f"{call.name} draws other random numbers on a shard (dropout: set it to 0)", Reason.DROPOUT)
         cut = any(state is not REPLICATED for state in states)

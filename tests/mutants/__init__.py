@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tests.packed_model import PackedModel
 
-from . import effects, experts, losses, masks, positions, scores, selections, tokens
+from . import counts, effects, experts, losses, masks, positions, scores, selections, states, sums, tokens
 
 
 class Mutant(PackedModel):
@@ -29,5 +29,5 @@ def _of(module: ModuleType) -> dict[str, type[Mutant]]:
     }
 
 
-_MODULES = (tokens, selections, effects, experts, losses, positions, masks, scores)
+_MODULES = (tokens, selections, effects, experts, losses, sums, states, positions, counts, masks, scores)
 MUTANTS: dict[str, type[Mutant]] = {name: mutant for module in _MODULES for name, mutant in _of(module).items()}

@@ -86,3 +86,71 @@ class SortedOutput(SortedExperts):
 
     def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
         return self.sorted(self.embed(batch["input_ids"]))[3], super().forward(**batch)
+
+
+class OrdersMixed(SortedExperts):
+    """Two sorts by two keys: rows of one order are added to rows of the other."""
+
+    reason, line = "TOKEN_MIXING", "x[first] + x[second]"
+
+    def sorts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.argsort(x[:, 0]), torch.argsort(x[:, 1])
+
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.flatten(0, 1)
+        first, second = self.sorts(x)
+        return h + (x[first] + x[second])[self.place(first)].view_as(h)
+
+
+class OrdersOfMethodMixed(OrdersMixed):
+    reason, line = "TOKEN_MIXING", "x[first] + x[second]"
+
+    def sorts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, 0].argsort(), x[:, 1].argsort()
+
+
+@torch.compiler.nested_compile_region
+def order_of(keys: Tensor) -> Tensor:
+    return torch.sort(keys).indices.clone()
+
+
+class OrdersOfRegionMixed(OrdersMixed):
+    reason, line = "TOKEN_MIXING", "x[first] + x[second]"
+
+    def sorts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return order_of(x[:, 0]), order_of(x[:, 1])
+
+
+class PlacesBackwards(SortedExperts):
+    reason, line = "TOKEN_MIXING", "place[perm] ="
+
+    def place(self, perm: Tensor) -> Tensor:
+        place = torch.empty_like(perm)
+        place[perm] = torch.arange(len(perm) - 1, -1, -1)
+        return place
+
+
+class PlacesAsValues(SortedExperts):
+    reason, line = "TOKEN_MIXING", "unbind"
+
+    def mix(self, h: Tensor) -> Tensor:
+        perm = torch.argsort(h[..., 0].flatten())
+        return h * self.place(perm)[:, None].unbind(1)[0].view(h.shape[:2])[..., None]
+
+
+class ExpertsPickTokens(SortedExperts):
+    reason, line = "TOKEN_MIXING", "softmax(0)"
+
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.flatten(0, 1)
+        gate, token = self.router(x).softmax(0).topk(2, dim=0)
+        return h + (x[token] * gate[..., None]).sum((0, 1))
+
+
+class LossesByRank(SortedExperts):
+    reason, line = "TOKEN_MIXING", "losses * rank"
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        losses = logits.logsumexp(-1).flatten().sort().values
+        rank = torch.arange(len(losses))
+        return (losses * rank).sum() / num_items

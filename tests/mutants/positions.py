@@ -198,3 +198,29 @@ class PositionsInPlace(PackedModel):
         places = torch.arange(input_ids.shape[1])
         places.add_(1)
         return self.embed(input_ids) + places[:, None]
+
+
+class RepeatedArange(PackedModel):
+    """Made right: positions repeated for each row of the batch."""
+
+    reason, line, rows = None, "", 2
+
+    def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
+        return torch.arange(h.shape[1]).unsqueeze(0).repeat(h.shape[0], 1)[..., None].float()
+
+
+class UnboundArange(PackedModel):
+    """Made right: positions through a padding and a split of features."""
+
+    reason, line = None, ""
+
+    def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
+        padded = F.pad(torch.arange(h.shape[1])[:, None], (1, 0))
+        return padded.unbind(1)[1][None, :, None].float()
+
+
+class WalkBackwards(PackedModel):
+    reason, line = "TOKEN_MIXING", "h[:, torch.arange"
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h + h[:, torch.arange(h.shape[1] - 1, -1, -1)]
