@@ -79,7 +79,7 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
         ranks = run(runner.rank_step)
     plan = ranks[0][2]
     outputs = {
-        name: difference(joined(name, [rank[0][name] for rank in ranks], value, plan, runner.dim), value)
+        name: difference(joined([rank[0][name] for rank in ranks], value, plan, runner.dim), value)
         for name, value in expected.items()
         if all(name in rank[0] for rank in ranks)
     }
@@ -174,7 +174,7 @@ def tensors_of(out: Any, name: str = "") -> dict[str, Tensor]:
     return {k: v for key, part in items for k, v in tensors_of(part, f"{name}.{key}" if name else str(key)).items()}
 
 
-def joined(name: str, parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
+def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
     """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once."""
     if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
         return _join_tokens(torch.cat(parts, dim), dim, plan)

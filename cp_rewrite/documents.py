@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,8 +126,3 @@ def _cumulative(name: str, values: ArrayLike) -> Int:
     if cu.size < 1 or cu[0] != 0 or (np.diff(cu) < 0).any():
         raise ValueError(f"{name} must start at 0 and never decrease, got {cu[:8].tolist()}…")
     return cu
-
-
-def lengths_of(documents: Sequence[Documents]) -> list[list[int]]:
-    """The documents' lengths, row by row."""
-    return [docs.lengths.tolist() for docs in documents]
