@@ -113,12 +113,12 @@ class ActivePlan:
                 "the sum"
             )
 
-    def check_tokens(self, name: str, value: Tensor, size: int) -> None:
-        """Raise unless a call's argument, of `size` tokens, can be this rank's part of this batch."""
+    def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:
+        """Raise unless a call's argument, of `size` tokens at `dim`, can be this rank's part of this batch."""
         number = batch_number(value)
         if size == self.plan.local_size and number in (None, self.number):
             return
-        found = "is of another batch" if size == self.plan.local_size else f"has {size} tokens"
+        found = "is of another batch" if size == self.plan.local_size else f"has {size} tokens at dim {dim}"
         raise ValueError(
             f"{name} {found}, but the model is called inside a batch whose parts have {self.plan.local_size} tokens a "
             "rank: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"

@@ -74,7 +74,7 @@ class Backend:
         def run(*args: Any) -> Any:
             plan = active_plan(sharding)
             for place, name, dim in tokens:
-                plan.check_tokens(name, args[place], args[place].shape[dim])
+                plan.check_tokens(name, args[place], dim, args[place].shape[dim])
             if sums:
                 plan.check_full(sums)
             if unchecked:
@@ -95,7 +95,7 @@ class Backend:
         for place, name, dim in _token_places(state):
             value = nodes[place].meta["example_value"]
             size = value.shape[dim]
-            state.plan.check_tokens(name, value, size.node.hint if isinstance(size, torch.SymInt) else size)
+            state.plan.check_tokens(name, value, dim, size.node.hint if isinstance(size, torch.SymInt) else size)
         return passes.run_passes(state)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from .canonicalize import CanonicalizeError, canonicalize
-from .operands import needs_gradient
+from .operands import expression, needs_gradient
 from .predicate_aten import Evaluator, Leaf
 from .predicate_values import ZERO
 from .scopes import Scope
@@ -50,10 +50,13 @@ def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) 
     chain = [node]
     while (source := _moved_from(chain[-1])) is not None:
         chain.append(source)
-    whole = node.meta["example_value"].shape
+    whole = [expression(size) for size in node.meta["example_value"].shape]
     for depth in range(len(chain) - 1, 0, -1):
         shape = chain[depth].meta["example_value"].shape
-        if len(shape) != 4 or (shape[0], shape[2], shape[3]) != (whole[0], whole[2], whole[3]) or heads % shape[1]:
+        # Compared as expressions: symbolic sizes would be guarded to be what they are on this batch.
+        if len(shape) != 4 or [expression(shape[dim]) for dim in (0, 2, 3)] != [whole[0], whole[2], whole[3]]:
+            continue
+        if heads % shape[1]:
             continue
         if shape[1] == heads:
             continue

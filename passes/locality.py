@@ -94,7 +94,7 @@ def check_locality(
     if extents is None:
         return LocalityReport(refusals)
     if extents.static and not fixed_tokens:
-        return LocalityReport([*refusals, _why_static(extents)], static=True)
+        return LocalityReport(refusals or [_why_static(extents)], static=True)
     walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
     walk.refusals += refusals
     with walk.runner.running():
@@ -276,7 +276,10 @@ def _why_static(extents: Extents) -> Refusal:
         if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
             detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
             return Refusal(Reason.TOKEN_COUNT, detail)
-    detail = f"the graph was captured for {extents.tokens} tokens a rank: mark the token dim dynamic"
+    detail = (
+        f"the graph was captured for {extents.tokens} tokens a rank only: compile with dynamic=True, or mark the token "
+        "dims (torch._dynamo.maybe_mark_dynamic)"
+    )
     return Refusal(Reason.TOKEN_INPUT, detail)
 
 

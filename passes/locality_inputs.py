@@ -50,9 +50,12 @@ def read_extents(
         detail = f"none of the arguments named in tokens ({', '.join(dims)}) reaches the graph"
         return None, [*refusals, Refusal(Reason.TOKEN_INPUT, detail)]
     count, batch = next(iter(tokens.values())), next(iter(batches.values()))
+    if all(size == 1 for size in tokens.values()):
+        detail = "a rank has 1 token, which torch compiles as a fixed size: give ranks more, as by pad_to_multiple=2"
+        return None, [*refusals, Refusal(Reason.TOKEN_INPUT, detail)]
     for node, size in tokens.items():
         if size == 1 or (size != count and (isinstance(size, int) or isinstance(count, int))):
-            detail = f"{inputs[node]} has {size} tokens a rank" + ("" if size == 1 else f", others have {count}")
+            detail = f"{inputs[node]} has {size} tokens a rank, others have {count}"
             refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
     for node, size in batches.items():
         if size != batch:

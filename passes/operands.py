@@ -108,7 +108,7 @@ def check_operands(
             dims = ", ".join(names[letter] for letter in form)
             found.append(Refusal(Reason.SHAPE, f"{name} is {sizes}; ({dims}) is read", node))
         elif expression(shape[form.index("T")]) not in local_tokens:
-            counted = ", ".join(map(str, local_tokens)) or "no annotated input found"
+            counted = ", ".join(map(str, local_tokens)) or "none (is every argument with tokens named?)"
             dim = form.index("T")
             detail = f"{name} has {shape[dim]} tokens in dim {dim}, the annotated inputs have {counted}"
             found.append(Refusal(Reason.QK_LENGTH, detail, node))

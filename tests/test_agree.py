@@ -121,7 +121,7 @@ def fail_on(mesh: DeviceMesh) -> str:
 
 def test_a_graph_that_fails_raises_on_every_rank(pool: Pool) -> None:
     errors = pool.run(3, fail_on)
-    assert all("has 32 tokens, but the model is called inside a batch" in error for error in errors)
+    assert all("has 32 tokens at dim 1, but the model is called inside a batch" in error for error in errors)
     assert all("rank 2 of the group brought no graph: ValueError" in error for error in errors[:2])
 
 

@@ -157,17 +157,30 @@ def test_calls_with_other_tokens_than_the_batch_in_flight_raise() -> None:
     sharding = make_sharding()
     compiled = torch.compile(Packed(), backend=cp.backend(sharding), fullgraph=True)
     batch, other = make_batch(5, 9), make_batch(7, 7)
-    with sharding.shard(batch), pytest.raises(Exception, match="ids has 20 tokens, but the model is called inside a"):
+    with (
+        sharding.shard(batch),
+        pytest.raises(Exception, match="ids has 20 tokens at dim 1, but the model is called inside a"),
+    ):
         compiled(**make_batch(20))
     with sharding.shard(batch) as local:
         compiled(**local)
-        with pytest.raises(ValueError, match="ids has 20 tokens, but the model is called inside a batch whose parts"):
+        with pytest.raises(
+            ValueError, match="ids has 20 tokens at dim 1, but the model is called inside a batch whose parts"
+        ):
             compiled(**make_batch(20))
         out = compiled(**local)
     with sharding.shard(other), pytest.raises(ValueError, match=r"ids is of another batch.*model\(\*\*local\)"):
         compiled(**local)
     with pytest.raises(ValueError, match=r"call unshard\(\) before the next batch is cut"):
         sharding.unshard(out, 1)
+
+
+def test_one_token_a_rank_is_named() -> None:
+    report = cp.explain(Packed(), make_sharding(4))(**make_batch(3))
+    (refusal,) = report.refusals
+    assert refusal.reason is Reason.TOKEN_INPUT
+    assert "a rank has 1 token" in refusal.detail
+    assert cp.explain(Packed(), make_sharding(4, pad_to_multiple=2))(**make_batch(3)).ok
 
 
 def test_a_world_size_is_for_dry_runs() -> None:
