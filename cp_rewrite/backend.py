@@ -106,7 +106,16 @@ class Backend:
 
 
 def backend(sharding: Sharding) -> Backend:
-    """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`."""
+    """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`.
+
+    `mode` of torch.compile is passed on to Inductor. The compiled model is called with what `sharding.shard(batch)` gives,
+    inside of its block.
+
+    Raises:
+        TypeError: no Sharding. The compiled model raises RewriteRefused (strict), MaskMismatch, ValueError for tokens of
+            another batch, RuntimeError outside of a batch's block or where ranks differ; errors of the first call reach
+            the caller inside torch's BackendCompilerFailed, all but the first two.
+    """
     return Backend(require_sharding(sharding))
 
 
@@ -135,7 +144,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     Args:
         sharding: the annotation; every name in `tokens` must be passed by keyword.
         gather_outputs: return tensors with a token dim (the same dim as the first token argument) in global order.
-            Without it outputs are this rank's.
+            Without it outputs are this rank's. Labels are not shifted: give the model labels that are.
     Raises:
         TypeError: no Sharding; a class, or what was decorated before; tokens passed by place.
     """

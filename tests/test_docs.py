@@ -1,0 +1,68 @@
+"""What the documents name is there: files, functions, fields, exchanges and layouts; the planner's example runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import cp_rewrite as cp
+from cp_rewrite.sharding import Exchange, Layout
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    names = re.findall(r"`([\w./*]+/[\w.*]*\.(?:md|py|json|cu))`", text) + re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    for name in names:
+        places = [name, f"cp_rewrite/{name}", name.replace("NAME", "*")]
+        assert any([*ROOT.glob(place)] for place in places), f"{page.name} names {name}"
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call | None]]:
+    """Each `cp.name` with its call, if it is called."""
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cp":
+            yield node.attr, called.get(id(node))
+
+
+def test_examples_name_what_there_is() -> None:
+    known = {f.name for f in fields(cp.Sharding)}
+    found: set[str] = set()
+    for page in PAGES:
+        for name, call in (pair for code in code_of(page) for pair in calls(ast.parse(code))):
+            assert name in cp.__all__, f"{page.name} names cp.{name}"
+            assert name != "Sharding" or call is None or {k.arg for k in call.keywords} <= known
+            found.add(name)
+    assert {"Sharding", "sum_gradients", "plan"} <= found
+
+
+def test_readme_lists_every_exchange_and_layout() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = {
+        name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w+]+)`", row)
+    }
+    assert {*get_args(Exchange), *get_args(Layout)} <= listed
+
+
+def test_the_planners_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in code_of(ROOT / "docs" / "planner.md"):
+        exec(code, names)
+    assert names["p"].world_size == 4
+    assert (tmp_path / "plan.png").exists()
