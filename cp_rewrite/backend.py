@@ -108,13 +108,13 @@ class Backend:
 def backend(sharding: Sharding) -> Backend:
     """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`.
 
-    `mode` of torch.compile is passed on to Inductor. The compiled model is called with what `sharding.shard(batch)` gives,
-    inside of its block.
+    `mode` of torch.compile is passed on to Inductor. The compiled model is called inside of a batch's block, with what
+    `sharding.shard(batch)` gives.
 
     Raises:
-        TypeError: no Sharding. The compiled model raises RewriteRefused (strict), MaskMismatch, ValueError for tokens of
-            another batch, RuntimeError outside of a batch's block or where ranks differ; errors of the first call reach
-            the caller inside torch's BackendCompilerFailed, all but the first two.
+        TypeError: no Sharding. The compiled model raises RewriteRefused (strict), MaskMismatch, ValueError for tokens
+            of another batch, RuntimeError outside of a batch's block or where ranks differ. What is found while it
+            compiles, but for refusals, reaches the caller inside torch's BackendCompilerFailed.
     """
     return Backend(require_sharding(sharding))
 
