@@ -68,6 +68,9 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
         return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
 
     new = _insert(site.node, emit, inputs.mode)
+    # Nested regions take their word for it that no gradient comes in where an output's example needs none.
+    with inputs.mode:
+        new.meta["example_value"] = new.meta["example_value"].detach().requires_grad_(value.requires_grad)
     site.node.replace_all_uses_with(new)
     name = site.node.name
     graph.erase_node(site.node)

@@ -46,6 +46,21 @@ class Nested(Titan):  # pyright: ignore[reportUntypedBaseClass]
         return self.region(layer, h, mask)
 
 
+class OnlyAttention(Nested):  # pyright: ignore[reportUntypedBaseClass]
+    """A region that returns what attention returns."""
+
+    @torch.compiler.nested_compile_region
+    def only(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    def attention(self, layer: Any, x: Tensor, freqs_cis: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (layer[w](x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for w in ("wq", "wk", "wv"))
+        return layer["wo"](self.only(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def block(self, layer: Any, h: Tensor, freqs_cis: Tensor, mask: Tensor) -> Tensor:
+        return Titan.block(self, layer, h, h, mask)
+
+
 class Both(Nested):  # pyright: ignore[reportUntypedBaseClass]
     """Checkpointed regions."""
 
@@ -82,6 +97,7 @@ class Windows(Titan):  # pyright: ignore[reportUntypedBaseClass]
 CASES: dict[str, type[nn.Module]] = {
     "checkpointed": Checkpointed,
     "nested": Nested,
+    "nested, only attention": OnlyAttention,
     "nested, checkpointed": Both,
     "sdpa_kernel": Contexts,
     "autocast": Autocast,
@@ -116,7 +132,7 @@ def sharded(mesh: DeviceMesh, case: str) -> tuple[float, dict[str, Tensor]]:
     return float(total), grads
 
 
-QUICK = ("checkpointed", "nested", "sdpa_kernel", "windows")
+QUICK = ("checkpointed", "nested", "nested, only attention", "sdpa_kernel", "windows")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
