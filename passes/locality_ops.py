@@ -232,6 +232,8 @@ def _product_over_tokens(call: Call, a: Tensor, b: Tensor, contracted: tuple[Dim
     others = [dim for x in (a, b) for dim, _ in call.entries(x) if dim not in contracted]
     if contracted[0] != contracted[1] or any(has(dim, T) for dim in others) or len(call.tensors) > 2:
         raise Mixes(f"{call.name} sums over the token dim")
+    if a.ndim == b.ndim == 2 and has(call.entries(a)[0][0], B) and has(call.entries(b)[1][0], B):
+        raise Mixes("pairs rows of the batch with rows of the batch")
     pads = [rows.pad for rows in map(call.rows, (a, b)) if rows]
     return sum_over_tokens(call, 0 in pads)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cp_rewrite.refusal import Reason
 
 from .locality_state import REPLICATED, UNKNOWN, Mixes, TensorState
-from .locality_trace import Events, Found, Trace, written_state
+from .locality_trace import Events, Found, Trace, shares_memory, written_state
 from .operands import needs_gradient, value_of
 from .writes import memory_of
 
@@ -103,9 +103,9 @@ class NodeRunner:
         if _is_foreign(node, self.trace.seen) and self._has_own_backward(run, args, kwargs):
             detail = f"{_name(run)} has a backward of its own (torch.autograd.Function), which the graph does not show"
             self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
-        for tensor, state in self.trace.written:
-            if id(tensor) in sources:
-                self._written(sources[id(tensor)], state)
+        for operand, _ in known:
+            if any(shares_memory(operand, tensor) for tensor in self.trace.written):
+                self._written(sources[id(operand)], self.trace.state(operand))
         if self.trace.events.table is not None and id(out) not in self.trace.operands:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
             self.trace.events.refusals.append(Found(Reason.POSITION_GENERATOR, detail))

@@ -79,7 +79,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.fixed_positions: dict[fx.Node, str] = {}
         self.shifted: set[fx.Node] = set()
         """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
-        self.written: list[tuple[Tensor, TensorState]] = []
+        self.written: list[Tensor] = []
         self.seen: set[str] = set()
         """Names of the ops that the node ran."""
         self.numbers: dict[int, Any] = {}
@@ -219,7 +219,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
                         self.events.refusals.append(Found(mixes.reason, mixes.detail))
                         after = UNKNOWN
                     self._states[id(other)] = (other, after)
-                self.written.append((tensor, new))
+                self.written.append(tensor)
 
 
 def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:

@@ -290,6 +290,31 @@ def test_sums_over_padding_are_refused_or_reported() -> None:
     assert len(report.padded_sums) == 1
 
 
+class SummedBlock(nn.Module):
+    def forward(self, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        return hidden_states.sum() + 0 * input_ids.sum()
+
+
+def test_padding_rows_of_a_blocks_arguments_hold_anything() -> None:
+    batch = {"input_ids": torch.ones(1, 14, dtype=torch.long), "hidden_states": torch.ones(1, 14, WIDTH)}
+    blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
+    report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"], padded_sums=True).locality
+    assert any("hidden_states.sum()" in (node.stack_trace or "") for node in report.padded_sums)
+    given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
+    report = judge(SummedBlock(), batch, given, padded_sums=True).locality
+    assert [node.target for node in report.padded_sums] == ["sum"]
+
+
+class CountedInPython(PackedModel):
+    def mix(self, h: Tensor) -> Tensor:
+        return h * sum(1 for _ in range(h.shape[1]))
+
+
+def test_a_line_that_fixes_the_token_count_is_named() -> None:
+    report = cp.explain(CountedInPython(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
+    assert any(r.reason is cp.Reason.TOKEN_COUNT and "range(h.shape[1])" in r.detail for r in report.refusals), report
+
+
 def transformers_model(family: str, layers: int) -> nn.Module:
     import transformers
 

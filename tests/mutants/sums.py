@@ -145,6 +145,27 @@ class InBatchContrast(PackedModel):
         return (z @ z.T).logsumexp(-1).sum()
 
 
+class RowsTimesRows(PackedModel):
+    """Pairs tokens of the batch's rows by their place; each row is cut in an order of its own."""
+
+    reason, line, rows = "TOKEN_MIXING", "each @ each.T", 2
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        each = each_loss(logits, labels)
+        return (each @ each.T).sum() / num_items
+
+
+class FilledByItem(PackedModel):
+    """Zeros, until something is written into a part of them: rows that fill up a rank count."""
+
+    reason, line = "padding", "parts.sum()"
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        parts = torch.zeros_like(logits[..., :2])
+        parts[..., 0] = logits.logsumexp(-1)
+        return parts.sum() / num_items
+
+
 class AddedConstant(PackedModel):
     reason, line = "TOKEN_MIXING", "+ 1e-8"
 
