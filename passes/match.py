@@ -17,7 +17,7 @@ from .grouped_heads import ungroup
 from .match_flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .match_varlen import is_varlen, match_varlen
 from .match_written import is_softmax, read_written
-from .operands import check_operands, check_options, constant, same_size, shape_of
+from .operands import check_operands, check_options, constant, is_transformed, same_size, shape_of
 from .prove_masks import Prover
 from .scopes import Scope, nested_scopes
 from .sites import Site
@@ -93,6 +93,10 @@ class _Matcher:
                     self.unreachable.append(Refusal(Reason.NESTED_REGION, detail, node))
 
     def match(self, scope: Scope, node: fx.Node) -> Found:
+        if is_transformed(node):
+            if is_softmax(node):  # of anything
+                return []
+            return [Refusal(Reason.NESTED_REGION, "attention inside torch.vmap or another torch.func transform", node)]
         if is_flex(node):
             return self._match_flex(scope, node)
         if is_varlen(node):
