@@ -28,7 +28,8 @@ def documents_of(
     given = [Documents.from_lengths(row, total) for row in _rows_of(lengths, rows)]
     value: Any = batch.get(sharding.packing.arg)
     if isinstance(value, Tensor) and value.device.type == "cpu":
-        _check_lengths(given, _read(sharding, batch, rows, total))
+        whole = not isinstance(sharding.packing, PositionIds)
+        _check_lengths(given, _read(sharding, batch, rows, total), whole)
     return given
 
 
@@ -48,15 +49,22 @@ def _rows_of(lengths: Any, rows: int) -> list[Any]:
     return nested
 
 
-def _check_lengths(given: Sequence[Documents], read: Sequence[Documents]) -> None:
+def _check_lengths(given: Sequence[Documents], read: Sequence[Documents], whole: bool) -> None:
+    """Positions can't tell padding, so what follows the lengths is not compared with them (`whole` is False)."""
     for row, (mine, theirs) in enumerate(zip(given, read, strict=True)):
-        starts, used = mine.starts[mine.lengths > 0], int(mine.lengths.sum())
-        found = theirs.starts[(theirs.lengths > 0) & (theirs.starts < used)]
-        if starts.shape != found.shape or (starts != found).any():
+        used = mine.total if whole else int(mine.lengths.sum())
+        said, found = _spans(mine, used), _spans(theirs, used)
+        if said != found:
             raise ValueError(
-                f"lengths say that row {row} has documents at {starts[:8].tolist()}…, "
-                f"its packing argument says {found[:8].tolist()}…"
+                f"lengths say that row {row} has documents at {said[:8]}…, its packing argument says {found[:8]}…"
             )
+
+
+def _spans(documents: Documents, used: int) -> list[tuple[int, int]]:
+    """(start, stop) of each document that is not empty, of the row's first `used` tokens."""
+    real = (documents.lengths > 0) & (documents.starts < used)
+    stops = np.minimum(documents.ends, used)
+    return list(zip(documents.starts[real].tolist(), stops[real].tolist(), strict=True))
 
 
 def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> list[Documents]:

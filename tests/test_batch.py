@@ -97,7 +97,7 @@ def test_plan_is_active_inside_only() -> None:
         ({"labels": torch.zeros(8)}, {}, r"tokens\['labels'\] is dim 1"),
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]])}, {}, "jump to 7 at token 4"),
         ({}, {"lengths": [5, 4]}, "lengths sum to 9 tokens, but the row has 8"),
-        ({}, {"lengths": [4, 4]}, r"lengths say that row 0 has documents at \[0, 4\]"),
+        ({}, {"lengths": [4, 4]}, r"row 0 has documents at \[\(0, 4\), \(4, 8\)\]…, .* \[\(0, 3\), \(3, 8\)\]"),
         ({}, {"lengths": [[3, 5], [8]]}, "lengths holds 2 rows, the batch 1"),
         ({}, {"lengths": [-3, 11]}, "document lengths must be >= 0"),
         ({}, {"lengths": []}, "lengths are empty"),
@@ -176,6 +176,20 @@ def test_rows_of_documents_with_one_offset_list_are_refused() -> None:
     batch = {"x": torch.zeros(2, 8), "cu": torch.tensor([0, 8])}
     with pytest.raises(ValueError, match="cu_seqlens pack one row"), sharding.shard(batch):
         pytest.fail("bad input was cut")
+
+
+@pytest.mark.parametrize(
+    ("packing", "values"),
+    [(cp.CuSeqlens("docs"), torch.tensor([0, 3, 8])), (cp.DocumentIds("docs"), torch.tensor([[0] * 3 + [1] * 5]))],
+)
+def test_lengths_leave_out_no_document(packing: Any, values: Tensor) -> None:
+    tokens = {"x": 1, "docs": 1} if isinstance(packing, cp.DocumentIds) else {"x": 1}
+    sharding, batch = cp.Sharding(2, tokens, packing), {"x": torch.zeros(1, 8), "docs": values}
+    for lengths in ([3], [3, 4]):
+        with pytest.raises(ValueError, match="its packing argument says"), sharding.shard(batch, lengths=lengths):
+            pytest.fail("tokens of a document are taken for padding")
+    with sharding.shard(batch, lengths=[3, 0, 5]) as local:
+        assert local.plan.rows[0].lengths.sum() == 8
 
 
 def test_documents_of_one_id_in_two_places_are_refused() -> None:
