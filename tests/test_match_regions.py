@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_rewrite import PackedMask, Reason, Refusal
 from cp_rewrite.passes.sites import Site
 from cp_rewrite.passes.sources import argument_names
-from tests.matching import PACKED, heads, match_model, the_site
+from tests.matching import PACKED, heads, match_model, reasons, the_site
 
 
 def attention(x: Tensor, mask: Tensor) -> Tensor:
@@ -110,3 +110,12 @@ def test_arguments_are_named_as_the_caller_names_them() -> None:
     torch._dynamo.reset()
     torch.compile(Model(), backend=backend)(x, {"position_ids": x + 1}, x + 2, labels=x + 3)
     assert sorted(argument_names(graphs[0]).values()) == ["input_ids", "labels", "position_ids", "rest[0]"]
+
+
+def test_attention_of_each_row_in_a_transform_is_refused() -> None:
+    """Inside of it rows of the batch are not to be seen."""
+
+    def row(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
+
+    assert reasons(lambda **b: torch.vmap(row)(heads(b)), dynamic=False) == {Reason.NESTED_REGION}

@@ -255,15 +255,3 @@ class MaskEditedAfterwards(PackedModel):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         mask.fill_(True)
         return out
-
-
-class AttentionOfEachRow(PackedModel):
-    """Inside a transform rows of the batch are not to be seen."""
-
-    reason, line = "NESTED_REGION", "scaled_dot_product_attention"
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        def row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-
-        return torch.vmap(row)(q, k, v)
