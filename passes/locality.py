@@ -206,14 +206,14 @@ class _Walk:
         return unknown_like(node)
 
     def transformed(self, node: fx.Node) -> States:
-        """A node of `torch.func`: its ops run on wrapped tensors, which no rule sees."""
+        """A node of a transform: its ops run on wrapped tensors, or on gradients, which no rule sees."""
         states = [state for n in node.all_input_nodes for state in tree_leaves(self.env.get(n, REPLICATED))]
         numbers = any(self.extents.counts_tokens(value_of(n)) for n in node.all_input_nodes)
         if UNKNOWN in states:
             return unknown_like(node)
         if not numbers and all(state is REPLICATED for state in states):
             return REPLICATED
-        detail = "what vmap, grad and jvp of torch.func do to tokens is not followed: write it out, or vouch for an op"
+        detail = "what vmap, grad and jvp do to tokens is not followed: write it out, or vouch for an op"
         return self.refuse(node, Reason.NO_LOCALITY_RULE, detail)
 
     def attention(self, site: Site) -> States:

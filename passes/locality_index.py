@@ -11,7 +11,7 @@ from cp_rewrite.refusal import Reason
 
 from .locality_call import Call
 from .locality_ops import broadcast
-from .locality_sorted import inverse_order
+from .locality_sorted import put_by_order
 from .locality_state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
 from .locality_state import T as TOKEN
 from .locality_views import refuse_axis
@@ -111,9 +111,9 @@ def index_put(call: Call) -> TensorState:
     x, values = call.arg("self"), call.arg("values")
     given: list[Tensor | None] = list(call.arg("indices"))
     masks = [i for i in given if i is not None]
-    inverse = inverse_order(call, x, masks, values)
-    if inverse is not None:
-        return inverse
+    put = put_by_order(call, x, masks, values)
+    if put is not None:
+        return put
     call.use_positions(x, *masks, values)
     if len(masks) == 1 and given[0] is not None and masks[0].dtype == torch.bool and values.numel() == 1:
         mask = [*call.entries(masks[0]), *[(None, 1)] * (x.ndim - masks[0].ndim)]

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .locality_call import Call
-from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, T, TensorState, has
+from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
 
 
 def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:
-    """One key per row: the sorted keys, and where each came from."""
+    """One key per row: the sorted keys, and where each came from. Where the keys are such places: the inverse."""
     axis = state.dims[0]
+    if _is_permutation(state) and not call.arg("descending"):
+        assert state.places is not None
+        return [Rows((state.places,), places=state.places), Rows((state.places,), places=axis)]
     if axis is None or any(isinstance(factor, Order) for factor in axis):
         raise Mixes("sort runs over rows that are sorted already")
     call.use_positions(x)
@@ -62,17 +65,26 @@ def grouped_product(call: Call) -> TensorState:
     raise Mixes("a grouped product whose groups are not those that its rows are sorted by")
 
 
-def inverse_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tensor) -> TensorState | None:
-    """inverse[perm] = arange: for each row, its place in the order. perm holds every row once."""
-    perm = call.rows(indices[0]) if len(indices) == 1 else None
-    walked, arange = call.rows(values), call.walked_by(call.rows(values))
-    if perm is None or perm.places is None or walked is None or arange is None or x.ndim != 1:
-        return None
-    order = perm.dims[0][0] if perm.dims[0] else None
-    if not isinstance(order, Order) or perm.places != order.axis or walked.dims != (perm.places,):
+def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tensor) -> TensorState | None:
+    """inverse[perm] = arange: for each row, its place in the order. out[perm] = y: sorted rows, put back in place."""
+    perm, written = call.rows(indices[0]) if len(indices) == 1 else None, call.rows(values)
+    if perm is None or written is None or not _is_permutation(perm) or x.ndim != values.ndim:
         return None
     if call.arg("accumulate"):
         raise Mixes("adds to the places of rows")
-    assert has(perm.places, T)
+    assert perm.places is not None
+    back = call.rows(x)
+    if written.dims == (perm.dims[0], *[None] * (x.ndim - 1)) and back and back.dims[0] == perm.places:
+        call.use_positions(values)
+        return Rows((perm.places, *[None] * (x.ndim - 1)))
+    arange = call.walked_by(written)
+    if arange is None or written.dims != (perm.places,):
+        return None
     call.trace.events.indexed.append(arange)
-    return Rows((perm.places,), places=(order,))
+    return Rows((perm.places,), places=perm.dims[0])
+
+
+def _is_permutation(rows: Rows) -> bool:
+    """Whether the values are places that hold every row once, in an order."""
+    order = rows.dims[0][0] if len(rows.dims) == 1 and rows.dims[0] else None
+    return isinstance(order, Order) and rows.places == order.axis

@@ -41,8 +41,9 @@ def needs_gradient(node: fx.Node) -> bool:
 
 
 def is_transformed(node: fx.Node) -> bool:
-    """Whether a node enters or leaves a `torch.func` transform (vmap, grad, jvp), or stands inside of one."""
-    if str(getattr(node.target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch")):
+    """Whether a node takes gradients, or stands in, enters or leaves a `torch.func` transform (vmap, jvp)."""
+    module = str(getattr(node.target, "__module__", ""))
+    if module.startswith(("torch._functorch", "torch._C._functorch")) or node.target is torch.autograd.grad:
         return True
     values = [value_of(n) for n in (node, *node.all_input_nodes)]
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor

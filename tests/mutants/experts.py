@@ -154,3 +154,43 @@ class LossesByRank(SortedExperts):
         losses = logits.logsumexp(-1).flatten().sort().values
         rank = torch.arange(len(losses))
         return (losses * rank).sum() / num_items
+
+
+class UnsortedByArgsort(SortedExperts):
+    """Right as it is: the order of the order puts rows back."""
+
+    reason, line, rows = None, "", 2
+
+    def place(self, perm: Tensor) -> Tensor:
+        return torch.argsort(perm)
+
+
+class UnsortedBackwards(SortedExperts):
+    reason, line = "TOKEN_MIXING", "descending=True"
+
+    def place(self, perm: Tensor) -> Tensor:
+        return torch.argsort(perm, descending=True)
+
+
+class PutBackByIndex(SortedExperts):
+    """Right as it is: sorted rows written to where they came from."""
+
+    reason, line, rows = None, "", 2
+
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.flatten(0, 1)
+        perm = torch.argsort(x[:, 0])
+        out = torch.empty_like(x)
+        out[perm] = x[perm] * 2
+        return h + out.view_as(h)
+
+
+class PutBackByOtherIndex(SortedExperts):
+    reason, line = "TOKEN_MIXING", "out[second]"
+
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.flatten(0, 1)
+        first, second = torch.argsort(x[:, 0]), torch.argsort(x[:, 1])
+        out = torch.empty_like(x)
+        out[second] = x[first] * 2
+        return h + out.view_as(h)
