@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 from . import agree, observe, passes
 from .active import ActivePlan, active_plan, number_tokens
 from .passes.diff import graph_lines
-from .passes.locality_inputs import token_dims
+from .passes.locality.inputs import token_dims
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of, require_sharding

@@ -58,10 +58,10 @@ def source_hash() -> str:
     """
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for folder in (root, root / "kernels", root / "ops", root / "passes", root / "csrc"):
-        for file in sorted(folder.glob("*")):
-            if file.suffix in (".py", ".cu", ".cuh"):
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    # `passes` and `csrc` are links in a checkout, which `rglob` from their parent would not follow.
+    files = [file for folder in (root, root / "passes", root / "csrc") for file in folder.rglob("*")]
+    for file in sorted({file for file in files if file.suffix in (".py", ".cu", ".cuh")}):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import SymInt
 
 from .locality import check_locality
-from .locality_inputs import token_dims
+from .locality.inputs import token_dims
 from .match import match_sites
 from .plan_sites import plan_sites
 from .record_masks import record_masks

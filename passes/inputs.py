@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from cp_rewrite.active import PlanInput
 
-from .locality_inputs import token_dims
+from .locality.inputs import token_dims
 from .state import State
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from cp_rewrite.refusal import source_line
 
 from .canonicalize import Canonical, CanonicalizeError
-from .locality_inputs import token_dims
-from .match_flex import block_lists, flex_arguments, is_flex, mask_function
-from .prove_masks import Prover, reader_of
+from .locality.inputs import token_dims
+from .match.flex import block_lists, flex_arguments, is_flex, mask_function
+from .match.prove_masks import Prover, reader_of
 from .recorded import RecordedMask, RecordedTensor
 from .scopes import Scope, nested_scopes, resolve
 from .sites import Site

@@ -21,7 +21,7 @@ from cp_rewrite.sharding import split_exchange
 from .erase import erase_dead
 from .inputs import Inputs
 from .locality import PositionGenerator
-from .locality_liveness import live_nodes
+from .locality.liveness import live_nodes
 from .plan_sites import spec_of
 from .state import Decision, State
 

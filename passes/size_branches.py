@@ -10,7 +10,7 @@ from torch import SymInt
 from cp_rewrite.refusal import Reason, Refusal
 
 from .inputs import fake_mode
-from .locality_inputs import token_dims
+from .locality.inputs import token_dims
 from .state import State
 
 

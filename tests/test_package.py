@@ -34,6 +34,10 @@ def test_wheel_holds_passes_and_sources_inside_the_package(tmp_path: Path) -> No
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for expected in ("cp_rewrite/passes/match.py", "cp_rewrite/csrc/sum_rows.cu", "cp_rewrite/ops/attention.py"):
+    for expected in (
+        "cp_rewrite/passes/match/__init__.py",
+        "cp_rewrite/csrc/sum_rows.cu",
+        "cp_rewrite/ops/attention.py",
+    ):
         assert expected in names
     assert not [name for name in names if name.startswith(("passes/", "csrc/", "tests/"))]

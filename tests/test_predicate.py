@@ -16,9 +16,9 @@ import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
 from cp_rewrite.passes.canonicalize import canonicalize
 from cp_rewrite.passes.match import match_sites
-from cp_rewrite.passes.predicate_values import ZERO, Select, SymTensor, compare, outer_select
-from cp_rewrite.passes.predicate_views import reshape, split_index
-from cp_rewrite.passes.predicate_worlds import PK, PQ, Cell, K, Q, World, distances, holds, turning_points
+from cp_rewrite.passes.predicate.values import ZERO, Select, SymTensor, compare, outer_select
+from cp_rewrite.passes.predicate.views import reshape, split_index
+from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances, holds, turning_points
 from cp_rewrite.passes.scopes import Scope
 from cp_rewrite.passes.sites import Site
 from cp_rewrite.passes.sources import argument_names

@@ -20,7 +20,7 @@ from tests.mutants import MUTANTS
 from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 
-prove_masks: Any = importlib.import_module("cp_rewrite.passes.prove_masks")
+prove_masks: Any = importlib.import_module("cp_rewrite.passes.match.prove_masks")
 
 
 @pytest.fixture(autouse=True)

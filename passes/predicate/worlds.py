@@ -13,7 +13,7 @@ from enum import Enum
 
 import sympy
 
-from .predicate_values import ONE, TOKENS, Expr
+from .values import ONE, TOKENS, Expr
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 STARTS = sympy.Symbol("S", integer=True)  # how many of the batch's document starts are at Q; for ADJACENT tokens

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason
 
-from .locality_state import MEAN_HINT, REPLICATED, UNKNOWN, Extents, Mixes, Rows, Size, TensorState
+from .state import MEAN_HINT, REPLICATED, UNKNOWN, Extents, Mixes, Rows, Size, TensorState
 
 if TYPE_CHECKING:
-    from .locality_trace import Trace
+    from .trace import Trace
 
 Rule = Callable[["Call"], "TensorState | Sequence[TensorState]"]
 

@@ -11,15 +11,15 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.canonicalize import Canonical
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, DocumentIds, Sharding
 
-from .canonicalize import Canonical
-from .predicate_aten import Evaluator
-from .predicate_documents import Reader
-from .predicate_terms import Pair, Trouble, relations
-from .predicate_values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
-from .predicate_worlds import Cell, Span, World, distances, turning_points
+from .aten import Evaluator
+from .documents import Reader
+from .terms import Pair, Trouble, relations
+from .values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
+from .worlds import Cell, Span, World, distances, turning_points
 
 # At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype, unless logits differ by as
 # much: the additive masks in use are -inf, finfo(dtype).min, -1e9 and their sums.

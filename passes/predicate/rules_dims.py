@@ -7,24 +7,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from . import predicate_views as views
-from .predicate_values import (
-    ZERO,
-    Index,
-    RepeatIndex,
-    RunningMax,
-    RunningSum,
-    SumOver,
-    SymTensor,
-    Value,
-    compare,
-    numeric,
-    truth,
-)
-from .predicate_views import Undecidable, choose
+from . import views as views
+from .values import ZERO, Index, RepeatIndex, RunningMax, RunningSum, SumOver, SymTensor, Value, compare, numeric, truth
+from .views import Undecidable, choose
 
 if TYPE_CHECKING:
-    from .predicate_aten import Evaluator, Rule
+    from .aten import Evaluator, Rule
 
 
 def _cumsum(ev: Evaluator, x: SymTensor, dim: int, dtype: torch.dtype | None = None) -> SymTensor:

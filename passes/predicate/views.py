@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from .predicate_values import ONE, ZERO, Expr, Index, Select, SymTensor, compare
+from .values import ONE, ZERO, Expr, Index, Select, SymTensor, compare
 
 Shape = tuple[Expr, ...]
 Sizes = Mapping[Expr, Expr]
@@ -92,7 +92,7 @@ def roll(x: SymTensor, shift: Expr, dim: int) -> SymTensor:
 
 def choose(condition: Any, x: Any, y: Any) -> Any:
     """x where the condition holds, else y, for Boolean and numeric x and y alike."""
-    from .predicate_values import is_bool, numeric
+    from .values import is_bool, numeric
 
     if condition == sympy.true or x == y:
         return x

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from cp_rewrite.refusal import Reason
 
-from .locality_call import Call
-from .locality_ops import broadcast, pointwise, sum_over_tokens
-from .locality_state import MEAN_HINT, REPLICATED, Mixes, Partial, Rows, TensorState, checked, has, merge
-from .locality_state import T as TOKEN
-from .locality_views import refuse_axis
+from .call import Call
+from .ops import broadcast, pointwise, sum_over_tokens
+from .state import MEAN_HINT, REPLICATED, Mixes, Partial, Rows, TensorState, checked, has, merge
+from .state import T as TOKEN
+from .views import refuse_axis
 
 NONE, MEAN, SUM = 0, 1, 2
 

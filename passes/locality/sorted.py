@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .locality_call import Call
-from .locality_state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
+from .call import Call
+from .state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
 
 
 def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:

@@ -19,12 +19,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.operands import expression, needs_gradient, op_name, shape_of, times_constant
+from cp_rewrite.passes.scopes import Scope
+from cp_rewrite.passes.writes import writers_between
 from cp_rewrite.refusal import Reason, Refusal
 
 from .grouped_heads import repeats_per_head
-from .operands import expression, needs_gradient, op_name, shape_of, times_constant
-from .scopes import Scope
-from .writes import writers_between
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIES = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})

@@ -12,10 +12,10 @@ from sympy.core.relational import Relational
 
 from cp_rewrite.sharding import CuSeqlens, Packing
 
-from .predicate_aten import Leaf
-from .predicate_terms import Pair, maximal_terms
-from .predicate_values import Expr, RepeatIndex, Select, SumOver
-from .predicate_worlds import PK, PQ, Linear, Q
+from .aten import Leaf
+from .terms import Pair, maximal_terms
+from .values import Expr, RepeatIndex, Select, SumOver
+from .worlds import PK, PQ, Linear, Q
 
 
 @dataclass(frozen=True)

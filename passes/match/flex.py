@@ -10,12 +10,12 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.canonicalize import Canonical, CanonicalizeError
+from cp_rewrite.passes.operands import expression, op_name, shape_of, times_constant
+from cp_rewrite.passes.scopes import Scope, resolve
 from cp_rewrite.refusal import Reason, Refusal
 
-from .canonicalize import Canonical, CanonicalizeError
-from .operands import expression, op_name, shape_of, times_constant
 from .prove_masks import Prover, reader_of
-from .scopes import Scope, resolve
 
 _OPERANDS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
-from .locality_call import Call
-from .locality_sorted import follow_order, sort_rows
-from .locality_state import (
+from .call import Call
+from .sorted import follow_order, sort_rows
+from .state import (
     MEAN_HINT,
     REPLICATED,
     B,
@@ -31,7 +31,7 @@ from .locality_state import (
     merge,
     plain,
 )
-from .locality_views import refuse_axis
+from .views import refuse_axis
 
 Number = float | int | bool
 

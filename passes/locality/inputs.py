@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, Sharding
 
-from .locality_state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
+from .state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
 
 IGNORE_INDEX = -100
 LABELS = frozenset({"labels", "shift_labels"})

@@ -10,17 +10,17 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.operands import check_operands, check_options, constant, is_transformed, same_size, shape_of
+from cp_rewrite.passes.scopes import Scope, nested_scopes
+from cp_rewrite.passes.sites import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
+from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .grouped_heads import ungroup
-from .match_flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
-from .match_varlen import is_varlen, match_varlen
-from .match_written import is_softmax, read_written
-from .operands import check_operands, check_options, constant, is_transformed, same_size, shape_of
 from .prove_masks import Prover
-from .scopes import Scope, nested_scopes
-from .sites import Site
+from .varlen import is_varlen, match_varlen
+from .written import is_softmax, read_written
 
 _SDPA: frozenset[Any] = frozenset(
     {

@@ -9,24 +9,13 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from . import predicate_views as views
-from .predicate_rules_values import cast
-from .predicate_values import (
-    ONE,
-    ZERO,
-    Expr,
-    Index,
-    SymTensor,
-    Value,
-    compare,
-    number,
-    numeric,
-    truth,
-)
-from .predicate_views import Undecidable, choose
+from . import views as views
+from .rules_values import cast
+from .values import ONE, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric, truth
+from .views import Undecidable, choose
 
 if TYPE_CHECKING:
-    from .predicate_aten import Evaluator, Rule
+    from .aten import Evaluator, Rule
 
 
 def _same(ev: Evaluator, x: SymTensor, **_: Any) -> SymTensor:

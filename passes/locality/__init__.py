@@ -1,8 +1,8 @@
 """Token locality: prove that nothing outside attention mixes tokens, so that a shard computes what the whole would.
 
 The Dynamo graph is walked once under its own fake tensors. Below each node a dispatch mode sees the ATen ops and
-carries, per tensor, where its tokens are (`locality_state`), by the rules of `locality_rules`; so a violation belongs
-to a node, and with it to a line of the user's code. Nodes that look alike (layers) are run once (`locality_run`).
+carries, per tensor, where its tokens are (`state`), by the rules of `rules`; so a violation belongs to a node, and with
+it to a line of the user's code. Nodes that look alike (layers) are run once (`run`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.operands import is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.sites import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .locality_inputs import input_state, read_extents
-from .locality_liveness import is_attention, live_nodes, nested_body, placeholders
-from .locality_rules import find_rule
-from .locality_run import NodeRunner, Outcome, States, unknown_like
-from .locality_state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
-from .locality_trace import Trace
-from .operands import is_transformed, needs_gradient, value_of
-from .sites import Site
+from .inputs import input_state, read_extents
+from .liveness import is_attention, live_nodes, nested_body, placeholders
+from .rules import find_rule
+from .run import NodeRunner, Outcome, States, unknown_like
+from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
+from .trace import Trace
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,14 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.documents import MAX_ID
+from cp_rewrite.passes.canonicalize import Call, Canonical, Ref
 
-from .canonicalize import Call, Canonical, Ref
-from .predicate_exact import ROW, Inexact, compared, held
-from .predicate_rules_dims import DIMS
-from .predicate_rules_moves import MOVES
-from .predicate_rules_values import VALUES
-from .predicate_values import (
-    TOKENS,
-    ZERO,
-    Expr,
-    Index,
-    SymTensor,
-    Value,
-    compare,
-    number,
-    numeric,
-    truth,
-)
-from .predicate_views import Undecidable
+from .exact import ROW, Inexact, compared, held
+from .rules_dims import DIMS
+from .rules_moves import MOVES
+from .rules_values import VALUES
+from .values import TOKENS, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric, truth
+from .views import Undecidable
 
 Output = SymTensor | tuple[SymTensor | None, ...]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
-from .locality_call import Call
-from .locality_ops import broadcast
-from .locality_sorted import put_by_order
-from .locality_state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
-from .locality_state import T as TOKEN
-from .locality_views import refuse_axis
+from .call import Call
+from .ops import broadcast
+from .sorted import put_by_order
+from .state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
+from .state import T as TOKEN
+from .views import refuse_axis
 
 ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason
 
-from .locality_call import GROUPED_PRODUCTS, Call, FoundRule, check_sizes, vouched_name, vouched_state
-from .locality_state import (
+from .call import GROUPED_PRODUCTS, Call, FoundRule, check_sizes, vouched_name, vouched_state
+from .state import (
     MEAN_HINT,
     REPLICATED,
     UNKNOWN,

@@ -7,14 +7,14 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.operands import check_operands, check_options, constant
+from cp_rewrite.passes.scopes import Scope
+from cp_rewrite.passes.sites import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens
 
-from .match_flex import output_of
-from .operands import check_operands, check_options, constant
+from .flex import output_of
 from .prove_masks import Prover
-from .scopes import Scope
-from .sites import Site
 
 _OP = "torch_attn::_varlen_attn"
 _DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}

@@ -10,15 +10,14 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
+from cp_rewrite.passes.locality.inputs import token_dims
+from cp_rewrite.passes.operands import expression, same_size
+from cp_rewrite.passes.predicate import prove
+from cp_rewrite.passes.predicate.aten import Evaluator
+from cp_rewrite.passes.scopes import Scope, resolve
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
-
-from .canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
-from .locality_inputs import token_dims
-from .operands import expression, same_size
-from .predicate import prove
-from .predicate_aten import Evaluator
-from .scopes import Scope, resolve
 
 # What these make depends on no element of their input.
 _SHAPE_ONLY = frozenset(

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from .predicate_exact import on_constants
-from .predicate_values import (
-    ZERO,
-    SymTensor,
-    Value,
-    compare,
-    number,
-    numeric,
-    truth,
-)
-from .predicate_views import Undecidable, choose
+from .exact import on_constants
+from .values import ZERO, SymTensor, Value, compare, number, numeric, truth
+from .views import Undecidable, choose
 
 if TYPE_CHECKING:
-    from .predicate_aten import Evaluator, Rule
+    from .aten import Evaluator, Rule
 
 
 def _comparison(op: str) -> Rule:

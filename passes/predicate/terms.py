@@ -13,8 +13,8 @@ from sympy.core.relational import Relational
 
 from cp_rewrite.refusal import Reason
 
-from .predicate_values import Expr, RepeatIndex, RunningMax, RunningSum, SumOver
-from .predicate_worlds import IK, IQ, PK, PQ, K, Q
+from .values import Expr, RepeatIndex, RunningMax, RunningSum, SumOver
+from .worlds import IK, IQ, PK, PQ, K, Q
 
 GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
 

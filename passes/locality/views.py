@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
-from .locality_call import Call
-from .locality_state import (
+from .call import Call
+from .state import (
     REPLICATED,
     SHIFT_HINT,
     B,

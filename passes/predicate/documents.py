@@ -15,27 +15,18 @@ from sympy.core.relational import Relational
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
 
-from .predicate_aten import Leaf
-from .predicate_offsets import Offsets
-from .predicate_terms import GENERATORS, Pair, Trouble, maximal_terms, relations
-from .predicate_values import (
-    ONE,
-    TOKENS,
-    Expr,
-    RepeatIndex,
-    RunningMax,
-    RunningSum,
-    Select,
-    SumOver,
-)
-from .predicate_worlds import STARTS, Cell, K, Linear, Ordinal, Q, World, holds
+from .aten import Leaf
+from .offsets import Offsets
+from .terms import GENERATORS, Pair, Trouble, maximal_terms, relations
+from .values import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
+from .worlds import STARTS, Cell, K, Linear, Ordinal, Q, World, holds
 
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
 
 
 @dataclass
 class Reader:
-    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `predicate_worlds`."""
+    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `worlds`."""
 
     sharding: Sharding
     leaves: Mapping[Any, Leaf]

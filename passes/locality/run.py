@@ -15,12 +15,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cp_rewrite.passes.operands import needs_gradient, value_of
+from cp_rewrite.passes.writes import memory_of
 from cp_rewrite.refusal import Reason
 
-from .locality_state import REPLICATED, UNKNOWN, Mixes, TensorState
-from .locality_trace import Events, Found, Trace, shares_memory, written_state
-from .operands import needs_gradient, value_of
-from .writes import memory_of
+from .state import REPLICATED, UNKNOWN, Mixes, TensorState
+from .trace import Events, Found, Trace, shares_memory, written_state
 
 States = Any
 """A tensor's state, or a list of states for a node that gives several tensors."""

@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 from torch._ops import OpOverload
 
-from . import locality_index as index
-from . import locality_loss as loss
-from . import locality_ops as ops
-from . import locality_sorted as ordered
-from . import locality_views as views
-from .locality_call import GROUPED_PRODUCTS, FoundRule, Rule, op_name
+from . import index as index
+from . import loss as loss
+from . import ops as ops
+from . import sorted as ordered
+from . import views as views
+from .call import GROUPED_PRODUCTS, FoundRule, Rule, op_name
 
 FROM_SIZES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"), views.filled),

@@ -14,19 +14,8 @@ import sympy
 import torch
 from sympy.core.function import AppliedUndef
 
-from .predicate_values import (
-    Expr,
-    RepeatIndex,
-    RunningMax,
-    RunningSum,
-    Select,
-    SumOver,
-    Value,
-    is_bool,
-    number,
-    outer_select,
-)
-from .predicate_views import Undecidable
+from .values import Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver, Value, is_bool, number, outer_select
+from .views import Undecidable
 
 ROW = 2**22
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
