@@ -103,14 +103,18 @@ class ActivePlan:
         device = torch.device("cpu") if key.on_host else self.device
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
 
+    @property
+    def missing(self) -> int:
+        """Rows without a token that fill up the ranks, of one row of the batch."""
+        return self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
+
     def check_full(self, sums: Sequence[str]) -> None:
         """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
-        missing = self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
-        if missing:
+        if self.missing:
             raise ValueError(
-                f"{sums[0]} sums over tokens, and the {missing} rows that fill up this batch's ranks would be counted: "
-                f"pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} tokens, or mask "
-                "the sum"
+                f"{sums[0]} sums over tokens, and the {self.missing} rows that fill up this batch's ranks would be "
+                f"counted: pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} "
+                "tokens, or mask the sum"
             )
 
     def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:

@@ -69,7 +69,7 @@ class Backend:
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra], mode)
         keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
-        unchecked, tokens = list(state.masks), _token_places(state)
+        unchecked, tokens, branches = list(state.masks), _token_places(state), state.branches
 
         def run(*args: Any) -> Any:
             plan = active_plan(sharding)
@@ -77,6 +77,8 @@ class Backend:
                 plan.check_tokens(name, args[place], dim, args[place].shape[dim])
             if sums:
                 plan.check_full(sums)
+            if branches and plan.missing:
+                branches.check(args, plan.plan.rows[0].total)
             if unchecked:
                 check_masks(unchecked, plan, args)
                 unchecked.clear()

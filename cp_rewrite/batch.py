@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from . import agree
 from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
 from .capacity import Capacity, buffers_of, fill_cu_seqlens
+from .documents import MAX_TOKENS
 from .packing import documents_of
 from .plan import BatchPlan, plan_batch
 from .sharding import CuSeqlens, Sharding
@@ -117,6 +118,8 @@ def plan_of(
 ) -> BatchPlan:
     """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
     rows, total = _shape(sharding, batch)
+    if total > MAX_TOKENS:
+        raise ValueError(f"a row may hold up to {MAX_TOKENS} tokens, the batch's have {total}: use shorter rows")
     documents = documents_of(sharding, batch, rows, total, lengths)
     return plan_batch(
         documents,

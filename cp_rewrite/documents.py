@@ -12,6 +12,8 @@ from .arguments import whole_number, whole_numbers
 Int = NDArray[np.int64]
 MAX_ID = 2**31 - 1
 """The largest document id: masks may compare ids as int32."""
+MAX_TOKENS = 2**22
+"""Tokens of a row up to which what is proven of masks holds, whatever their dtypes do to indices."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import SymInt
+from torch import SymInt, Tensor
 
 from cp_rewrite.refusal import Reason, Refusal
 
+from .branches import SizeBranches
 from .inputs import fake_mode
 from .locality.inputs import token_dims
 from .state import State
@@ -25,17 +26,32 @@ def check_size_branches(state: State) -> State:
     if world_size == 1 or not sizes or environment is None:
         return state
     refusals: list[Refusal] = []
+    conditions: dict[Any, str] = {}
     for guard in list(environment.guards):
         condition = environment.replace(guard.expr)  # symbols found equal are one
         tokens = condition.free_symbols & sizes
         if not tokens:
             continue
         of_row = condition.subs({size: world_size * size for size in tokens})
+        where = conditions[condition] = str(getattr(guard.sloc, "user_loc", None) or guard.sloc)
         if not environment.evaluate_expr(of_row):
-            where = str(getattr(guard.sloc, "user_loc", None) or guard.sloc)
             detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
-    return replace(state, refusals=(*state.refusals, *refusals))
+    branches = SizeBranches(conditions, sizes, _places(state)) if conditions else None
+    return replace(state, branches=branches, refusals=(*state.refusals, *refusals))
+
+
+def _places(state: State) -> dict[Any, tuple[int, int | None]]:
+    """Where each size symbol can be read off the graph's inputs."""
+    nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
+    places: dict[Any, tuple[int, int | None]] = {}
+    for place, node in enumerate(nodes):
+        value = node.meta["example_value"]
+        sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
+        for dim, size in sizes:
+            if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                places.setdefault(size.node.expr, (place, dim))
+    return places
 
 
 def _token_sizes(state: State) -> set[Any]:

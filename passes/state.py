@@ -12,6 +12,7 @@ from cp_rewrite.active import ActivePlan, PlanInput
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
+from .branches import SizeBranches
 from .locality import PositionGenerator
 from .recorded import RecordedMask
 from .sites import Site
@@ -37,6 +38,7 @@ class State:
         source_of: placeholder -> argument name.
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
+        branches: conditions on token counts that the graph rests on.
         sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
@@ -46,6 +48,7 @@ class State:
     source_of: Mapping[fx.Node, str]
     device: torch.device
     plan: ActivePlan
+    branches: SizeBranches | None = None
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()

@@ -243,6 +243,23 @@ def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     assert cp.explain(model, sharding)(**make_batch(80)).ok
 
 
+def test_branches_on_the_token_count_hold_for_rows_that_do_not_divide() -> None:
+    sharding = make_sharding(2, layout="contiguous")
+
+    def model(ids: Tensor, pos: Tensor) -> Tensor:
+        return ids * 2.0 if ids.shape[1] % 3 == 0 else ids * 3.0
+
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(make_batch(12)) as local:  # 6 a rank: both are multiples of 3
+        assert torch.equal(compiled(**local), local["ids"] * 2.0)
+    with sharding.shard(make_batch(11)) as local, pytest.raises(ValueError, match=r"% 3 == 0.*this row of 11"):
+        compiled(**local)
+    with sharding.shard(make_batch(17)) as local, pytest.raises(ValueError, match="this row of 17"):
+        compiled(**local)
+    with sharding.shard(make_batch(13)) as local:  # 7 a rank
+        assert torch.equal(compiled(**local), local["ids"] * 3.0)
+
+
 def test_sums_that_would_count_filling_rows_are_refused_at_run_time() -> None:
     sharding = make_sharding(2, layout="contiguous")
 

@@ -219,3 +219,10 @@ def test_unshard_checks_the_dim() -> None:
         sharding.unshard(local["x"], 9)
     with pytest.raises(TypeError, match="takes a tensor and its token dim, got list and 1"):
         sharding.unshard([1], 1)  # type: ignore[arg-type]
+
+
+def test_rows_beyond_what_masks_are_proven_for_are_refused() -> None:
+    sharding = cp.Sharding(2, {"ids": 1}, cp.CuSeqlens("cu_seqlens"))
+    batch = {"ids": torch.empty((1, 2**22 + 2), dtype=torch.int8), "cu_seqlens": torch.tensor([0, 2**22 + 2])}
+    with pytest.raises(ValueError, match="up to 4194304 tokens"), sharding.shard(batch):
+        pass

@@ -10,10 +10,10 @@ import sympy
 import torch
 import torch.fx as fx
 
-from cp_rewrite.documents import MAX_ID
+from cp_rewrite.documents import MAX_ID, MAX_TOKENS
 from cp_rewrite.passes.canonicalize import Call, Canonical, Ref
 
-from .exact import ROW, Inexact, compared, held
+from .exact import Inexact, compared, held
 from .rules_dims import DIMS
 from .rules_moves import MOVES
 from .rules_values import VALUES
@@ -89,7 +89,7 @@ class Evaluator:
     def leaf_of(self, term: Any) -> tuple[torch.dtype, float]:
         """The dtype of the leaf that a term reads, and its largest magnitude."""
         leaf = self.leaves[term.func]
-        return leaf.dtype, MAX_ID if leaf.name == self.document_ids else ROW
+        return leaf.dtype, MAX_ID if leaf.name == self.document_ids else MAX_TOKENS
 
     def size(self, value: Any) -> Expr:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""

@@ -1,7 +1,7 @@
 """What a tensor's dtype makes of a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
 
 Constants become what the dtype holds. Values that vary over tokens must be ones that the dtype holds as they are, in
-rows of up to `ROW` tokens and with the document ids that a batch may have; others are `Inexact`.
+rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; others are `Inexact`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import sympy
 import torch
 from sympy.core.function import AppliedUndef
 
+from cp_rewrite.documents import MAX_TOKENS
+
 from .values import Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver, Value, is_bool, number, outer_select
 from .views import Undecidable
 
-ROW = 2**22
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 Extent = tuple[float, int]  # largest magnitude; binary digits after the point
 LeafOf = Callable[[Any], tuple[torch.dtype, float]]
@@ -124,13 +125,13 @@ def _extent(value: Expr, leaf_of: LeafOf) -> Extent:
         return min(largest, 2.0 ** _DIGITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max), 0
     if isinstance(value, RunningSum | SumOver | RunningMax):
         top, digits = _extent(value.args[0], leaf_of)  # type: ignore[arg-type]
-        return (top if isinstance(value, RunningMax) else ROW * top), digits
+        return (top if isinstance(value, RunningMax) else MAX_TOKENS * top), digits
     if isinstance(value, sympy.Symbol | RepeatIndex):
-        return ROW, 0
+        return MAX_TOKENS, 0
     parts = [_extent(arg, leaf_of) for arg in value.args]
     if isinstance(value, sympy.floor):
         return parts[0][0], 0
-    return max(ROW, *(top for top, _ in parts)), max(digits for _, digits in parts)
+    return max(MAX_TOKENS, *(top for top, _ in parts)), max(digits for _, digits in parts)
 
 
 def _extent_of_number(value: Expr) -> Extent:

@@ -1,0 +1,39 @@
+"""Conditions on token counts that a graph rests on, checked per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+
+class SizeBranches:
+    """Conditions on token counts that a graph rests on; where ranks are filled up, rows have fewer tokens than parts.
+
+    Args:
+        conditions: expression -> the line it is from.
+        tokens: symbols of a shard's token count.
+        places: other symbols -> (place among the graph's inputs, dim; None: the input itself is the number).
+    """
+
+    def __init__(
+        self, conditions: Mapping[Any, str], tokens: set[Any], places: Mapping[Any, tuple[int, int | None]]
+    ) -> None:
+        self.conditions = conditions
+        self.tokens = tokens
+        self.others = [(symbol, *place) for symbol, place in places.items() if symbol not in tokens]
+        self._wrong = lru_cache(maxsize=64)(self._find_wrong)
+
+    def check(self, args: Sequence[Any], total: int) -> None:
+        """Raise where a row of `total` tokens would have been computed otherwise."""
+        found = self._wrong(total, *(args[at] if dim is None else args[at].shape[dim] for _, at, dim in self.others))
+        if found is not None:
+            raise ValueError(
+                f"`{self.conditions[found]}` decides by the number of tokens, and otherwise for this row of {total} "
+                f"than for the rows that its ranks hold, filled up ({found}): pad rows to a multiple of the ranks"
+            )
+
+    def _find_wrong(self, total: int, *values: int) -> Any:
+        known = {symbol: value for (symbol, *_), value in zip(self.others, values, strict=True)}
+        sizes = known | dict.fromkeys(self.tokens, total)
+        return next((condition for condition in self.conditions if condition.subs(sizes) != True), None)  # noqa: E712
