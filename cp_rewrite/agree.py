@@ -1,7 +1,7 @@
 """All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
 
 Digests travel through the group's store, from host to host: no collective, and nothing waits for a GPU. A batch costs
-four round trips to the store, beside kernels of earlier batches that still run: 0.4 ms for 2 processes and 0.5 ms for 4
+four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes and 0.7 ms for 4
 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a sample is hashed; a
 file store polls every 10 ms.
 """

@@ -220,7 +220,7 @@ class KeysShifted(PackedModel):
 class AttentionOverHeads(PackedModel):
     """Forgets to transpose: attention runs over heads, tokens are its batch."""
 
-    reason, line = "", "scaled_dot_product_attention"
+    reason, line = "QK_LENGTH", "scaled_dot_product_attention"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
