@@ -366,10 +366,10 @@ def test_a_64_layer_llama_costs_under_a_second_and_a_half() -> None:
     def look(gm: fx.GraphModule) -> float:
         names = argument_names(gm)
         sites, _ = match_sites(gm, TRANSFORMERS, names)
-        start = time.perf_counter()
+        start = time.process_time()
         report = check_locality(gm, TRANSFORMERS, sites, names)
         assert not report.refusals
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     marks = dict(TRANSFORMERS.tokens)
     assert capture(transformers_model("Llama", 64), transformers_batch(), look, marks) < 1.5
