@@ -94,7 +94,7 @@ class PositionsFromPadding(PackedModel):
 
 
 class LinSpace(PackedModel):
-    reason, line, bakes_size = "POSITION_GENERATOR", "torch.linspace", True
+    reason, line, bakes_size = "POSITION_GENERATOR", "angles", True
 
     def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
         return torch.linspace(0, 1, h.shape[1])[None, :, None]
