@@ -53,7 +53,8 @@ def global_batch(name: str, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(lengths)
     batch["input_ids"] = torch.randint(0, 64, batch["input_ids"].shape, generator=generator)
-    batch["weights"] = torch.randn(batch["input_ids"].shape, generator=generator)
+    # All positive: the gradient of a bias is their sum, which must not cancel.
+    batch["weights"] = torch.rand(batch["input_ids"].shape, generator=generator) + 0.5
     if len(lengths) > 1:
         del batch["cu_seqlens"]
     return batch
