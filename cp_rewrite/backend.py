@@ -17,6 +17,7 @@ from . import agree, observe, passes
 from .active import ActivePlan, active_plan, number_tokens
 from .passes.diff import graph_lines
 from .passes.locality.inputs import token_dims
+from .passes.locality.liveness import placeholders
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of, require_sharding
@@ -64,36 +65,14 @@ class Backend:
         after = graph_lines(state.graph_module)
         observe.trace("after", lambda: after)
         agree.on_graph(sharding, "\n".join(after))
-        placeholders = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
-        added = placeholders[len(placeholders) - len(state.inputs) :]
+        nodes = placeholders(state.graph_module)
+        added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
-        compiled = self._inner(state.graph_module, [*example_inputs, *extra], mode)
-        keys, sums = state.inputs, [source_line(node) for node in state.padded_sums]
-        unchecked, tokens, branches = list(state.masks), _token_places(state), state.branches
-
-        def run(*args: Any) -> Any:
-            plan = active_plan(sharding)
-            for place, name, dim in tokens:
-                plan.check_tokens(name, args[place], dim, args[place].shape[dim])
-            if sums:
-                plan.check_full(sums)
-            if branches and plan.missing:
-                branches.check(args, plan.plan.rows[0].total)
-            if unchecked:
-                check_masks(unchecked, plan, args)
-                unchecked.clear()
-            out = compiled(*args, *(plan.tensor(key) for key in keys))
-            # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
-            for value in out if sharding.capacity is None else ():
-                if isinstance(value, Tensor):
-                    number_tokens(value, plan)
-            return out
-
-        return run
+        return _checked(state, self._inner(state.graph_module, [*example_inputs, *extra], mode))
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))
-        nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
+        nodes = placeholders(state.graph_module)
         for place, name, dim in _token_places(state):
             value = nodes[place].meta["example_value"]
             size = value.shape[dim]
@@ -186,13 +165,38 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.
     return passes.State(copy, sharding, argument_names(copy), device, plan)
 
 
+def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
+    sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
+    unchecked, tokens, branches = list(state.masks), _token_places(state), state.branches
+
+    def run(*args: Any) -> Any:
+        plan = active_plan(sharding)
+        for place, name, dim in tokens:
+            plan.check_tokens(name, args[place], dim, args[place].shape[dim])
+        if sums:
+            plan.check_full(sums)
+        if branches and plan.missing:
+            branches.check(args, plan.plan.rows[0].total)
+        if unchecked:
+            check_masks(unchecked, plan, args)
+            unchecked.clear()
+        out = compiled(*args, *(plan.tensor(key) for key in keys))
+        # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
+        for value in out if sharding.capacity is None else ():
+            if isinstance(value, Tensor):
+                number_tokens(value, plan)
+        return out
+
+    return run
+
+
 def _token_places(state: passes.State) -> list[tuple[int, str, int]]:
     """(place among the graph's inputs, name, token dim) of each input that carries tokens."""
     dims = token_dims(state.sharding)
-    nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
     return [
         (place, name, dims[name])
-        for place, node in enumerate(nodes)
+        for place, node in enumerate(placeholders(state.graph_module))
         if (name := state.source_of.get(node)) in dims
         and isinstance(value := node.meta["example_value"], Tensor)
         and value.ndim > dims[name]

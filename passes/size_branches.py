@@ -12,6 +12,7 @@ from cp_rewrite.refusal import Reason, Refusal
 from .branches import SizeBranches
 from .inputs import fake_mode
 from .locality.inputs import token_dims
+from .locality.liveness import placeholders
 from .state import State
 
 
@@ -43,9 +44,8 @@ def check_size_branches(state: State) -> State:
 
 def _places(state: State) -> dict[Any, tuple[int, int | None]]:
     """Where each size symbol can be read off the graph's inputs."""
-    nodes = [node for node in state.graph_module.graph.nodes if node.op == "placeholder"]
     places: dict[Any, tuple[int, int | None]] = {}
-    for place, node in enumerate(nodes):
+    for place, node in enumerate(placeholders(state.graph_module)):
         value = node.meta["example_value"]
         sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
         for dim, size in sizes:
