@@ -45,7 +45,7 @@ class PlanInput:
     @property
     def is_static(self) -> bool:
         """The size follows from the world size alone."""
-        return self.name in ("splits", "capacity", "remote_jobs")
+        return self.name in ("splits", "capacity", "remote_jobs", "early_jobs")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:

@@ -6,28 +6,38 @@ every rank then reads exactly the rows it needs, each once, straight into its ex
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
+from .cost import Device, Model
 from .intervals import Int
 from .schedule import Schedule
+from .tiles import TILE
 
 NAMES = (
-    "publish_rows", "job_source", "job_ptr", "job_rows", "remote_jobs", "return_rows", "pull_ptr", "pull_rows",
-    "capacity",
+    "publish_rows", "job_source", "job_ptr", "job_rows", "remote_jobs", "early_jobs", "early_queries", "late_queries",
+    "return_rows", "pull_ptr", "pull_rows", "capacity",
 )  # fmt: skip
 """Names of the route's tensors, in the order in which ops take them. `capacity` stays on the host."""
 
+_DEVICE, _MODEL = Device.named("h200"), Model()
+_ROWS_PER_PAIR = _MODEL.tile_flops / TILE**2 / _DEVICE.forward / (_MODEL.kv_bytes / _DEVICE.link)
+"""Rows that arrive while the kernel works on one pair of query and key. Only speed depends on it."""
+
 
 def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
-    """The tables of one rank. R local rows, E expanded rows; leading dims are at least 2.
+    """The tables of one rank. R local rows, E expanded rows, N entries of launch 0; leading dims are at least 2.
 
     Returns:
         publish_rows (S,) int32: local rows that some peer reads, ascending.
-        job_source (U,) int32: each row needed here, once, as owner R + local row: peers' rows first, the peers
-            taking turns, then own rows.
+        job_source (U,) int32: each row needed here, once, as owner R + local row: peers' rows first, those that early
+            entries read before the others, the peers taking turns; then own rows.
         job_ptr (U + 1,), job_rows (E,) int32: the expanded rows that hold it.
-        remote_jobs (1,) int32: how many jobs, the first ones, read peers.
+        remote_jobs (1,) int32: how many jobs, the first ones, read peers; early_jobs (1,): those for early entries.
+        early_queries, late_queries (N,) int32: an entry's queries, 0 in the other one. The kernel works on early
+            entries while the rows of the others arrive.
         return_rows (W,) int32: expanded rows that belong to peers, ascending.
         pull_ptr (R + 1,) int32, pull_rows int64: who contributes to each local row's gradient, as
             reader << 32 | expanded row of the reader, ascending.
@@ -42,14 +52,19 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     readers = (contributions[: ptr[-1]] >> 32) != rank
     # A row is published when any of its readers is a peer: count peers by row, without a loop.
     peers = np.diff(np.concatenate([[0], np.cumsum(readers)])[ptr])
-    source, job_ptr, job_rows = _jobs(gathered["sum_ptr"].astype(np.int64), gathered["sum_rows"], rows, rank)
-    remote_jobs = int((source // rows != rank).sum())
+    members = gathered["sum_rows"][:size].astype(np.int64)
+    needed = _Needed.of(gathered["sum_ptr"].astype(np.int64), members, rows, rank)
+    queries, early, stage = _stages(schedule.attention(rank), needed, members)
+    source, job_ptr, job_rows = _jobs(needed, members, rows, stage)
     arrays = (
         _index(np.flatnonzero(peers)),
         _index(source),
         _index(job_ptr, last=True),
         _index(job_rows),
-        np.array([remote_jobs], dtype=np.int32),
+        np.array([(stage < 2).sum()], dtype=np.int32),
+        np.array([(stage < 1).sum()], dtype=np.int32),
+        np.where(early, queries, 0).astype(np.int32),
+        np.where(early, 0, queries).astype(np.int32),
         _index(np.flatnonzero(owner != rank)),
         pulled["pull_ptr"],
         contributions,
@@ -58,20 +73,64 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     return dict(zip(NAMES, arrays, strict=True))
 
 
-def _jobs(sum_ptr: Int, sum_rows: NDArray[np.integer], rows: int, rank: int) -> tuple[Int, Int, Int]:
-    """(source, ptr, expanded rows) of the source rows in use: peers' rows, every peer's spread evenly so that all links
-    work all the time and no peer is read by everyone at once, then own rows."""
-    counts = np.diff(sum_ptr)
-    used = np.flatnonzero(counts)
-    owner = used // rows
-    per_owner = np.bincount(owner, minlength=1)
-    position = np.arange(len(used)) - (np.cumsum(per_owner) - per_owner)[owner]
-    order = np.lexsort(((position + 0.5) / np.maximum(per_owner, 1)[owner], owner == rank))
-    source = used[order]
-    lengths = counts[source]
+@dataclass(frozen=True, eq=False)
+class _Needed:
+    """The source rows that a rank reads, each once, ascending. Args: source: owner R + local row. remote: a peer's.
+    start, count: of its expanded rows, in the list of all by source."""
+
+    source: Int
+    remote: NDArray[np.bool_]
+    start: Int
+    count: Int
+
+    @classmethod
+    def of(cls, sum_ptr: Int, members: Int, rows: int, rank: int) -> _Needed:
+        source = np.flatnonzero(np.diff(sum_ptr))
+        return cls(source, source // rows != rank, sum_ptr[source], np.diff(sum_ptr)[source])
+
+
+def _stages(
+    tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int
+) -> tuple[Int, NDArray[np.bool_], Int]:
+    """(queries of each entry, which entries are early, stage of each source row: 0 early, 1 late, 2 own).
+
+    Early are the entries that need least from peers: as many as let the most rows arrive beside their work.
+    """
+    queries, keys = (np.diff(tables[name]).astype(np.int64) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    early, stage = np.zeros(len(queries), dtype=np.bool_), np.where(needed.remote, 1, 2)
+    if (tables["pieces"][:, 6] > 0).any() or not needed.remote.any():
+        return queries, early if needed.remote.any() else ~early, stage
+    entry = np.repeat(np.arange(len(keys)), keys)
+    remote_row = np.zeros(len(entry), dtype=np.bool_)
+    remote_row[members] = np.repeat(needed.remote, needed.count)
+    order = np.argsort(np.bincount(entry[remote_row], minlength=len(keys)), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    first = np.minimum.reduceat(place[entry[members]], needed.start)
+    arrived = np.cumsum(np.bincount(first[needed.remote], minlength=len(order)))
+    work = np.cumsum((queries * keys - queries**2 / 2)[order]) * _ROWS_PER_PAIR
+    beside = np.minimum(work, arrived[-1] - arrived)
+    last = int(beside.argmax())
+    if beside[last] > 0:
+        early = place <= last
+        stage[needed.remote & (first <= last)] = 0
+    return queries, early, stage
+
+
+def _jobs(needed: _Needed, members: Int, rows: int, stage: Int) -> tuple[Int, Int, Int]:
+    """(source, ptr, expanded rows) of the needed rows by stage. In each, every peer's are spread evenly so that all
+    links work all the time and no peer is read by everyone at once."""
+    owner = needed.source // rows
+    group = stage * (int(owner.max(initial=0)) + 1) + owner
+    by_group = np.argsort(group, kind="stable")
+    sizes = np.bincount(group, minlength=1)
+    position = np.empty(len(group))
+    position[by_group] = np.arange(len(group)) - (np.cumsum(sizes) - sizes)[group[by_group]]
+    order = np.lexsort(((position + 0.5) / sizes[group], stage))
+    lengths = needed.count[order]
     ptr = np.concatenate([[0], np.cumsum(lengths)])
-    member = np.repeat(sum_ptr[source] - ptr[:-1], lengths) + np.arange(int(ptr[-1]))
-    return source, ptr, sum_rows[member].astype(np.int64)
+    member = np.repeat(needed.start[order] - ptr[:-1], lengths) + np.arange(int(ptr[-1]))
+    return needed.source[order], ptr, members[member]
 
 
 def _index(rows: Int, last: bool = False) -> NDArray[np.int32]:

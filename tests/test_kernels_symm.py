@@ -11,8 +11,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import fa4
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import device_facts, in_parts
+from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.pull import pull_kv, return_kv
+from cp_rewrite.ops.rows import as_rows, split_kv
 from cp_rewrite.pull import NAMES, pull_route
 from cp_rewrite.schedule import Schedule
 from tests.packed import make_schedule
@@ -21,6 +26,7 @@ from tests.test_conformance_gpu import free_port
 pytestmark = pytest.mark.gpu
 
 HEADS, DIM, DIM_V = 3, 16, 24
+_ops: Any = torch.ops.cp_rewrite
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
@@ -47,6 +53,9 @@ def _rank(rank: int, world_size: int, port: int) -> None:
         schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
         for dtype in (torch.bfloat16, torch.float32):
             _check(schedule, rank, world_size, name, dtype)
+    if "flash_attn.cute" in device_facts(torch.device("cuda", rank)).modules and in_parts("fa4"):
+        for case in BESIDE:
+            _check_beside(*case, rank, world_size, name)
     _replay(rank, world_size, name)
     dist.destroy_process_group()
 
@@ -95,6 +104,58 @@ def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: to
         for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
             torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
             assert torch.equal(got_grad, repeat)
+
+
+BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
+    ([3000, 70, 1, 900, 4221], "balanced", PackedMask(), (16, 4)),
+    ([8192], "balanced", PackedMask(), (8, 8)),
+    ([8000, 100], "dual_chunk", PackedMask(), (16, 4)),
+    ([5000, 3000], "contiguous", PackedMask(True, (700, 0)), (8, 1)),
+    ([5000, 3000], "dual_chunk", PackedMask(False, (300, 200)), (8, 1)),  # several launches
+)
+
+
+def _check_beside(
+    lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
+) -> None:
+    """Rows that travel beside the kernel: bit for bit what exchanges before and after it give, eager and replayed."""
+    schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
+    route = _tensors(schedule, rank)
+    arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
+    tables = Tables(**{name: x.cuda() if name.startswith("cu_") else x for name, x in arrays.items()})
+    generator = torch.Generator("cuda").manual_seed(rank)
+    shapes = [(schedule.rows, n, 128) for n in (heads[0], heads[0], heads[1], heads[1])]
+    q, dout, k, v = (torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes)
+    numbers, params = (0.1, 0.0, "fa4", True), Params(0.1, 0.0, True)
+    inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
+
+    def apart() -> tuple[torch.Tensor, ...]:
+        keys = split_kv(pull_kv(k, v, route, group), heads[1], 128, 128)
+        out, lse = fa4.forward(q, *keys, tables, params)
+        dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
+        return out, lse, dq, *return_kv(as_rows(dk, dv, *keys), k, v, route, group)
+
+    def beside(keep: bool) -> tuple[torch.Tensor, ...]:
+        out, lse, kv = _ops.pulled_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
+        back = _ops.pulled_attention_backward.default
+        return out, lse, *back(dout, q, k, v, kv if keep else None, out, lse, *inputs, *numbers, group)
+
+    def same(expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...], what: object) -> None:
+        for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
+            assert torch.equal(want, found), (lengths, layout, what, name)
+
+    expected = apart()
+    for call in range(4):
+        torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
+        same(expected, beside(call > 1), call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = beside(False)
+    for x in (q, dout, k, v):
+        x.mul_(0.5)
+    for _ in range(3):
+        graph.replay()
+    same(apart(), captured, "replayed")
 
 
 def _replay(rank: int, world_size: int, group: str) -> None:

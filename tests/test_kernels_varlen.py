@@ -34,8 +34,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: 
     computed = reference.forward(q, k, v, _entries(launch), params)
     # Rows without a key are garbage when their query is.
     unseen = (computed[1] == -torch.inf).T[..., None] & q.isnan().any()
-    out.copy_(computed[0].masked_fill(unseen, torch.nan))
-    lse.copy_(computed[1])
+    counts = slice(None)
+    if launch.queries is not None:
+        bounds = zip(launch.cu_seqlens_q.tolist(), launch.queries.tolist(), strict=False)
+        counts = torch.tensor([row for first, queries in bounds for row in range(first, first + queries)]).long()
+    out[counts] = computed[0].masked_fill(unseen, torch.nan)[counts]
+    lse[:, counts] = computed[1][:, counts]
 
 
 def _backward(
@@ -51,6 +55,8 @@ def _backward(
     launch: varlen.Launch,
     params: Params,
 ) -> None:
+    if launch.beside is not None:
+        launch.beside.keys_needed()
     # A tile of such rows would poison its neighbours.
     assert not q.isnan().any()
     assert not dout.isnan().any()
@@ -58,6 +64,8 @@ def _backward(
         (dq, dk, dv), reference.backward(dout, q, k, v, out, lse, _entries(launch), params), strict=True
     ):
         target.copy_(grad)
+    if launch.beside is not None:
+        launch.beside.gradients_written()
 
 
 def _run(case: Case) -> tuple[Tensor, ...]:
@@ -84,6 +92,33 @@ def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size
     assert not out[case.padding].any()
     assert not dq[case.padding].any()
     assert (lse[:, case.padding] == -torch.inf).all()
+
+
+@given(documents(60), masks(), st.integers(1, 3), st.data())
+def test_parts_give_what_one_piece_gives(
+    row: Documents, mask: PackedMask, world_size: int, data: st.DataObject
+) -> None:
+    layout = data.draw(st.sampled_from(("contiguous", "dual_chunk", "balanced")))
+    case = make_case(row, mask, world_size=world_size, layout=layout).poisoned(torch.nan)
+    expected = _run(case)
+    queries = case.tables.cu_seqlens_q.diff()
+    early = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(queries), max_size=len(queries))))
+    stages = varlen.Stages(queries * early, queries * ~early)
+    got = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS, stages)
+    told: list[str] = []
+
+    def beside(dk: Tensor, dv: Tensor) -> varlen.Beside:
+        def written() -> None:
+            told.append("written")
+            assert torch.equal(dk, expected[3])
+            assert torch.equal(dv, expected[4])
+
+        return varlen.Beside(lambda: told.append("needed"), written)
+
+    grads = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
+    assert told == ["needed", "written"]
+    for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, (*got, *grads), strict=True):
+        assert torch.equal(found, want), name
 
 
 def test_padding_at_the_end_is_left_out_without_a_copy() -> None:

@@ -61,3 +61,36 @@ def test_each_row_is_pulled_once() -> None:
     schedule, _ = make_schedule([Documents.from_lengths([256])], 4, "dual_chunk", PackedMask())
     route = pull_route(schedule, 1)
     assert len(np.unique(route["job_source"])) == len(route["job_source"]) < len(route["job_rows"])
+
+
+@given(batches(), masks(), st.integers(1, 5), st.sampled_from(("contiguous", "head_tail", "dual_chunk", "balanced")))
+def test_early_entries_read_early_rows_only(
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
+) -> None:
+    schedule, _ = make_schedule(rows, world_size, layout, mask)
+    for rank in range(world_size):
+        route, tables = pull_route(schedule, rank), schedule.attention(rank)
+        queries = np.diff(tables["cu_seqlens_q"])
+        early = route["early_queries"] > 0
+        np.testing.assert_array_equal(route["early_queries"] + route["late_queries"], queries)
+        assert (np.minimum(route["early_queries"], route["late_queries"]) == 0).all()
+        if (tables["pieces"][:, 6] > 0).any() and route["remote_jobs"][0]:
+            assert not early.any()  # one launch does not do: nothing is split
+        here = np.zeros(max(2, int(schedule.expanded[rank])), dtype=np.bool_)
+        first, remote = int(route["early_jobs"][0]), int(route["remote_jobs"][0])
+        assert first <= remote
+        for job in [*range(first), *range(remote, len(route["job_source"]))]:
+            here[route["job_rows"][slice(*route["job_ptr"][job : job + 2])]] = True
+        for i in np.flatnonzero(early):
+            assert here[slice(*tables["cu_seqlens_k"][i : i + 2])].all()
+
+
+def test_what_arrives_beside_work() -> None:
+    """The second rank's head of a long document needs the first rank's only; its tail waits for the rest. The last
+    rank's tail needs no more than its head does."""
+    schedule, _ = make_schedule([Documents.from_lengths([32768])], 4, "balanced", PackedMask())
+    for rank in range(4):
+        route = pull_route(schedule, rank)
+        assert (route["early_queries"] > 0).sum() == (rank < 3)
+        assert route["early_jobs"][0] == (4096 * rank if rank < 3 else 0)
+        assert route["remote_jobs"][0] == 4096 * (6 - rank)

@@ -5,6 +5,10 @@ The first call of a new combination of dtype, head dims and window compiles for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +31,17 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     if spec.needs_backward and spec.heads != spec.heads_kv and spec.head_dim != spec.head_dim_v:
         found.append("the backward with grouped heads needs equal head dims of keys and values")
     return found
+
+
+_IN_PARTS = ("4.0.0b36",)
+"""Versions whose backward was read: it reads keys after `_bwd_preprocess` only, and never what
+`_bwd_postprocess_convert` writes. Others run in one piece, with nothing beside them."""
+
+
+@cache
+def in_parts() -> bool:
+    """Does this version tell when it needs keys, and when their gradients are written?"""
+    return version("flash-attn-4") in _IN_PARTS
 
 
 def _interface() -> Any:
@@ -54,7 +69,8 @@ def _backward(
     launch: varlen.Launch,
     params: Params,
 ) -> None:
-    _interface()._flash_attn_bwd(
+    run = _interface()._flash_attn_bwd if launch.beside is None else _backward_in_parts(dq, launch.beside)
+    run(
         q,
         k,
         v,
@@ -71,12 +87,45 @@ def _backward(
     )
 
 
+def _backward_in_parts(dq: Tensor, beside: varlen.Beside) -> Callable[..., None]:
+    """The library's backward, with what it does before it needs keys and after their gradients beside other work.
+
+    It sums out * dout and clears its fp32 dq first, and rounds dq last: long for many rows of many heads. Its function
+    runs here over the same globals but for those two helpers; nothing of the library is changed.
+    """
+    backward: Any = _interface()._flash_attn_bwd
+    library = backward.__globals__
+    late: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def preprocess(*args: Any, **kwargs: Any) -> None:
+        library["_bwd_preprocess"](*args, **kwargs)
+        beside.keys_needed()
+
+    def convert(accumulated: Tensor, output: Tensor, *args: Any, **kwargs: Any) -> None:
+        if output is dq:
+            late.append(((accumulated, output, *args), kwargs))
+        else:
+            library["_bwd_postprocess_convert"](accumulated, output, *args, **kwargs)
+
+    helpers = {"_bwd_preprocess": preprocess, "_bwd_postprocess_convert": convert}
+    inner = FunctionType(backward.__code__, library | helpers, backward.__name__, backward.__defaults__)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        inner(*args, **kwargs)
+        beside.gradients_written()
+        for positional, named in late:
+            library["_bwd_postprocess_convert"](*positional, **named)
+
+    return run
+
+
 def _arguments(launch: varlen.Launch) -> dict[str, Any]:
     """Lengths as Python ints: a tensor there would make a new compile key at every call."""
     left, right = launch.window
     return {
         "cu_seqlens_q": launch.cu_seqlens_q,
         "cu_seqlens_k": launch.cu_seqlens_k,
+        "seqused_q": launch.queries,
         "max_seqlen_q": launch.max_q,
         "max_seqlen_k": launch.max_k,
         "causal": launch.causal,

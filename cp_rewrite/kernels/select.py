@@ -109,6 +109,11 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     return load(name).reasons(spec, facts)
 
 
+def in_parts(name: str) -> bool:
+    """Whether a kernel knows `Stages` and `Beside`: rows can travel while it works on what needs none of them."""
+    return name == "fa4" and bool(load(name).in_parts())
+
+
 def load(name: str) -> Any:
     """The module that implements a kernel; imported when asked for, so that schemas need none of its libraries."""
     return importlib.import_module(f"cp_rewrite.kernels.{name}")

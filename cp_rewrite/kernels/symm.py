@@ -24,8 +24,25 @@ from . import cuda
 
 _HEADER = 1024
 _MAX_RANKS = 32
-_WARPS, _REMOTE_WARPS, _IN_FLIGHT = 16, 4, 4
-"""Warps of a block, those of them that read peers, and the 16-byte loads in flight per lane."""
+OWN, EARLY, LATE = 1, 2, 4
+ALL = OWN | EARLY | LATE
+"""Parts of a pull, in their order: own rows, to where peers read them and to where the kernel does; rows of peers for
+early entries; those for late ones."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Args: blocks: 0 for one per multiprocessor. warps: of a block. remote: those of them that read peers."""
+
+    blocks: int
+    warps: int
+    remote: int
+
+
+_FULL, _LOCAL, _BESIDE = Crew(0, 16, 4), Crew(0, 16, 0), Crew(16, 24, 24)
+"""All at once; own rows; peers' rows while a kernel runs that fills every multiprocessor it gets."""
+_IN_FLIGHT = 4
+"""16-byte loads in flight per lane."""
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
@@ -130,25 +147,31 @@ def pull_rows(
     job_ptr: Tensor,
     job_rows: Tensor,
     remote_jobs: Tensor,
+    early_jobs: Tensor,
     group: str,
+    out: Tensor | None = None,
+    parts: int = ALL,
+    stream: torch.cuda.Stream | None = None,
 ) -> Tensor:
     """(E, C): the expanded rows, from all ranks' k and v. All ranks call it, in the same order.
 
     Args:
-        publish_rows, job_source, job_ptr, job_rows, remote_jobs: of `pull.pull_route`, int32.
+        publish_rows, job_source, job_ptr, job_rows, remote_jobs, early_jobs: of `pull.pull_route`, int32.
+        out: the result's memory. parts: OWN, EARLY, LATE, or ALL.
+        stream: where the kernel runs, after all that the current stream is told so far; None: the current one.
     """
     process_group = _resolve_process_group(group)
-    k, v = _dense_rows(k_RHD), _dense_rows(v_RHV)
+    k, v = (_dense_rows(k_RHD), _dense_rows(v_RHV)) if parts & OWN else (k_RHD, v_RHV)
     device, size = k.device, k.element_size()
     k_width, v_width = _chunks(k), _chunks(v)
     width = k_width + v_width
-    out = k.new_empty(job_rows.shape[0], (width * 16) // size)
+    expanded: Tensor = k.new_empty(job_rows.shape[0], width * 16 // size) if out is None else out
     way = channel(group, "pull", k.shape[0] * width * 16, device)
-    cuda.launch(
-        cuda.kernel("pull_rows", device, _macros()),
-        # One block per multiprocessor: a block that waits must not keep out one that publishes.
-        cuda.multiprocessors(device),
-        32 * _WARPS,
+    crew = _FULL if parts == ALL else _LOCAL if parts == OWN else _BESIDE
+    _launch(
+        cuda.kernel("pull_rows", device, _macros(crew)),
+        crew,
+        stream,
         device,
         k.data_ptr(),
         v.data_ptr(),
@@ -163,15 +186,17 @@ def pull_rows(
         job_rows.data_ptr(),
         cuda.u32(job_source.shape[0]),
         remote_jobs.data_ptr(),
+        early_jobs.data_ptr(),
+        cuda.u32(parts),
         cuda.u32(k.shape[0]),
-        out.data_ptr(),
+        expanded.data_ptr(),
         way.peers,
         way.state.data_ptr(),
         cuda.i32(process_group.rank()),
         cuda.i32(process_group.size()),
         cuda.u64(way.slot_bytes),
     )
-    return out
+    return expanded
 
 
 def return_rows(
@@ -183,6 +208,7 @@ def return_rows(
     heads: int,
     dims: tuple[int, int],
     group: str,
+    stream: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk (R, Hkv, D) and dv (R, Hkv, V) in the gradient's dtype: fp32 sums, in a fixed order, over all ranks' expanded
     rows. The transpose of `pull_rows`; all ranks call it, in the same order.
@@ -190,7 +216,7 @@ def return_rows(
     Args:
         grad_EC: (E, C), gradients of this rank's expanded rows.
         return_rows, pull_ptr, pull_rows: of `pull.pull_route`. capacity: E of the rank that has most.
-        heads, dims: Hkv and (D, V).
+        heads, dims: Hkv and (D, V). stream: as of `pull_rows`.
     """
     process_group = _resolve_process_group(group)
     grad = grad_EC.contiguous()
@@ -198,11 +224,10 @@ def return_rows(
     dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
     width = _chunks(grad)
     way = channel(group, "return", capacity * width * 16, device)
-    cuda.launch(
-        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros())),
-        # One block per multiprocessor: a block that waits must not keep out one that publishes.
-        cuda.multiprocessors(device),
-        32 * _WARPS,
+    _launch(
+        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(_FULL))),
+        _FULL,
+        stream,
         device,
         grad.data_ptr(),
         cuda.u32(width),
@@ -223,8 +248,22 @@ def return_rows(
     return dk, dv
 
 
-def _macros() -> cuda.Macros:
-    return (("WARPS", str(_WARPS)), ("REMOTE_WARPS", str(_REMOTE_WARPS)), ("IN_FLIGHT", str(_IN_FLIGHT)))
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which rows travel beside kernels: its blocks go first."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _launch(kernel: Any, crew: Crew, stream: torch.cuda.Stream | None, device: torch.device, *args: Any) -> None:
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    # At most one block per multiprocessor: a block that waits must not keep out one that publishes.
+    with torch.cuda.stream(stream):
+        cuda.launch(kernel, crew.blocks or cuda.multiprocessors(device), 32 * crew.warps, device, *args)
+
+
+def _macros(crew: Crew) -> cuda.Macros:
+    return (("WARPS", str(crew.warps)), ("REMOTE_WARPS", str(crew.remote)), ("IN_FLIGHT", str(_IN_FLIGHT)))
 
 
 def _dense_rows(x_RHD: Tensor) -> Tensor:

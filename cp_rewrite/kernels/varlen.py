@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,44 @@ _SOME = 256
 
 
 @dataclass(frozen=True, eq=False)
+class Stages:
+    """A forward in two parts, of entries whose keys are here and of those whose keys come on another stream.
+
+    Args:
+        early, late: (N,) int32 on the device, an entry's queries, 0 in the other one.
+        stream: after what it is told so far, all keys are here; None: they are.
+    """
+
+    early: Tensor
+    late: Tensor
+    stream: torch.cuda.Stream | None = None
+
+    def run(self, kernel: Callable[[Tensor], None]) -> None:
+        """`kernel(queries)` for both; the late ones fill the GPU up as the early ones end."""
+        kernel(self.early)
+        with torch.cuda.stream(self.stream):
+            kernel(self.late)
+        self.join()
+
+    def join(self) -> None:
+        """Wait for all keys, and for what was told to wait for them."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """Rows that travel beside a backward, which calls each once, when its stream is told all that comes before.
+
+    Args:
+        keys_needed: from here on keys and values are read. gradients_written: dk and dv are.
+    """
+
+    keys_needed: Callable[[], None]
+    gradients_written: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
 class Launch:
     """One call of the kernel.
 
@@ -45,6 +83,8 @@ class Launch:
         window: (left, right), bottom-right aligned; None: no limit.
         max_q, max_k: the longest entry of each side.
         gaps: some rows in [0, stop) belong to no piece of this launch; dirty: to no piece at all, so may hold NaN.
+        queries: (n,) int32 on the device, the first so many rows of each entry are all that count; None: all do.
+        beside: what a backward calls on its way.
     """
 
     cu_seqlens_q: Tensor
@@ -57,6 +97,8 @@ class Launch:
     max_k: int
     gaps: bool = False
     dirty: bool = False
+    queries: Tensor | None = None
+    beside: Beside | None = None
 
     @property
     def causal(self) -> bool:
@@ -94,12 +136,17 @@ def run_forward(
     v_EHV: Tensor,
     tables: Tables,
     params: Params,
+    stages: Stages | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. `stages` are for kernels that know
+    `Launch.queries`."""
     rows, heads = q_RHD.shape[:2]
     out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
     lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
     launches = launches_of(tables, rows)
+    if stages is not None and len(launches) > 1:
+        stages.join()
+        stages = None
     for number, launch in enumerate(launches):
         k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
         if launch.rows is not None:
@@ -108,15 +155,24 @@ def run_forward(
             kernel(q, k, v, *part, launch, params)
             out.index_copy_(0, launch.rows, part[0])
             lse.index_copy_(1, launch.rows, part[1])
-        elif launch.stop == rows:
-            kernel(q_RHD, k, v, out, lse, launch, params)
         elif launch.stop:
-            part_lse = lse.new_empty(heads, launch.stop)
-            kernel(q_RHD[: launch.stop], k, v, out[: launch.stop], part_lse, launch, params)
-            lse[:, : launch.stop] = part_lse
+            whole = launch.stop == rows
+            part_lse = lse if whole else lse.new_empty(heads, launch.stop)
+            run = partial(kernel, q_RHD[: launch.stop], k, v, out[: launch.stop], part_lse)
+            _in_stages(run, launch, params, stages)
+            if not whole:
+                lse[:, : launch.stop] = part_lse
         if number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return out, lse
+
+
+def _in_stages(run: Callable[[Launch, Params], None], launch: Launch, params: Params, stages: Stages | None) -> None:
+    if stages is None:
+        run(launch, params)
+    else:
+        entries = launch.cu_seqlens_q.shape[0] - 1
+        stages.run(lambda queries: run(replace(launch, queries=queries[:entries]), params))
 
 
 def run_backward(
@@ -129,12 +185,23 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
+    beside: Callable[[Tensor, Tensor], Beside] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer."""
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer.
+    `beside`, made from dk and dv, is for kernels that know `Launch.beside`."""
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     dk, dv = _grad_rows(k_EHD, v_EHV)
     launches = launches_of(tables, rows)
+    last = max((launch.keys[1] for launch in launches), default=0)
+    if last < dk.shape[0]:
+        dk[last:], dv[last:] = 0, 0
+    told = None if beside is None else beside(dk, dv)
+    inside = told is not None and len(launches) == 1 and launches[0].stop > 0
+    if inside:
+        launches = (replace(launches[0], beside=told),)
+    elif told is not None:
+        told.keys_needed()
     for number, launch in enumerate(launches):
         keys = slice(*launch.keys)
         outputs = dk[keys], dv[keys]
@@ -151,9 +218,8 @@ def run_backward(
             dq.index_copy_(0, launch.rows, grad)
         if number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
-    last = max((launch.keys[1] for launch in launches), default=0)
-    if last < dk.shape[0]:
-        dk[last:], dv[last:] = 0, 0
+    if told is not None and not inside:
+        told.gradients_written()
     return dq, dk, dv
 
 

@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import load
+from cp_rewrite.kernels.select import in_parts, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
 
@@ -149,6 +149,9 @@ def attend(
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     if where[0] == "p2p":
         return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
+    if where[0] == "pull" and in_parts(kernel):
+        result = _ops.pulled_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, where[1], sinks)
+        return result[0], result[1]
     kv = exchange_kv(k, v, route, *where)
     return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *where, sinks)
 

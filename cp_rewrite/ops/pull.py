@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.nvtx import nvtx
+from cp_rewrite.pull import NAMES
 
 _ops: Any = torch.ops.cp_rewrite
+_PULLED, _RETURNED = NAMES.index("early_queries"), NAMES.index("return_rows")
+"""Where a route's tensors of the pull end, and where those of the return begin."""
 
 
 @custom_op("cp_rewrite::pull_rows", mutates_args=())
@@ -27,6 +30,7 @@ def pull_rows(
     job_ptr: Tensor,
     job_rows: Tensor,
     remote_jobs: Tensor,
+    early_jobs: Tensor,
     group: str,
     after: Tensor | None = None,
 ) -> Tensor:
@@ -37,7 +41,7 @@ def pull_rows(
     from cp_rewrite.kernels import symm
 
     with nvtx("exchange"):
-        return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, remote_jobs, group)
+        return symm.pull_rows(k, v, publish_rows, job_source, job_ptr, job_rows, remote_jobs, early_jobs, group)
 
 
 @pull_rows.register_fake
@@ -49,6 +53,7 @@ def _(
     job_ptr: Tensor,
     job_rows: Tensor,
     remote_jobs: Tensor,
+    early_jobs: Tensor,
     group: str,
     after: Tensor | None = None,
 ) -> Tensor:
@@ -95,9 +100,9 @@ def _(
 
 def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows. `route` is in the order of `pull.NAMES`. Works on tensors and on graph proxies."""
-    return _ops.pull_rows.default(k, v, *route[:5], group, after)
+    return _ops.pull_rows.default(k, v, *route[:_PULLED], group, after)
 
 
 def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:
     """dk and dv, shaped and typed like k (R, Hkv, D) and v (R, Hkv, V)."""
-    return _ops.return_pulled.default(dkv, *route[5:], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)
+    return _ops.return_pulled.default(dkv, *route[_RETURNED:], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from methods import Alone, Gathered, Method, Ours, Setup, Ulysses
+from methods import Alone, Gathered, Method, Ours, Pulled, Setup, Ulysses
 from packs import Pack, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
@@ -32,16 +32,21 @@ def ours(layout: str, exchange: str, **options: bool) -> Factory:
     return lambda pack, setup: Ours(pack, setup, layout, exchange, **options)
 
 
+def pulled(layout: str, keep: bool = False) -> Factory:
+    return lambda pack, setup: Pulled(pack, setup, layout, keep=keep)
+
+
 OURS: tuple[Factory, ...] = (
-    ours("balanced", "pull"),
-    ours("balanced", "pull", keep=True),
+    pulled("balanced"),
+    pulled("balanced", keep=True),
     ours("balanced", "pull", alone=True),
+    ours("balanced", "pull"),
     ours("balanced", "needed"),
     ours("balanced", "all_gather"),
-    ours("dual_chunk", "pull"),
+    pulled("dual_chunk"),
     ours("dual_chunk", "all_gather"),
-    ours("head_tail", "pull"),
-    ours("contiguous", "pull"),
+    pulled("head_tail"),
+    pulled("contiguous"),
 )
 OTHERS: tuple[Factory, ...] = (Gathered, Ulysses, RingLlama3, RingZigzag, TorchContextParallel)
 
@@ -188,7 +193,7 @@ def main() -> None:
         print(
             f"{count} x {name}, torch {torch.__version__}, heads {setup.heads}/{setup.heads_kv}, head dim {setup.dim}"
         )
-    factories = OURS[:3] if options.quick else OURS if options.ours else OURS + OTHERS
+    factories = OURS[:4] if options.quick else OURS if options.ours else OURS + OTHERS
     for pack in packs(setup.world_size):
         if any(text in pack.name for text in options.only.split(",")):
             run_pack(pack, setup, factories)

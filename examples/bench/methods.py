@@ -27,6 +27,7 @@ from cp_rewrite.plan import plan_batch
 from cp_rewrite.pull import pull_route
 from cp_rewrite.schedule import Schedule
 
+_ops: Any = torch.ops.cp_rewrite
 CAUSAL = PackedMask()
 
 
@@ -94,14 +95,12 @@ class Alone:
 
 
 class Ours:
-    """A layout and an exchange of this package. `keep` keeps the expanded rows for the backward; `alone` leaves the
-    exchange out of the time: what the kernel takes."""
+    """A layout and an exchange of this package, rows before and after the kernel. `alone` leaves the exchange out of
+    the time: what the kernel takes."""
 
-    def __init__(
-        self, pack: Pack, setup: Setup, layout: str, exchange: str, *, keep: bool = False, alone: bool = False
-    ) -> None:
-        self.name = f"{layout} + {exchange}{' kept' if keep else ''}{', kernel alone' if alone else ''}"
-        self.setup, self.keep, self.alone = setup, keep, alone
+    def __init__(self, pack: Pack, setup: Setup, layout: str, exchange: str, *, alone: bool = False) -> None:
+        self.name = f"{layout} + {exchange}{', kernel alone' if alone else ''}"
+        self.setup = setup
         schedule = plan(pack, setup.world_size, layout)
         route = pull_route(schedule, setup.rank) if exchange == "pull" else schedule.route(exchange, setup.rank)
         self.tables = Tables(*on_device(schedule.attention(setup.rank)))
@@ -111,29 +110,46 @@ class Ours:
         self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
         self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, *self.where) if alone else None
 
-    def _rows(self, kept: bool) -> Tensor:
-        if kept and self.kv is not None:
-            return self.kv
-        return exchange_kv(self.k, self.v, self.route, *self.where)
+    def _keys(self) -> tuple[Tensor, Tensor]:
+        kv = exchange_kv(self.k, self.v, self.route, *self.where) if self.kv is None else self.kv
+        return split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
 
     def forward(self) -> object:
-        kv = self._rows(self.alone)
-        if self.keep:
-            self.kv = kv
-        keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
-        self.out, self.lse = self.setup.module.forward(self.q, keys, values, self.tables, self.setup.params)
+        self.out, self.lse = self.setup.module.forward(self.q, *self._keys(), self.tables, self.setup.params)
         return self.out
 
     def backward(self) -> object:
-        kv = self._rows(self.keep or self.alone)
-        keys, values = split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
         dq, dk, _ = self.setup.module.backward(
-            self.dout, self.q, keys, values, self.out, self.lse, self.tables, self.setup.params
+            self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, self.setup.params
         )
-        if self.alone:
+        if self.kv is not None:
             return dq
         dk, dv = return_kv(dk._base, self.k, self.v, self.route, *self.where)
         return dq, dk.to(self.k.dtype), dv.to(self.v.dtype)
+
+
+class Pulled(Ours):
+    """Rows travel beside the kernel. `keep` keeps the expanded rows for the backward."""
+
+    def __init__(self, pack: Pack, setup: Setup, layout: str, *, keep: bool = False) -> None:
+        super().__init__(pack, setup, layout, "pull")
+        self.name = f"{layout} + pull, beside the kernel{', kept' if keep else ''}"
+        self.keep = keep
+        self.inputs = self.tables.cu_seqlens_q, self.tables.cu_seqlens_k, self.tables.pieces, self.tables.launches
+        self.numbers = setup.params.scale, setup.params.softcap, setup.kernel, setup.params.deterministic
+
+    def forward(self) -> object:
+        out, lse, kv = _ops.pulled_attention.default(
+            self.q, self.k, self.v, *self.inputs, self.route, *self.numbers, self.keep, self.setup.group, None
+        )
+        self.out, self.lse, self.kv = out, lse, kv if self.keep else None
+        return self.out
+
+    def backward(self) -> object:
+        return _ops.pulled_attention_backward.default(
+            self.dout, self.q, self.k, self.v, self.kv, self.out, self.lse, *self.inputs, self.route, *self.numbers,
+            self.setup.group,
+        )  # fmt: skip
 
 
 class Gathered:

@@ -22,6 +22,11 @@ from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048
+SETTINGS = [
+    (symm.Crew(*crew), flying) for crew in ((0, 16, 4), (0, 16, 3), (0, 8, 4), (66, 16, 8)) for flying in (2, 4)
+]
+BESIDE = [symm.Crew(*crew) for crew in ((8, 32, 32), (16, 16, 16), (16, 24, 24), (16, 32, 32), (24, 24, 24))]
+"""What --sweep tries: blocks, warps, warps that read peers, and loads in flight."""
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
@@ -42,16 +47,21 @@ def remote_rows(rank: int, world_size: int, rows: int, spread: bool) -> Tensor:
     return torch.cat([sources, sources[: rows - len(sources)]])
 
 
-def pull_rate(rank: int, world_size: int, rows: int, spread: bool, group: str) -> tuple[float, float]:
-    """GB/s of pull and of return."""
+def pull_rate(
+    rank: int, world_size: int, rows: int, spread: bool, group: str, parts: tuple[int, ...] = (symm.ALL,)
+) -> tuple[float, float]:
+    """GB/s of pull, in these parts, and of return."""
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
     sources = remote_rows(rank, world_size, rows, spread)
     everything = index(torch.arange(rows))
     few, remote_jobs = everything[:2], index(torch.tensor([rows]))
     pointers = index(torch.arange(rows + 1))
 
-    def pull() -> Tensor:
-        return symm.pull_rows(k, v, few, index_of_sources, pointers, everything, remote_jobs, group)
+    def pull() -> None:
+        out = None
+        for part in parts:
+            lists = few, index_of_sources, pointers, everything, remote_jobs, remote_jobs
+            out = symm.pull_rows(k, v, *lists, group=group, out=out, parts=part)
 
     index_of_sources = index(sources)
     nbytes = rows * COLUMNS * 2
@@ -97,15 +107,20 @@ def main() -> None:
         plain = plain_read_rate(rank, world_size, count, group)
         rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        default = symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT
-        for setting in ((16, 2, 4), (16, 4, 4), (16, 4, 2), (16, 6, 4), (16, 8, 2)) if options.sweep else (default,):
-            symm._WARPS, symm._REMOTE_WARPS, symm._IN_FLIGHT = setting
+        default = symm._FULL, symm._IN_FLIGHT
+        for crew, flying in SETTINGS if options.sweep else (default,):
+            symm._FULL, symm._IN_FLIGHT = crew, flying
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, warps {setting}"
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {crew}, {flying} in flight"
                 rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
+        symm._FULL, symm._IN_FLIGHT = default
+        for crew in BESIDE if options.sweep else (symm._BESIDE,):
+            symm._BESIDE = crew
+            rate = pull_rate(rank, world_size, count, True, group, (symm.OWN, symm.EARLY, symm.LATE))[0]
+            rows.append((f"all peers, {count} rows, in parts, {crew}", rate, 0.0))
     empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
-    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, empty[:1], group), 50)
+    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, empty[:1], empty[:1], group), 50)
     if rank == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print("| rows of 4 KB | pull GB/s | return GB/s |\n|---|---|---|")
