@@ -40,12 +40,12 @@ class PlanInput:
     @property
     def on_host(self) -> bool:
         """Read by ops on the host; all others live on the device."""
-        return self.name in ("pieces", "launches", "splits", "capacity", "rounds")
+        return self.name in ("pieces", "launches", "splits", "stages", "capacity", "rounds")
 
     @property
     def is_static(self) -> bool:
         """The size follows from the world size alone."""
-        return self.name in ("splits", "capacity", "remote_jobs", "early_jobs")
+        return self.name in ("splits", "stages", "capacity", "remote_jobs", "early_jobs")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:

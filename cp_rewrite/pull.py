@@ -6,7 +6,7 @@ every rank then reads exactly the rows it needs, each once, straight into its ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,16 @@ from .schedule import Schedule
 from .tiles import TILE
 
 NAMES = (
-    "publish_rows", "job_source", "job_ptr", "job_rows", "remote_jobs", "early_jobs", "early_queries", "late_queries",
-    "return_rows", "pull_ptr", "pull_rows", "capacity",
+    "publish_rows", "job_source", "job_ptr", "job_rows", "remote_jobs", "early_jobs", "stages", "rest_cu_seqlens_q",
+    "rest_cu_seqlens_k", "return_rows", "pull_ptr", "pull_rows", "capacity",
 )  # fmt: skip
-"""Names of the route's tensors, in the order in which ops take them. `capacity` stays on the host."""
+"""Names of the route's tensors, in the order in which ops take them. `stages` and `capacity` stay on the host."""
 
 _DEVICE, _MODEL = Device.named("h200"), Model()
 _ROWS_PER_PAIR = _MODEL.tile_flops / TILE**2 / _DEVICE.forward / (_MODEL.kv_bytes / _DEVICE.link)
 """Rows that arrive while the kernel works on one pair of query and key. Only speed depends on it."""
+_WORTH = 1024
+"""Rows that must arrive beside work, or all come first: two launches cost more than one."""
 
 
 def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
@@ -36,8 +38,10 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
             entries read before the others, the peers taking turns; then own rows.
         job_ptr (U + 1,), job_rows (E,) int32: the expanded rows that hold it.
         remote_jobs (1,) int32: how many jobs, the first ones, read peers; early_jobs (1,): those for early entries.
-        early_queries, late_queries (N,) int32: an entry's queries, 0 in the other one. The kernel works on early
-            entries while the rows of the others arrive.
+        stages (4,) int64: n, rows, keys, early: the kernel runs over the first n entries, with their query rows and
+            expanded rows, and over the rest: over part `early` (0 or 1) while the other one's rows arrive. n = 0: all
+            rows come first; n = -1: none comes from a peer.
+        rest_cu_seqlens_q, rest_cu_seqlens_k (N - n + 1,) int32: running sums over the rest, from 0.
         return_rows (W,) int32: expanded rows that belong to peers, ascending.
         pull_ptr (R + 1,) int32, pull_rows int64: who contributes to each local row's gradient, as
             reader << 32 | expanded row of the reader, ascending.
@@ -54,7 +58,9 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     peers = np.diff(np.concatenate([[0], np.cumsum(readers)])[ptr])
     members = gathered["sum_rows"][:size].astype(np.int64)
     needed = _Needed.of(gathered["sum_ptr"].astype(np.int64), members, rows, rank)
-    queries, early, stage = _stages(schedule.attention(rank), needed, members)
+    tables = schedule.attention(rank)
+    cut = _cut(tables, needed, members)
+    stage = np.where(needed.remote, np.where(cut.reads_early, 0, 1), 2)
     source, job_ptr, job_rows = _jobs(needed, members, rows, stage)
     arrays = (
         _index(np.flatnonzero(peers)),
@@ -63,8 +69,8 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
         _index(job_rows),
         np.array([(stage < 2).sum()], dtype=np.int32),
         np.array([(stage < 1).sum()], dtype=np.int32),
-        np.where(early, queries, 0).astype(np.int32),
-        np.where(early, 0, queries).astype(np.int32),
+        cut.stages,
+        *(tables[name][max(cut.stages[0], 0) :] - size for name, size in cut.before.items()),
         _index(np.flatnonzero(owner != rank)),
         pulled["pull_ptr"],
         contributions,
@@ -89,32 +95,41 @@ class _Needed:
         return cls(source, source // rows != rank, sum_ptr[source], np.diff(sum_ptr)[source])
 
 
-def _stages(
-    tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int
-) -> tuple[Int, NDArray[np.bool_], Int]:
-    """(queries of each entry, which entries are early, stage of each source row: 0 early, 1 late, 2 own).
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Where the kernel's work is cut in two. Args: stages: of `pull_route`. reads_early: which of the needed rows the
+    early part reads."""
 
-    Early are the entries that need least from peers: as many as let the most rows arrive beside their work.
-    """
+    stages: Int
+    reads_early: NDArray[np.bool_]
+
+    @property
+    def before(self) -> dict[str, int]:
+        """What comes before the rest in the running sums."""
+        return {"cu_seqlens_q": int(self.stages[1]), "cu_seqlens_k": int(self.stages[2])}
+
+
+def _cut(tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int) -> _Cut:
+    """The cut that lets most rows arrive beside work: as much as the early part has, what it does not read itself."""
+    nowhere = _Cut(np.zeros(4, dtype=np.int64), np.zeros(len(needed.source), dtype=np.bool_))
+    if not needed.remote.any():
+        return replace(nowhere, stages=np.array([-1, 0, 0, 0]))
     queries, keys = (np.diff(tables[name]).astype(np.int64) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    early, stage = np.zeros(len(queries), dtype=np.bool_), np.where(needed.remote, 1, 2)
-    if (tables["pieces"][:, 6] > 0).any() or not needed.remote.any():
-        return queries, early if needed.remote.any() else ~early, stage
-    entry = np.repeat(np.arange(len(keys)), keys)
-    remote_row = np.zeros(len(entry), dtype=np.bool_)
-    remote_row[members] = np.repeat(needed.remote, needed.count)
-    order = np.argsort(np.bincount(entry[remote_row], minlength=len(keys)), kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    first = np.minimum.reduceat(place[entry[members]], needed.start)
-    arrived = np.cumsum(np.bincount(first[needed.remote], minlength=len(order)))
-    work = np.cumsum((queries * keys - queries**2 / 2)[order]) * _ROWS_PER_PAIR
-    beside = np.minimum(work, arrived[-1] - arrived)
-    last = int(beside.argmax())
-    if beside[last] > 0:
-        early = place <= last
-        stage[needed.remote & (first <= last)] = 0
-    return queries, early, stage
+    if (tables["pieces"][:, 6] > 0).any() or len(queries) < 2:
+        return nowhere
+    entry = np.repeat(np.arange(len(keys)), keys)[members]
+    first, last = np.minimum.reduceat(entry, needed.start), np.maximum.reduceat(entry, needed.start)
+    total = int(needed.remote.sum())
+    # With n = 1, 2, … entries before the cut: work there, rows that they read, rows that nobody else reads.
+    work = np.cumsum(queries * keys - queries**2 / 2) * _ROWS_PER_PAIR
+    read, own = (np.bincount(ends[needed.remote], minlength=len(keys)).cumsum()[:-1] for ends in (first, last))
+    beside = np.stack([np.minimum(work[:-1], total - read), np.minimum(work[-1] - work[:-1], own)])
+    early, n = divmod(int(beside.argmax()), len(keys) - 1)
+    if beside[early, n] < _WORTH:
+        return nowhere
+    n += 1
+    stages = np.array([n, queries[:n].sum(), keys[:n].sum(), early])
+    return _Cut(stages, last >= n if early else first < n)
 
 
 def _jobs(needed: _Needed, members: Int, rows: int, stage: Int) -> tuple[Int, Int, Int]:

@@ -30,16 +30,13 @@ def _entries(launch: varlen.Launch) -> Tables:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
     assert q.shape[0] == launch.stop == int(launch.cu_seqlens_q[-1])
-    assert k.shape[0] == int(launch.cu_seqlens_k[-1])
+    assert k.shape[0] >= int(launch.cu_seqlens_k[-1])
+    assert lse.is_contiguous()
     computed = reference.forward(q, k, v, _entries(launch), params)
     # Rows without a key are garbage when their query is.
     unseen = (computed[1] == -torch.inf).T[..., None] & q.isnan().any()
-    counts = slice(None)
-    if launch.queries is not None:
-        bounds = zip(launch.cu_seqlens_q.tolist(), launch.queries.tolist(), strict=False)
-        counts = torch.tensor([row for first, queries in bounds for row in range(first, first + queries)]).long()
-    out[counts] = computed[0].masked_fill(unseen, torch.nan)[counts]
-    lse[:, counts] = computed[1][:, counts]
+    out.copy_(computed[0].masked_fill(unseen, torch.nan))
+    lse.copy_(computed[1])
 
 
 def _backward(
@@ -101,9 +98,11 @@ def test_parts_give_what_one_piece_gives(
     layout = data.draw(st.sampled_from(("contiguous", "dual_chunk", "balanced")))
     case = make_case(row, mask, world_size=world_size, layout=layout).poisoned(torch.nan)
     expected = _run(case)
-    queries = case.tables.cu_seqlens_q.diff()
-    early = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(queries), max_size=len(queries))))
-    stages = varlen.Stages(queries * early, queries * ~early)
+    cu_q, cu_k = case.tables.cu_seqlens_q, case.tables.cu_seqlens_k
+    n = data.draw(st.integers(1, len(cu_q) - 1))
+    cut, early = (n, int(cu_q[n]), int(cu_k[n])), data.draw(st.integers(0, 1))
+    several = len(varlen.launches_of(case.tables, case.q.shape[0])) > 1  # is never cut
+    stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]))
     got = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS, stages)
     told: list[str] = []
 

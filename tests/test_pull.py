@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_rewrite import pull
 from cp_rewrite.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
@@ -64,25 +66,33 @@ def test_each_row_is_pulled_once() -> None:
 
 
 @given(batches(), masks(), st.integers(1, 5), st.sampled_from(("contiguous", "head_tail", "dual_chunk", "balanced")))
-def test_early_entries_read_early_rows_only(
+def test_the_early_part_reads_early_rows_only(
     rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
 ) -> None:
     schedule, _ = make_schedule(rows, world_size, layout, mask)
-    for rank in range(world_size):
-        route, tables = pull_route(schedule, rank), schedule.attention(rank)
-        queries = np.diff(tables["cu_seqlens_q"])
-        early = route["early_queries"] > 0
-        np.testing.assert_array_equal(route["early_queries"] + route["late_queries"], queries)
-        assert (np.minimum(route["early_queries"], route["late_queries"]) == 0).all()
-        if (tables["pieces"][:, 6] > 0).any() and route["remote_jobs"][0]:
-            assert not early.any()  # one launch does not do: nothing is split
-        here = np.zeros(max(2, int(schedule.expanded[rank])), dtype=np.bool_)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pull, "_WORTH", 1)
+        routes = [pull_route(schedule, rank) for rank in range(world_size)]
+    for rank, route in enumerate(routes):
+        tables = schedule.attention(rank)
+        cu_q, cu_k = tables["cu_seqlens_q"], tables["cu_seqlens_k"]
+        n, queries, keys, part = route["stages"].tolist()
         first, remote = int(route["early_jobs"][0]), int(route["remote_jobs"][0])
-        assert first <= remote
+        assert (n == -1) == (remote == 0)
+        if n <= 0:
+            assert first == 0
+            continue
+        assert 0 < n < len(cu_q) - 1
+        assert (queries, keys) == (cu_q[n], cu_k[n])
+        assert not (tables["pieces"][:, 6] > 0).any()
+        np.testing.assert_array_equal(route["rest_cu_seqlens_q"], cu_q[n:] - queries)
+        np.testing.assert_array_equal(route["rest_cu_seqlens_k"], cu_k[n:] - keys)
+        here = np.zeros(max(2, int(schedule.expanded[rank])), dtype=np.bool_)
         for job in [*range(first), *range(remote, len(route["job_source"]))]:
             here[route["job_rows"][slice(*route["job_ptr"][job : job + 2])]] = True
-        for i in np.flatnonzero(early):
-            assert here[slice(*tables["cu_seqlens_k"][i : i + 2])].all()
+        early = slice(keys, cu_k[-1]) if part else slice(0, keys)
+        assert here[early].all()
+        assert not here[: cu_k[-1]].all()  # something arrives beside it
 
 
 def test_what_arrives_beside_work() -> None:
@@ -91,6 +101,6 @@ def test_what_arrives_beside_work() -> None:
     schedule, _ = make_schedule([Documents.from_lengths([32768])], 4, "balanced", PackedMask())
     for rank in range(4):
         route = pull_route(schedule, rank)
-        assert (route["early_queries"] > 0).sum() == (rank < 3)
+        assert route["stages"].tolist() == ([1, 4096, 4096 * (rank + 1), 0] if rank < 3 else [0, 0, 0, 0])
         assert route["early_jobs"][0] == (4096 * rank if rank < 3 else 0)
         assert route["remote_jobs"][0] == 4096 * (6 - rank)

@@ -125,7 +125,6 @@ def _arguments(launch: varlen.Launch) -> dict[str, Any]:
     return {
         "cu_seqlens_q": launch.cu_seqlens_q,
         "cu_seqlens_k": launch.cu_seqlens_k,
-        "seqused_q": launch.queries,
         "max_seqlen_q": launch.max_q,
         "max_seqlen_k": launch.max_k,
         "causal": launch.causal,

@@ -14,7 +14,7 @@ Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,28 +35,45 @@ _SOME = 256
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A forward in two parts, of entries whose keys are here and of those whose keys come on another stream.
+    """A forward in two parts, of which one has its keys while those of the other come on another stream.
 
     Args:
-        early, late: (N,) int32 on the device, an entry's queries, 0 in the other one.
+        cut: (entries, query rows, expanded rows) before the cut. early: the part (0 or 1) whose keys are here.
+        rest: (cu_seqlens_q, cu_seqlens_k) of the entries after the cut, from 0.
         stream: after what it is told so far, all keys are here; None: they are.
     """
 
-    early: Tensor
-    late: Tensor
+    cut: tuple[int, int, int]
+    early: int
+    rest: tuple[Tensor, Tensor]
     stream: torch.cuda.Stream | None = None
 
-    def run(self, kernel: Callable[[Tensor], None]) -> None:
-        """`kernel(queries)` for both; the late ones fill the GPU up as the early ones end."""
-        kernel(self.early)
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Both parts; the late one fills the GPU up as the early one ends."""
+        parts[self.early]()
         with torch.cuda.stream(self.stream):
-            kernel(self.late)
+            parts[1 - self.early]()
         self.join()
 
     def join(self) -> None:
         """Wait for all keys, and for what was told to wait for them."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def of(self, launch: Launch) -> tuple[tuple[Launch, slice, slice], ...]:
+        """(launch, query rows, expanded rows) of both parts."""
+        n, rows, keys = self.cut
+        more = launch.cu_seqlens_q.shape[0] - n
+        cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
+        rest_q, rest_k = (cu[:more] for cu in self.rest)
+        return (
+            (replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows), slice(rows), slice(keys)),
+            (
+                replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows),
+                slice(rows, launch.stop),
+                slice(keys, None),
+            ),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +100,6 @@ class Launch:
         window: (left, right), bottom-right aligned; None: no limit.
         max_q, max_k: the longest entry of each side.
         gaps: some rows in [0, stop) belong to no piece of this launch; dirty: to no piece at all, so may hold NaN.
-        queries: (n,) int32 on the device, the first so many rows of each entry are all that count; None: all do.
         beside: what a backward calls on its way.
     """
 
@@ -97,7 +113,6 @@ class Launch:
     max_k: int
     gaps: bool = False
     dirty: bool = False
-    queries: Tensor | None = None
     beside: Beside | None = None
 
     @property
@@ -138,13 +153,13 @@ def run_forward(
     params: Params,
     stages: Stages | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. `stages` are for kernels that know
-    `Launch.queries`."""
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
     rows, heads = q_RHD.shape[:2]
     out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
     lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
     launches = launches_of(tables, rows)
-    if stages is not None and len(launches) > 1:
+    # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
+    if stages is not None and stages.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
         stages.join()
         stages = None
     for number, launch in enumerate(launches):
@@ -155,24 +170,29 @@ def run_forward(
             kernel(q, k, v, *part, launch, params)
             out.index_copy_(0, launch.rows, part[0])
             lse.index_copy_(1, launch.rows, part[1])
+        elif stages is not None:
+            parts = stages.of(launch)
+            stages.run([_over(kernel, q_RHD[q], k[e], v[e], out[q], lse[:, q], part, params) for part, q, e in parts])
         elif launch.stop:
-            whole = launch.stop == rows
-            part_lse = lse if whole else lse.new_empty(heads, launch.stop)
-            run = partial(kernel, q_RHD[: launch.stop], k, v, out[: launch.stop], part_lse)
-            _in_stages(run, launch, params, stages)
-            if not whole:
-                lse[:, : launch.stop] = part_lse
+            seen = slice(launch.stop)
+            _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
         if number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return out, lse
 
 
-def _in_stages(run: Callable[[Launch, Params], None], launch: Launch, params: Params, stages: Stages | None) -> None:
-    if stages is None:
-        run(launch, params)
-    else:
-        entries = launch.cu_seqlens_q.shape[0] - 1
-        stages.run(lambda queries: run(replace(launch, queries=queries[:entries]), params))
+def _over(
+    kernel: Forward, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params
+) -> Callable[[], None]:
+    """The kernel over some rows, told later. It wants an lse of its own where these are not all rows."""
+    part = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
+
+    def run() -> None:
+        kernel(q, k, v, out, part, launch, params)
+        if part is not lse:
+            lse.copy_(part)
+
+    return run
 
 
 def run_backward(

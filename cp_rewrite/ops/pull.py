@@ -17,7 +17,7 @@ from cp_rewrite.nvtx import nvtx
 from cp_rewrite.pull import NAMES
 
 _ops: Any = torch.ops.cp_rewrite
-_PULLED, _RETURNED = NAMES.index("early_queries"), NAMES.index("return_rows")
+_PULLED, _RETURNED = NAMES.index("stages"), NAMES.index("return_rows")
 """Where a route's tensors of the pull end, and where those of the return begin."""
 
 

@@ -55,15 +55,18 @@ def pulled_attention(
     from cp_rewrite.kernels.varlen import Stages
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
-    named = dict(zip(NAMES, route, strict=True))
-    rows = _pulled(route)
+    rows, (cut, *rest) = _pulled(route), route[NAMES.index("stages") :][:3]
+    n, *before, early = cut.tolist()
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
+    stages = None
     with nvtx("exchange"):
-        kv = symm.pull_rows(k, v, *rows, group=group, parts=symm.OWN)
-        symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.EARLY, stream=side)
-        main.wait_stream(side)
-        symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.LATE, stream=side)
-    stages = Stages(named["early_queries"], named["late_queries"], side)
+        kv = symm.pull_rows(k, v, *rows, group=group, parts=symm.OWN if n else symm.ALL)
+        if n > 0:
+            symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.EARLY, stream=side)
+            main.wait_stream(side)
+            stages = Stages((n, *before), early, (rest[0], rest[1]), side)
+        if n:
+            symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.LATE, stream=side)
     with nvtx("attention"):
         keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
         out, lse = load(kernel).forward(q, keys, values, tables, params, stages)
@@ -144,7 +147,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _pulled(route: Sequence[Tensor]) -> Sequence[Tensor]:
-    return route[: NAMES.index("early_queries")]
+    return route[: NAMES.index("stages")]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -4,8 +4,8 @@ same kernel.
     torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32]
 
 Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
-the whole pack, divided by the ranks, measured in turns with the method) and the TFLOP/s of each GPU; the slowest rank
-counts, and the median of three rounds. "graph" is both, replayed from a CUDA graph, where the host costs nothing.
+the whole pack, divided by the ranks, called in turns with the method) and the TFLOP/s of each GPU; medians, and of each
+call the slowest rank. "graph" is both, replayed from a CUDA graph, where the host costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,8 +22,8 @@ from methods import Alone, Gathered, Method, Ours, Pulled, Setup, Ulysses
 from packs import Pack, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
-_HEAD_START, _ROUNDS = 4_000_000, 3
-"""Cycles that a GPU sleeps before it is timed, some 2 ms: in training, too, the host runs ahead. Rounds per method."""
+_HEAD_START = 4_000_000
+"""Cycles that a GPU sleeps before it is timed, some 2 ms: in training, too, the host runs ahead."""
 Factory = Callable[[Pack, Setup], Method]
 
 
@@ -53,7 +52,8 @@ OTHERS: tuple[Factory, ...] = (Gathered, Ulysses, RingLlama3, RingZigzag, TorchC
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of the slowest rank. graph: None where a method can't be captured. memory: peak, in MiB."""
+    """Milliseconds of the slowest rank. graph: of a replay, over the one GPU's beside it; None where a method can't be
+    captured. memory: peak, in MiB."""
 
     forward: float
     backward: float
@@ -82,8 +82,30 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return slowest(start.elapsed_time(stop) / repeats)
 
 
+def in_turns(run: Callable[[], object], whole: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Milliseconds of both, called in turns without a pause: a GPU's clock follows its heat and power, which change
+    within a tenth of a second. Ranks meet before each pair; of each call the slowest rank counts; medians."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(repeats)]
+    meeting = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(_HEAD_START)
+    for start, middle, stop in events:
+        dist.all_reduce(meeting)
+        start.record()
+        run()
+        middle.record()
+        whole()
+        stop.record()
+    torch.cuda.synchronize()
+    times = torch.tensor([[a.elapsed_time(b), b.elapsed_time(c)] for a, b, c in events], device="cuda")
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    mine, best = times.median(0).values.tolist()
+    return mine, best
+
+
 def measure(method: Method, ideal: Method, repeats: int, capture: bool) -> tuple[Times, Times]:
-    """Times of the method, and of `ideal` measured in turns with it: both see the same clocks and heat. Medians."""
+    """Times of the method, and of `ideal` called in turns with it."""
 
     def both(run: Method) -> Callable[[], object]:
         def step() -> None:
@@ -100,37 +122,22 @@ def measure(method: Method, ideal: Method, repeats: int, capture: bool) -> tuple
     torch.cuda.reset_peak_memory_stats()
     step()
     memory = slowest((torch.cuda.max_memory_allocated() - before) / 2**20)
-    runs = [method.forward, method.backward, step] + ([captured(step)] if capture else [])
-    wholes = [ideal.forward, ideal.backward, whole]
-    mine: list[list[float]] = []
-    best: list[list[float]] = []
-    for _ in range(_ROUNDS):
-        mine.append([milliseconds(run, repeats) for run in runs])
-        best.append([milliseconds(run, max(1, repeats // 4)) for run in wholes])
-    forward, backward, together, *graph = medians(mine)
-    whole_forward, whole_backward, whole_both = medians(best)
-    times = Times(forward, backward, together, graph[0] if graph else None, memory)
+    forward, whole_forward = in_turns(method.forward, ideal.forward, repeats)
+    backward, whole_backward = in_turns(method.backward, ideal.backward, repeats)
+    together, whole_both = in_turns(step, whole, repeats)
+    graph = None
+    if capture:
+        replayed, beside = in_turns(captured(step), whole, repeats)
+        graph = replayed / beside
+    times = Times(forward, backward, together, graph, memory)
     return times, Times(whole_forward, whole_backward, whole_both, None, 0.0)
-
-
-def medians(rounds: list[list[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-        run()  # an even number of calls per direction, as a step of many layers has
-    half = [True]
-
-    def replay() -> None:
-        # One replay is two calls.
-        half[0] = not half[0]
-        if half[0]:
-            graph.replay()
-
-    return replay
+    return graph.replay
 
 
 def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times) -> str:
@@ -138,7 +145,7 @@ def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times) -> str
     pairs = ((times.forward, ideal.forward), (times.backward, ideal.backward), (times.both, ideal.both))
     cells = [f"{time:.3f}" for time, _ in pairs]
     cells += [" / ".join(f"{100 * best / time:.0f}" for time, best in pairs)]
-    cells += [f"{100 * ideal.both / times.graph:.0f}" if times.graph else "–"]
+    cells += [f"{100 / setup.world_size / times.graph:.0f}" if times.graph else "–"]
     cells += [" / ".join(f"{f * flops / time / 1e9:.0f}" for f, (time, _) in zip((1, 2.5, 3.5), pairs, strict=True))]
     cells += [f"{times.memory:.0f}"]
     return f"| {name} | {' | '.join(cells)} |"
@@ -153,7 +160,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
-    repeats = 8 if pack.tokens <= 65536 else 4
+    repeats = 11 if pack.tokens <= 65536 else 5
     alone = Alone(pack, setup)
     for factory in factories:
         try:
