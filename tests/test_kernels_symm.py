@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cp_rewrite.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import fa4
 from cp_rewrite.kernels.params import Params
@@ -74,7 +75,8 @@ def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[tor
 
 def _tensors(schedule: Schedule, rank: int) -> list[torch.Tensor]:
     route = pull_route(schedule, rank)
-    return [torch.from_numpy(route[n]) if n == "capacity" else torch.from_numpy(route[n]).cuda() for n in NAMES]
+    tensors = {name: torch.from_numpy(route[name]) for name in NAMES}
+    return [x if PlanInput(name).on_host else x.cuda() for name, x in tensors.items()]
 
 
 def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +114,8 @@ BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
     ([8000, 100], "dual_chunk", PackedMask(), (16, 4)),
     ([5000, 3000], "contiguous", PackedMask(True, (700, 0)), (8, 1)),
     ([5000, 3000], "dual_chunk", PackedMask(False, (300, 200)), (8, 1)),  # several launches
+    ([1024] * 8, "balanced", PackedMask(), (16, 4)),  # no row travels
+    ([100] * 40 + [1100], "contiguous", PackedMask(), (16, 4)),  # few rows: no cut
 )
 
 
@@ -148,14 +152,15 @@ def _check_beside(
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
         same(expected, beside(call > 1), call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = beside(False)
-    for x in (q, dout, k, v):
-        x.mul_(0.5)
-    for _ in range(3):
-        graph.replay()
-    same(apart(), captured, "replayed")
+    for keep in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = beside(keep)
+        for x in (q, dout, k, v):
+            x.mul_(0.5)
+        for _ in range(3):
+            graph.replay()
+        same(apart(), captured, "replayed")
 
 
 def _replay(rank: int, world_size: int, group: str) -> None:

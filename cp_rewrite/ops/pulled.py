@@ -70,7 +70,8 @@ def pulled_attention(
     with nvtx("attention"):
         keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
         out, lse = load(kernel).forward(q, keys, values, tables, params, stages)
-    main.wait_stream(side)
+    if n:
+        main.wait_stream(side)
     return (out, lse, kv) if sinks is None else (*add_sinks(out, lse, sinks), kv)
 
 
@@ -119,6 +120,7 @@ def pulled_attention_backward(
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     heads, dims = k.shape[1], (k.shape[2], v.shape[2])
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
+    travels = kv is None
     if kv is None:
         with nvtx("exchange"):
             kv = symm.pull_rows(k, v, *_pulled(route), group=group, stream=side)
@@ -131,7 +133,8 @@ def pulled_attention_backward(
             with nvtx("exchange_backward"):
                 home.extend(symm.return_rows(dkv, rows, ptr, contributions, int(most), heads, dims, group, side))
 
-        return Beside(lambda: main.wait_stream(side), send_home)
+        # A stream that has nothing to do with a capture must not be waited for in it.
+        return Beside(lambda: main.wait_stream(side) if travels else None, send_home)
 
     keys, values = split_kv(kv, heads, *dims)
     with nvtx("attention_backward"):
