@@ -1,8 +1,9 @@
 """Attention work as a flash kernel feels it: tiles of 128 queries x 128 keys.
 
-A piece of 10 rows costs whole tiles, and every tile row costs about 2.7 tiles more to fill and drain the pipeline: with
-that, one document of 32K tokens, 24 documents of mixed lengths and 64 documents of 512 fit one kernel speed (measured
-on an H200). Work is counted per head.
+A piece of 10 rows costs whole tiles. Every row of query tiles fills and drains the forward's pipeline, 2.7 tiles' worth;
+in the backward a row of key tiles does, whose gradients are added to memory. Work is of both directions, per head: with
+1.35 for each, one document of 32K tokens, 24 of mixed lengths, 64 of 512, and what ranks have of such packs fit one
+kernel speed (measured on H200s).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from .intervals import Int, expand_ranges
 
 TILE = 128
-TILE_ROW_OVERHEAD = 2.7
+TILE_ROW_OVERHEAD = 1.35
+"""Of a row of query tiles, and of a row of key tiles."""
 
 Float = NDArray[np.float64]
 
@@ -35,7 +37,7 @@ def window_tiles(queries: Int, keys: Int, left: Int, right: Int) -> Float:
     high = np.where(right[piece] < 0, keys[piece], np.minimum(keys[piece], last + ahead + right[piece] + 1))
     low = np.where(left[piece] < 0, 0, np.maximum(0, first + ahead - left[piece]))
     tiles = -(-high // TILE) - low // TILE
-    return np.bincount(piece, tiles + TILE_ROW_OVERHEAD, len(queries)).astype(np.float64)
+    return np.bincount(piece, tiles, len(queries)) + TILE_ROW_OVERHEAD * (tile_rows + -(-keys // TILE))
 
 
 def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
@@ -47,7 +49,7 @@ def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
     full = -(-keys // TILE)
     base = -(-(keys - queries) // TILE)
     causal = np.where(rows > 0, (rows - 1) * base + rows * (rows - 1) / 2 + full, 0)
-    return np.where(right < 0, rows * full, causal).astype(np.float64) + TILE_ROW_OVERHEAD * rows
+    return np.where(right < 0, rows * full, causal).astype(np.float64) + TILE_ROW_OVERHEAD * (rows + full)
 
 
 def imbalance(work: Float) -> float:
