@@ -1,6 +1,6 @@
 """Attention work as a flash kernel feels it: tiles of 128 queries x 128 keys.
 
-A piece of 10 rows costs whole tiles. Every row of query tiles fills and drains the forward's pipeline, 2.7 tiles' worth;
+A piece of 10 rows costs whole tiles. Every row of query tiles fills and drains the forward's pipeline, worth 2.7 tiles;
 in the backward a row of key tiles does, whose gradients are added to memory. Work is of both directions, per head: with
 1.35 for each, one document of 32K tokens, 24 of mixed lengths, 64 of 512, and what ranks have of such packs fit one
 kernel speed (measured on H200s).
