@@ -177,7 +177,7 @@ def _balance(parts: Parts, quotas: list[int], mask: PackedMask, per_node: int, s
     # A first guess at what cuts cost: nothing for the first rank, two tile rows for the last, whose choice is least.
     tile_row = float(parts.work.sum() / parts.size.sum()) * TILE
     extra = np.linspace(0, 2, len(quotas)) * tile_row
-    best, least, enough = [parts], np.inf, ENOUGH if len(parts) > 1 else 1.006
+    best, least, enough = [parts], np.inf, ENOUGH if len(parts) > 1 else 1.005
     for _ in range(style.rounds):
         ranks = share_out(parts, quotas, extra.tolist(), mask, style)
         tiles = _tiles(ranks, mask)

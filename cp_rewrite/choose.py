@@ -78,6 +78,6 @@ def _typical_load(world_size: int, rows: int, mask: PackedMask) -> Load:
     seen = document / 2 if mask.causal else document
     if mask.left is not None and mask.right is not None:
         seen = min(seen, mask.left + mask.right + 1)
-    tiles = np.full(world_size, rows / TILE * (seen / TILE + 2 * TILE_ROW_OVERHEAD))
+    tiles = np.full(world_size, rows / TILE * (seen / TILE + TILE_ROW_OVERHEAD))
     expanded = received.sum(1) + rows
     return Load(rows, tiles, received, expanded, 1, float(tiles.sum()))

@@ -187,8 +187,8 @@ def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int
 def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, device: Device, model: Model) -> float:
     """What an order costs at least under `needed`; far cheaper to tell than its schedule.
 
-    A rank works at least on the keys that its queries see, in the tile rows of its intervals and of as many keys; and
-    without a limit to the left it needs all keys of every document whose last token it owns.
+    A rank works at least on the keys that its queries see, in the tile rows of its intervals; and without a limit to
+    the left it needs all keys of every document whose last token it owns.
     """
     docs = documents if mask.packed else Documents.from_lengths([documents.total])
     if not docs.lengths.any():
@@ -206,7 +206,7 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     tokens = tokens_before[doc] + inside
     work, real_tokens = done[1:] - done[:-1], tokens[1:] - tokens[:-1]
     tile_rows = -(-real_tokens // TILE)
-    tiles = np.bincount(owners, work + 2 * TILE_ROW_OVERHEAD * tile_rows, order.world_size)
+    tiles = np.bincount(owners, work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
     seconds = _kernel(float(tiles.max()), 1, device, model)
     if mask.left is None:
         real = docs.lengths > 0
@@ -243,7 +243,7 @@ def ring_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) 
     steps = load.world_size - 1
     across = np.array([load.rows if ranks_per_node < load.world_size else 0])
     step = _transfer(np.array([load.rows]) - across, across, 4 * model.kv_bytes, device)
-    more_rows = steps * 2 * TILE_ROW_OVERHEAD * load.rows / TILE
+    more_rows = steps * TILE_ROW_OVERHEAD * load.rows / TILE
     kernel = _kernel(load.tiles.max() + more_rows, load.launches * (steps + 1), device, model)
     out_bytes = load.rows * model.heads[0] * model.head_dim * 4
     return max(kernel, 2 * steps * step) + steps * 4 * out_bytes / device.memory

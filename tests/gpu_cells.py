@@ -161,7 +161,7 @@ def _joined(mesh: DeviceMesh, parts: dict[str, Tensor], like: dict[str, Tensor])
     """The ranks' results as those of the whole row, on every rank."""
     found: dict[str, Tensor] = {"largest": parts["largest"]}
     for name in (name for name in like if name not in found):
-        whole = torch.zeros_like(like[name])
+        whole = torch.zeros_like(like[name], memory_format=torch.contiguous_format)
         if name == "dsinks":
             whole += parts[name]
         else:

@@ -160,12 +160,13 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
-    repeats = 11 if pack.tokens <= 65536 else 5
+    # Some 1.2e14 FLOPs of the whole pack in every series: a fifth of a second.
+    repeats = min(11, max(3, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
     alone = Alone(pack, setup)
     for factory in factories:
         try:
             method = factory(pack, setup)
-            capture = isinstance(method, Ours) and method.where[0] == "pull"
+            capture = isinstance(method, Pulled) and method.name.startswith("balanced")
             times, ideal = measure(method, alone, repeats, capture)
             text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
         except Exception as error:
