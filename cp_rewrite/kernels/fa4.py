@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 from typing import Any
 
@@ -41,7 +41,10 @@ _IN_PARTS = ("4.0.0b36",)
 @cache
 def in_parts() -> bool:
     """Does this version tell when it needs keys, and when their gradients are written?"""
-    return version("flash-attn-4") in _IN_PARTS
+    try:
+        return version("flash-attn-4") in _IN_PARTS
+    except PackageNotFoundError:  # built from source under another name
+        return False
 
 
 def _interface() -> Any:

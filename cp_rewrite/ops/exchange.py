@@ -9,7 +9,8 @@ Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + Dv). `route` hold
     local       kv_rows, sum_ptr, sum_rows
     all_gather  kv_rows, sum_ptr, sum_rows
     needed      kv_rows, send_rows, splits, sum_ptr, sum_rows, return_ptr, return_rows
-    pull        `pull.NAMES`; moves what `needed` moves, by one-sided reads of the peers' memory
+    pull        `pull.NAMES`; moves what `needed` moves, by one-sided reads of the peers' memory; inside
+                `pulled_attention` where the kernel runs in parts, so that rows travel beside it
     p2p         `ring_schedule.ROUTE`; rows go round inside `ring_attention`, not here
 """
 
