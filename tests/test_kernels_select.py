@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
-from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, choose, device_facts, reasons
+from cp_rewrite.kernels import fa4
+from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, choose, device_facts, in_parts, reasons
 
 SPEC = AttentionSpec(torch.bfloat16, 128, 128, 64, 8)
 ALL = frozenset({"flash_attn.cute", "flash_attn_interface"})
@@ -70,3 +72,15 @@ def test_facts_of_a_cpu() -> None:
     facts = device_facts(torch.device("cpu"))
     assert facts.capability is None
     assert choose(SPEC, facts).kernel == ORDER[-1]
+
+
+def test_only_read_versions_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    for version, expected in ((lambda name: "4.0.0b36", True), (lambda name: "4.0.0", False), (missing, False)):
+        monkeypatch.setattr(fa4, "version", version)
+        fa4.in_parts.cache_clear()
+        assert in_parts("fa4") == expected
+    fa4.in_parts.cache_clear()
+    assert not any(in_parts(name) for name in ORDER if name != "fa4")
