@@ -18,8 +18,8 @@ import cp_rewrite as cp
 from cp_rewrite.active import PlanInput, active_plan
 from cp_rewrite.capacity import EXCHANGES, Capacity, buffers_of, fits, fixed_route, fixed_tables
 from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.launches import launches_of
 from cp_rewrite.kernels.tables import Tables
-from cp_rewrite.kernels.varlen import launches_of
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
 from cp_rewrite.pull import pull_route

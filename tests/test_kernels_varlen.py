@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference, varlen
+from cp_rewrite.kernels.launches import Beside, Launch, launches_of
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
@@ -20,7 +21,7 @@ from tests.tolerances import assert_close
 PARAMS = Params(0.25)
 
 
-def _entries(launch: varlen.Launch) -> Tables:
+def _entries(launch: Launch) -> Tables:
     """A launch's running sums as pieces, which the reference understands."""
     q, k = launch.cu_seqlens_q.long(), launch.cu_seqlens_k.long()
     left, right = (-1 if side is None else side for side in launch.window)
@@ -28,7 +29,7 @@ def _entries(launch: varlen.Launch) -> Tables:
     return Tables(q, k, torch.cat([torch.stack([q[:-1], q[1:], k[:-1], k[1:]], 1), rest], 1), q)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
     assert q.shape[0] == launch.stop == int(launch.cu_seqlens_q[-1])
     assert k.shape[0] >= int(launch.cu_seqlens_k[-1])
     assert lse.is_contiguous()
@@ -49,7 +50,7 @@ def _backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    launch: varlen.Launch,
+    launch: Launch,
     params: Params,
 ) -> None:
     if launch.beside is not None:
@@ -101,18 +102,18 @@ def test_parts_give_what_one_piece_gives(
     cu_q, cu_k = case.tables.cu_seqlens_q, case.tables.cu_seqlens_k
     n = data.draw(st.integers(1, len(cu_q) - 1))
     cut, early = (n, int(cu_q[n]), int(cu_k[n])), data.draw(st.integers(0, 1))
-    several = len(varlen.launches_of(case.tables, case.q.shape[0])) > 1  # is never cut
+    several = len(launches_of(case.tables, case.q.shape[0])) > 1  # is never cut
     stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]))
     got = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS, stages)
     told: list[str] = []
 
-    def beside(dk: Tensor, dv: Tensor) -> varlen.Beside:
+    def beside(dk: Tensor, dv: Tensor) -> Beside:
         def written() -> None:
             told.append("written")
             assert torch.equal(dk, expected[3])
             assert torch.equal(dv, expected[4])
 
-        return varlen.Beside(lambda: told.append("needed"), written)
+        return Beside(lambda: told.append("needed"), written)
 
     grads = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
     assert told == ["needed", "written"]
@@ -122,14 +123,14 @@ def test_parts_give_what_one_piece_gives(
 
 def test_padding_at_the_end_is_left_out_without_a_copy() -> None:
     case = make_case(Documents.from_lengths([20, 13], 50), PackedMask(), world_size=1)
-    (launch,) = varlen.launches_of(case.tables, case.q.shape[0])
+    (launch,) = launches_of(case.tables, case.q.shape[0])
     assert (launch.stop, launch.gaps, launch.dirty) == (33, False, False)
     assert launch.cu_seqlens_q.tolist() == [0, 20, 33]
 
 
 def test_windows_that_a_documents_end_clips_get_a_launch() -> None:
     case = make_case(Documents.from_lengths([200]), PackedMask(False, (8, 4)), layout="dual_chunk")
-    first, *others = varlen.launches_of(case.tables, case.q.shape[0])
+    first, *others = launches_of(case.tables, case.q.shape[0])
     assert first.rows is None
     assert others
     assert all(launch.rows is not None and launch.window != first.window for launch in others)
@@ -138,10 +139,10 @@ def test_windows_that_a_documents_end_clips_get_a_launch() -> None:
 
 def test_launches_are_made_once_per_batch() -> None:
     case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
-    launches = varlen.launches_of(case.tables, 32)
-    assert varlen.launches_of(case.tables, 32) is launches
+    launches = launches_of(case.tables, 32)
+    assert launches_of(case.tables, 32) is launches
     case.tables.pieces.copy_(case.tables.pieces.clone())
-    assert varlen.launches_of(case.tables, 32) is not launches
+    assert launches_of(case.tables, 32) is not launches
 
 
 def test_gradients_of_keys_share_one_buffer() -> None:

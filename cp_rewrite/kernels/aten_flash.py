@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import varlen
+from .launches import Launch
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
 
@@ -29,7 +30,7 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     return found
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
     result = _aten._flash_attention_forward(
         q, k, v, *_lengths(launch), 0.0, launch.causal, False, scale=params.scale, **_window(launch)
     )
@@ -48,7 +49,7 @@ def _backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    launch: varlen.Launch,
+    launch: Launch,
     params: Params,
 ) -> None:
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -64,11 +65,11 @@ def _backward(
         target.copy_(grad)
 
 
-def _lengths(launch: varlen.Launch) -> tuple[Tensor, Tensor, int, int]:
+def _lengths(launch: Launch) -> tuple[Tensor, Tensor, int, int]:
     return launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_q, launch.max_k
 
 
-def _window(launch: varlen.Launch) -> dict[str, int | None]:
+def _window(launch: Launch) -> dict[str, int | None]:
     if launch.causal:
         return {}
     left, right = (-1 if side is None else side for side in launch.window)

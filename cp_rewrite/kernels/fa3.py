@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import varlen
+from .launches import Launch
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
 
@@ -34,7 +35,7 @@ def _interface() -> Any:
     return flash_attn_interface
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
     result = _interface()._flash_attn_forward(
         q, k, v, softmax_scale=params.scale, softcap=params.softcap, causal=launch.causal, **_arguments(launch)
     )
@@ -52,7 +53,7 @@ def _backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    launch: varlen.Launch,
+    launch: Launch,
     params: Params,
 ) -> None:
     _interface()._flash_attn_backward(
@@ -61,7 +62,7 @@ def _backward(
     )  # fmt: skip
 
 
-def _arguments(launch: varlen.Launch) -> dict[str, Any]:
+def _arguments(launch: Launch) -> dict[str, Any]:
     left, right = (-1 if side is None else side for side in launch.window)
     return {
         "cu_seqlens_q": launch.cu_seqlens_q,

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from . import varlen
+from .launches import Beside, Launch
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
 
@@ -53,7 +54,7 @@ def _interface() -> Any:
     return interface
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: varlen.Launch, params: Params) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
     _interface()._flash_attn_fwd(
         q, k, v, softmax_scale=params.scale, softcap=params.softcap or None, out=out, lse=lse, **_arguments(launch)
     )
@@ -69,7 +70,7 @@ def _backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    launch: varlen.Launch,
+    launch: Launch,
     params: Params,
 ) -> None:
     run = _interface()._flash_attn_bwd if launch.beside is None else _backward_in_parts(dq, launch.beside)
@@ -90,7 +91,7 @@ def _backward(
     )
 
 
-def _backward_in_parts(dq: Tensor, beside: varlen.Beside) -> Callable[..., None]:
+def _backward_in_parts(dq: Tensor, beside: Beside) -> Callable[..., None]:
     """The library's backward, with what it does before it needs keys and after their gradients beside other work.
 
     It sums out * dout and clears its fp32 dq first, and rounds dq last: long for many rows of many heads. Its function
@@ -122,7 +123,7 @@ def _backward_in_parts(dq: Tensor, beside: varlen.Beside) -> Callable[..., None]
     return run
 
 
-def _arguments(launch: varlen.Launch) -> dict[str, Any]:
+def _arguments(launch: Launch) -> dict[str, Any]:
     """Lengths as Python ints: a tensor there would make a new compile key at every call."""
     left, right = launch.window
     return {

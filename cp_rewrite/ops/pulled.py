@@ -115,7 +115,7 @@ def pulled_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), dk (R, Hkv, D) and dv (R, Hkv, V) of this rank's rows, in their dtypes; kv: if it was kept."""
     from cp_rewrite.kernels import symm
-    from cp_rewrite.kernels.varlen import Beside
+    from cp_rewrite.kernels.launches import Beside
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     heads, dims = k.shape[1], (k.shape[2], v.shape[2])
