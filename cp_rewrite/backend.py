@@ -17,7 +17,6 @@ from . import agree, observe, passes
 from .active import ActivePlan, active_plan, number_tokens
 from .passes.diff import graph_lines
 from .passes.locality.inputs import token_dims
-from .passes.locality.liveness import placeholders
 from .passes.sources import argument_names
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of, require_sharding
@@ -65,14 +64,14 @@ class Backend:
         after = graph_lines(state.graph_module)
         observe.trace("after", lambda: after)
         agree.on_graph(sharding, "\n".join(after))
-        nodes = placeholders(state.graph_module)
+        nodes = state.graph_module.graph.find_nodes(op="placeholder")
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
         return _checked(state, self._inner(state.graph_module, [*example_inputs, *extra], mode))
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))
-        nodes = placeholders(state.graph_module)
+        nodes = state.graph_module.graph.find_nodes(op="placeholder")
         for place, name, dim in _token_places(state):
             value = nodes[place].meta["example_value"]
             size = value.shape[dim]
@@ -196,7 +195,7 @@ def _token_places(state: passes.State) -> list[tuple[int, str, int]]:
     dims = token_dims(state.sharding)
     return [
         (place, name, dims[name])
-        for place, node in enumerate(placeholders(state.graph_module))
+        for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder"))
         if (name := state.source_of.get(node)) in dims
         and isinstance(value := node.meta["example_value"], Tensor)
         and value.ndim > dims[name]

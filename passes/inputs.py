@@ -62,7 +62,7 @@ class Inputs:
 
 
 def _from_end(placeholder: fx.Node) -> int:
-    placeholders = [node for node in placeholder.graph.nodes if node.op == "placeholder"]
+    placeholders = placeholder.graph.find_nodes(op="placeholder")
     return len(placeholders) - placeholders.index(placeholder)
 
 
@@ -85,7 +85,7 @@ def fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
 
 
 def _append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.placeholder(name)
     node.meta["cp_rewrite"] = "rewrite_sites"

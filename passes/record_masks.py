@@ -46,7 +46,7 @@ class _Recorder:
         self.state = state
         self.prover = Prover(state.sharding, state.source_of)
         self.scopes = {id(scope.gm): scope for scope in reversed(list(_scopes(Scope(state.graph_module))))}
-        self.inputs = [n for n in state.graph_module.graph.nodes if n.op == "placeholder"]
+        self.inputs = state.graph_module.graph.find_nodes(op="placeholder")
         self.recorded: dict[Any, RecordedMask] = {}
         self.tokens, self.rows = self._symbols()
 

@@ -42,7 +42,7 @@ def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
 def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
     """`op(body, *operands)` or `invoke_subgraph(body, "name", *operands)`; anything else is no plain call."""
     body = bodies[0]
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    placeholders = body.graph.find_nodes(op="placeholder")
     if len(bodies) != 1:
         return None
     rest = list(node.args[1:])

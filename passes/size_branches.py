@@ -12,7 +12,6 @@ from cp_rewrite.refusal import Reason, Refusal
 from .branches import SizeBranches
 from .inputs import fake_mode
 from .locality.inputs import token_dims
-from .locality.liveness import placeholders
 from .state import State
 
 
@@ -45,7 +44,7 @@ def check_size_branches(state: State) -> State:
 def _places(state: State) -> dict[Any, tuple[int, int | None]]:
     """Where each size symbol can be read off the graph's inputs."""
     places: dict[Any, tuple[int, int | None]] = {}
-    for place, node in enumerate(placeholders(state.graph_module)):
+    for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder")):
         value = node.meta["example_value"]
         sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
         for dim, size in sizes:

@@ -47,7 +47,7 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 def module_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
     """Numbers that a module holds, and sizes of its weights, where Dynamo made symbols of them."""
-    values = [(n.meta.get("example_value"), _source(n)) for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [(n.meta.get("example_value"), _source(n)) for n in gm.graph.find_nodes(op="placeholder")]
     return [v for v, source in values if isinstance(v, torch.SymInt | torch.SymFloat) and _read_off_module(source)]
 
 

@@ -20,7 +20,7 @@ def verify_graph(state: State) -> State:
                 raise RuntimeError(f"cp_rewrite: inserted node {node.name} has no fake value")
     for decision in state.decisions:
         _verify_site(decision.site.node, decision.site.graph_module)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     added = [node for node in placeholders if "cp_rewrite" in node.meta]
     if placeholders[len(placeholders) - len(added) :] != added or len(added) != len(state.inputs):
         raise RuntimeError("cp_rewrite: the plan's inputs must be the last inputs of the graph, in order")

@@ -24,7 +24,7 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
 from .inputs import input_state, read_extents
-from .liveness import is_attention, live_nodes, nested_body, placeholders
+from .liveness import is_attention, live_nodes, nested_body
 from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
 from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
@@ -125,7 +125,7 @@ class _Walk:
         self.regions: dict[Any, States] = {}
 
     def root(self, gm: fx.GraphModule) -> None:
-        for node in placeholders(gm):
+        for node in gm.graph.find_nodes(op="placeholder"):
             if node in self.live:
                 self.env[node], refusal = input_state(node, self.source_of, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
@@ -233,7 +233,7 @@ class _Walk:
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
         if key not in self.regions:
-            self.env.update(zip(placeholders(body), states, strict=True))
+            self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
             nested, self.trace.nested = self.trace.nested, True
             orders = self.trace.orders
             output = self.graph(body)

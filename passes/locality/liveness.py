@@ -73,7 +73,7 @@ class _Liveness:
         if body is None:
             return node.all_input_nodes
         self.enter(body[0])
-        for placeholder, operand in zip(placeholders(body[0]), body[1], strict=True):
+        for placeholder, operand in zip(body[0].graph.find_nodes(op="placeholder"), body[1], strict=True):
             if isinstance(operand, fx.Node):
                 self.operands[placeholder].append(operand)
                 if placeholder in self.live:
@@ -90,10 +90,6 @@ def is_attention(target: Any) -> bool:
     return str(called).split("::")[-1].split(".")[0] in _ATTENTION
 
 
-def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
 def nested_body(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
     """The graph that a region node runs, and the operands for its placeholders; None for any other node."""
     if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in REGIONS:
@@ -102,7 +98,7 @@ def nested_body(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
         if isinstance(arg, fx.Node) and arg.op == "get_attr":
             module = getattr(arg.graph.owning_module, str(arg.target), None)
             if isinstance(module, fx.GraphModule):
-                count = len(placeholders(module))
+                count = len(module.graph.find_nodes(op="placeholder"))
                 return module, node.args[len(node.args) - count :] if count else ()
     return None
 

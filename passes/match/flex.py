@@ -46,7 +46,7 @@ def output_of(node: fx.Node) -> fx.Node | Refusal:
 def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Scope, fx.Node, list[fx.Node]]:
     """The mask function's body as a scope, the node of its result, and its index placeholders b, h, q, k."""
     body = getattr(scope.gm, str(args["block_mask"][-1].target))
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    placeholders = body.graph.find_nodes(op="placeholder")
     captured = dict(zip(placeholders[_INDICES:], args["mask_mod_buffers"] or (), strict=True))
     output = next(n for n in body.graph.nodes if n.op == "output")
     result = output.args[0]
@@ -106,7 +106,7 @@ def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], pr
 def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:
     """c where the score function is c * tanh(score / c); 0.0 where it is the score; a Refusal for any other."""
     body = getattr(scope.gm, str(args["score_mod"].target))
-    score = next(n for n in body.graph.nodes if n.op == "placeholder")
+    score = body.graph.find_nodes(op="placeholder")[0]
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
     output = output[0] if isinstance(output, tuple | list) else output
     if output is score:
