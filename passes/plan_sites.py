@@ -12,7 +12,7 @@ from cp_rewrite.choose import choose_exchange
 from cp_rewrite.cost import Device, Model
 from cp_rewrite.heads import HeadDeal
 from cp_rewrite.kernels import symm
-from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts
+from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts, in_parts
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, split_exchange
 
@@ -46,6 +46,8 @@ def _decide(site: Site, state: State) -> Decision | Refusal:
     choice = choose(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
+    if exchange == "pull":
+        why += " beside the kernel" if in_parts(choice.kernel) else " before and after the kernel"
     rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
     return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
 
