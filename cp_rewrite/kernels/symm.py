@@ -100,6 +100,8 @@ class Channel:
 
 
 _channels: dict[tuple[str, str], Channel] = {}
+_captured: set[Channel] = set()
+"""Channels that CUDA graphs use, for good: replays read and write their memory, also after a larger one took over."""
 
 
 def channel(group: str, direction: str, slot_bytes: int, device: torch.device) -> Channel:
@@ -109,9 +111,12 @@ def channel(group: str, direction: str, slot_bytes: int, device: torch.device) -
         RuntimeError: it would have to grow while a CUDA graph is being captured.
     """
     known = _channels.get((group, direction))
+    capturing = torch.cuda.is_current_stream_capturing()
     if known is not None and known.slot_bytes >= slot_bytes:
+        if capturing:
+            _captured.add(known)
         return known
-    if torch.cuda.is_current_stream_capturing():
+    if capturing:
         raise RuntimeError(
             f"the {direction} channel needs {slot_bytes} bytes per slot and a CUDA graph is being captured: "
             "run one step of full capacity before the capture"
@@ -158,10 +163,12 @@ def pull_rows(
     Args:
         publish_rows, job_source, job_ptr, job_rows, remote_jobs, early_jobs: of `pull.pull_route`, int32.
         out: the result's memory. parts: OWN, EARLY, LATE, or ALL.
-        stream: where the kernel runs, after all that the current stream is told so far; None: the current one.
+        stream: where the kernel runs, after all that the current stream is told so far; None: the current one. On
+            another, the caller keeps what the kernel reads until it is waited for, `dense_rows` of k and v where OWN
+            is among the parts: memory given back is the current stream's to write at once.
     """
     process_group = _resolve_process_group(group)
-    k, v = (_dense_rows(k_RHD), _dense_rows(v_RHV)) if parts & OWN else (k_RHD, v_RHV)
+    k, v = (dense_rows(k_RHD), dense_rows(v_RHV)) if parts & OWN else (k_RHD, v_RHV)
     device, size = k.device, k.element_size()
     k_width, v_width = _chunks(k), _chunks(v)
     width = k_width + v_width
@@ -216,7 +223,7 @@ def return_rows(
     Args:
         grad_EC: (E, C), gradients of this rank's expanded rows.
         return_rows, pull_ptr, pull_rows: of `pull.pull_route`. capacity: E of the rank that has most.
-        heads, dims: Hkv and (D, V). stream: as of `pull_rows`.
+        heads, dims: Hkv and (D, V). stream: as of `pull_rows`; `grad_EC` must be contiguous then.
     """
     process_group = _resolve_process_group(group)
     grad = grad_EC.contiguous()
@@ -266,7 +273,7 @@ def _macros(crew: Crew) -> cuda.Macros:
     return (("WARPS", str(crew.warps)), ("REMOTE_WARPS", str(crew.remote)), ("IN_FLIGHT", str(_IN_FLIGHT)))
 
 
-def _dense_rows(x_RHD: Tensor) -> Tensor:
+def dense_rows(x_RHD: Tensor) -> Tensor:
     """x with rows of 16-byte chunks without holes; rows themselves may lie apart."""
     row = x_RHD.stride(1) == x_RHD.shape[2] and x_RHD.stride(2) == 1
     aligned = x_RHD.stride(0) * x_RHD.element_size() % 16 == 0 and x_RHD.data_ptr() % 16 == 0

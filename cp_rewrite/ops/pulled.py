@@ -122,6 +122,8 @@ def pulled_attention_backward(
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     travels = kv is None
     if kv is None:
+        # Copies, where rows have holes, must outlive what the second stream does.
+        k, v = symm.dense_rows(k), symm.dense_rows(v)
         with nvtx("exchange"):
             kv = symm.pull_rows(k, v, *_pulled(route), group=group, stream=side)
     home: list[Tensor] = []
@@ -131,7 +133,8 @@ def pulled_attention_backward(
             rows, ptr, contributions, most = route[NAMES.index("return_rows") :]
             dkv = as_rows(dk, dv, keys, values)
             with nvtx("exchange_backward"):
-                home.extend(symm.return_rows(dkv, rows, ptr, contributions, int(most), heads, dims, group, side))
+                sums = symm.return_rows(dkv, rows, ptr, contributions, int(most), heads, dims, group, side)
+            home.extend((*sums, dkv))  # which must outlive what the second stream does, too
 
         # A stream that has nothing to do with a capture must not be waited for in it.
         return Beside(lambda: main.wait_stream(side) if travels else None, send_home)
@@ -140,7 +143,7 @@ def pulled_attention_backward(
     with nvtx("attention_backward"):
         dq, _, _ = load(kernel).backward(dout, q, keys, values, out, lse, tables, params, beside)
     main.wait_stream(side)
-    dk, dv = home
+    dk, dv, _ = home
     return dq, dk, dv
 
 

@@ -1,0 +1,145 @@
+"""What must stay in memory while another stream, or a CUDA graph, uses it; streams and kernels are played here."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import cuda, symm, varlen
+from cp_rewrite.kernels.launches import Launch
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops import pulled
+from cp_rewrite.pull import pull_route
+from tests.kernel_cases import make_case
+from tests.packed import make_schedule
+
+ops: Any = torch.ops.cp_rewrite
+HEADS, DIM = 2, 16
+
+
+class Stream:
+    """Has run what it was told only when another one waits for it; until then, what it reads must be there."""
+
+    def __init__(self) -> None:
+        self.reads: list[weakref.ref[Any]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        assert all(tensor() is not None for tensor in other.reads), "freed while another stream reads it"
+        other.reads.clear()
+
+
+class Copies:
+    """What `contiguous` and `cat` give, by address."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tensors: dict[int, weakref.ref[Any]] = {}
+        patch.setattr(Tensor, "contiguous", self._told(Tensor.contiguous))
+        patch.setattr(torch, "cat", self._told(torch.cat))
+
+    def _told(self, make: Any) -> Any:
+        def told(*args: Any) -> Tensor:
+            made: Tensor = make(*args)
+            self.tensors[made.data_ptr()] = weakref.ref(made)
+            return made
+
+        return told
+
+
+def _kernel(*arguments: Any) -> None:
+    *_, dq, dk, dv, launch, _ = arguments
+    assert isinstance(launch, Launch)
+    assert launch.beside is not None
+    launch.beside.keys_needed()
+    for x in (dq, dk, dv):
+        x.zero_()
+    launch.beside.gradients_written()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "gradients in two tensors"])
+def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, side, current = Stream(), Stream(), []
+    copies = Copies(monkeypatch)
+    seen: list[int] = []
+
+    class On:
+        def __init__(self, stream: Stream | None) -> None:
+            self.stream = stream or main
+
+        def __enter__(self) -> None:
+            current.append(self.stream)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def launch(_kernel: Any, _grid: Any, _block: int, _device: torch.device, *args: Any) -> None:
+        found = [copies.tensors[a] for a in args if isinstance(a, int) and a in copies.tensors]
+        current[-1].reads.extend(found)
+        seen.append(len(found))
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        return varlen.run_backward(_kernel, *args)
+
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    way = SimpleNamespace(peers=0, state=torch.zeros(4), slot_bytes=0)
+    for where, name, value in (
+        (torch.cuda, "current_stream", lambda *_: main),
+        (torch.cuda, "stream", On),
+        (symm, "side_stream", lambda *_: side),
+        (symm, "channel", lambda *_: way),
+        (symm, "_resolve_process_group", lambda *_: group),
+        (cuda, "kernel", lambda *_: None),
+        (cuda, "multiprocessors", lambda *_: 1),
+        (cuda, "launch", launch),
+        (pulled, "load", lambda _: SimpleNamespace(backward=backward)),
+    ):
+        monkeypatch.setattr(where, name, value)
+    if apart:
+        monkeypatch.setattr(varlen, "_grad_rows", lambda *keys: tuple(torch.empty(x.shape) for x in keys))
+    documents = Documents.from_lengths([40, 24])
+    case = make_case(documents, PackedMask())
+    schedule, _ = make_schedule([documents], 2, "balanced", PackedMask())
+    route = [torch.from_numpy(array) for array in pull_route(schedule, 0).values()]
+    rows = schedule.rows
+    k, v = (torch.zeros(HEADS, rows, DIM).transpose(0, 1) for _ in range(2))  # heads outside: rows are not dense
+    lse = torch.zeros(case.q.shape[1], rows)
+    tables = case.tables
+    inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
+    ops.pulled_attention_backward.default(
+        case.dout, case.q, k, v, None, case.q, lse, *inputs, 0.1, 0.0, "fa4", True, "group"
+    )
+    assert seen == [2, 1]  # k and v, then the gradients of the expanded rows
+    assert not side.reads
+
+
+def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
+    made = partial(symm.Channel, torch.zeros(1), torch.zeros(1), 0)
+    for where, name, value in (
+        (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
+        (torch.cuda, "synchronize", lambda _: None),
+        (symm.dist, "barrier", lambda *_, **__: None),
+        (symm, "_resolve_process_group", lambda _: None),
+        (symm, "_make_channel", lambda _, size, __: made(size, None)),
+        (symm, "_channels", {}),
+        (symm, "_captured", set()),
+    ):
+        monkeypatch.setattr(where, name, value)
+    device = torch.device("cuda", 0)
+    for captured in (False, True):
+        size = 4096 << captured
+        first = weakref.ref(symm.channel("group", "pull", size, device))
+        capturing[0] = captured
+        assert symm.channel("group", "pull", size, device) is first()
+        capturing[0] = False
+        assert symm.channel("group", "pull", 4 * size, device).slot_bytes > size
+        gc.collect()
+        assert (first() is not None) == captured
+        symm._channels.clear()
