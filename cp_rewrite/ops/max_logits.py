@@ -2,7 +2,8 @@
 
 Plain torch over the same exchanges and pieces as attention, in fp32: it costs about the queries-times-keys half of an
 unfused forward, holds a fixed number of logits at once, and never waits for the device. In a compiled graph its
-exchange and attention's are one op with equal inputs, so rows travel once.
+exchange and attention's are one op with equal inputs, so rows travel once; twice where attention's travel beside its
+kernel.
 
 Shapes: R local rows, E expanded rows, Hq = Hkv * n heads, D and V head dims of qk and v, C = Hkv * (D + V).
 """

@@ -1,0 +1,51 @@
+"""In which order FlashAttention 4's backward and the rows beside it are told; the library only writes it down here."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cp_rewrite.kernels import fa4
+from cp_rewrite.kernels.launches import Beside, Launch
+from cp_rewrite.kernels.params import Params
+
+LIBRARY = """
+def _bwd_preprocess(out, *, fake_mode):
+    told.append("sums of out * dout")
+
+def _bwd_postprocess_convert(accumulated, output, scale, *, fake_mode):
+    told.append(f"round {accumulated}")
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dk=None, dv=None,
+                    grouped=True, **_):
+    _bwd_preprocess(out, fake_mode=False)
+    told.append("kernel")
+    _bwd_postprocess_convert("dq", dq, softmax_scale, fake_mode=False)
+    if grouped:
+        _bwd_postprocess_convert("dk", dk, softmax_scale, fake_mode=False)
+        _bwd_postprocess_convert("dv", dv, 1.0, fake_mode=False)
+"""
+APART = ["sums of out * dout", "kernel", "round dq", "round dk", "round dv"]
+BESIDE = ["sums of out * dout", "keys needed", "kernel", "round dk", "round dv", "gradients written", "round dq"]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    library = ModuleType("interface")
+    vars(library)["told"] = told
+    exec(LIBRARY.replace("grouped=True", f"grouped={grouped}"), vars(library))
+    before = dict(vars(library))
+    monkeypatch.setattr(fa4, "_interface", lambda: library)
+    beside = Beside(lambda: told.append("keys needed"), lambda: told.append("gradients written"))
+    x = torch.zeros(2, 1, 8)
+    launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
+    for each, expected in ((None, APART), (beside, BESIDE), (None, APART)):
+        told.clear()
+        now: Launch = SimpleNamespace(**launch, cu_seqlens_k=x, beside=each)  # type: ignore[assignment]
+        fa4._backward(x, x, x, x, x, x, x.clone(), x.clone(), x.clone(), now, Params(0.3))
+        assert told == [step for step in expected if grouped or step not in ("round dk", "round dv")]
+    assert vars(library) == before
