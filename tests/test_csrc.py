@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_rewrite.kernels import cuda
+from cp_rewrite.kernels import cuda, symm
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings")
@@ -19,8 +19,8 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "zero_gaps.cu": [()],
     "merge_steps.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))],
     "dual_chunk.cu": [()],
-    "pull_rows.cu": [()],
-    "return_rows.cu": [((dtype, "1"),) for dtype in DTYPES],
+    "pull_rows.cu": [symm._macros(crew) for crew in (symm._FULL, symm._LOCAL, symm._BESIDE)],
+    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._FULL)) for dtype in DTYPES],
 }
 
 
