@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -119,6 +121,28 @@ def test_parts_give_what_one_piece_gives(
     assert told == ["needed", "written"]
     for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, (*got, *grads), strict=True):
         assert torch.equal(found, want), name
+
+
+def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic torch fills new memory by a kernel, which must not run after the late part has written there."""
+    told: list[str] = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    unused = torch.zeros(2, dtype=torch.int32)
+    stages = varlen.Stages((1, 1, 1), 1, (unused, unused), side)  # type: ignore[arg-type]
+    stages.run([lambda: told.append("late part"), lambda: told.append("early part")])
+    assert told == ["side waits for main", "early part", "late part", "main waits for side"]
 
 
 def test_padding_at_the_end_is_left_out_without_a_copy() -> None:

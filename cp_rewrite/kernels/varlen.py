@@ -46,6 +46,9 @@ class Stages:
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Both parts; the late one fills the GPU up as the early one ends."""
+        if self.stream is not None:
+            # Deterministic torch fills new memory, results among it: not after the late part has written there.
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         parts[self.early]()
         with torch.cuda.stream(self.stream):
             parts[1 - self.early]()
