@@ -139,7 +139,7 @@ def _check_beside(
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
         return out, lse, dq, *return_kv(as_rows(dk, dv, *keys), k, v, route, group)
 
-    def beside(keep: bool) -> tuple[torch.Tensor, ...]:
+    def beside(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
         out, lse, kv = _ops.pulled_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
         back = _ops.pulled_attention_backward.default
         return out, lse, *back(dout, q, k, v, kv if keep else None, out, lse, *inputs, *numbers, group)
@@ -152,6 +152,12 @@ def _check_beside(
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
         same(expected, beside(call > 1), call)
+    # Rows with holes travel as copies; deterministic torch fills new memory first.
+    with_holes = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
+    torch.use_deterministic_algorithms(True)
+    for _ in range(4):
+        same(expected, beside(False, *with_holes), "copies")
+    torch.use_deterministic_algorithms(False)
     for keep in (False, True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
