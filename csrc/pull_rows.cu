@@ -9,8 +9,6 @@
 // first jobs of peers and the rest. Only OWN and LATE count: a call begins with the one and ends with the other.
 #include "symm.cuh"
 
-constexpr u32 OWN = 1, EARLY = 2, LATE = 4;
-
 // A row is k_width chunks of k, then v_width chunks of v.
 struct Source {
   const chunk *k, *v;

@@ -4,6 +4,8 @@
 // 2. Each own row sums its contributions, its own ones and those read from peers, in fp32 and in the order of its list
 //    (peer << 32 | expanded row of that peer, ascending): bitwise repeatable. One warp per row; REMOTE_WARPS of a
 //    block take the rows with contributions from peers, the others the rest.
+//
+// Two launches: OWN does the first, LATE the second.
 #include "symm.cuh"
 
 constexpr u32 BATCH = 8;  // rows whose lists a warp looks at together
@@ -49,7 +51,7 @@ __device__ __forceinline__ void sum_row(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     const chunk* grad, u32 width, const int* publish_rows, u32 publish_count, const int* ptr, const i64* contributions,
-    u32 local_rows, chunk* dk, chunk* dv, u32 k_width, const u64* peers, u32* state, int rank, int world,
+    u32 local_rows, chunk* dk, chunk* dv, u32 k_width, u32 parts, const u64* peers, u32* state, int rank, int world,
     u64 slot_bytes) {
   const Meeting meeting = {peers, state, rank, world};
   const Gradients grads = {grad, dk, dv, width, k_width};
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
   const Share every(0, WARPS), mine(REMOTE_WARPS);
   chunk* published = (chunk*)(peers[rank] + slot);
 
-  for (u32 i = every.first; i < publish_count; i += every.step) {
+  for (u32 i = every.first; parts & OWN && i < publish_count; i += every.step) {
     const int row = publish_rows[i];
     if (row < 0) break;  // filling
     const u64 at = (u64)row * width;
@@ -72,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
         if (c0 + 32 * u < width) published[at + c0 + 32 * u] = held[u];
     }
   }
-  publish(meeting, call);
+  if (parts & OWN) publish(meeting, call);
+  if (!(parts & LATE)) return;
 
   u32 met = 1u << rank;
   for (u32 batch = mine.first; batch * BATCH < local_rows; batch += mine.step) {

@@ -33,6 +33,10 @@ struct Share {
   }
 };
 
+// Parts of a call, where it runs as several launches. A launch that publishes and waits at once can lock up beside other
+// kernels that wait for peers, if not all of its blocks fit.
+constexpr u32 OWN = 1, EARLY = 2, LATE = 4;
+
 struct Meeting {
   const u64* peers;  // base address of every rank's symmetric memory
   u32* state;        // this rank's own memory: calls done, blocks published, blocks left

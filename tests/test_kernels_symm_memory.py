@@ -115,7 +115,7 @@ def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.Monke
     ops.pulled_attention_backward.default(
         case.dout, case.q, k, v, None, case.q, lse, *inputs, 0.1, 0.0, "fa4", True, "group"
     )
-    assert seen == [2, 1]  # k and v, then the gradients of the expanded rows
+    assert seen == [2, 1, 1]  # k and v, then the gradients of the expanded rows: published, and summed
     assert not side.reads
 
 

@@ -231,27 +231,29 @@ def return_rows(
     dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
     width = _chunks(grad)
     way = channel(group, "return", capacity * width * 16, device)
-    _launch(
-        cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(_FULL))),
-        _FULL,
-        stream,
-        device,
-        grad.data_ptr(),
-        cuda.u32(width),
-        return_rows.data_ptr(),
-        cuda.u32(return_rows.shape[0]),
-        pull_ptr.data_ptr(),
-        pull_rows.data_ptr(),
-        cuda.u32(rows),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        cuda.u32(_chunks(dk)),
-        way.peers,
-        way.state.data_ptr(),
-        cuda.i32(process_group.rank()),
-        cuda.i32(process_group.size()),
-        cuda.u64(way.slot_bytes),
-    )
+    for part, crew in ((OWN, _LOCAL), (LATE, _FULL)):
+        _launch(
+            cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(crew))),
+            crew,
+            stream,
+            device,
+            grad.data_ptr(),
+            cuda.u32(width),
+            return_rows.data_ptr(),
+            cuda.u32(return_rows.shape[0]),
+            pull_ptr.data_ptr(),
+            pull_rows.data_ptr(),
+            cuda.u32(rows),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            cuda.u32(_chunks(dk)),
+            cuda.u32(part),
+            way.peers,
+            way.state.data_ptr(),
+            cuda.i32(process_group.rank()),
+            cuda.i32(process_group.size()),
+            cuda.u64(way.slot_bytes),
+        )
     return dk, dv
 
 
