@@ -6,7 +6,7 @@ every rank then reads exactly the rows it needs, each once, straight into its ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,10 +57,11 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
     # A row is published when any of its readers is a peer: count peers by row, without a loop.
     peers = np.diff(np.concatenate([[0], np.cumsum(readers)])[ptr])
     members = gathered["sum_rows"][:size].astype(np.int64)
-    needed = _Needed.of(gathered["sum_ptr"].astype(np.int64), members, rows, rank)
+    needed = _Needed.of(gathered["sum_ptr"].astype(np.int64), rows, rank)
     tables = schedule.attention(rank)
-    cut = _cut(tables, needed, members)
-    stage = np.where(needed.remote, np.where(cut.reads_early, 0, 1), 2)
+    stages, reads_early = _cut(tables, needed, members)
+    n, queries, keys = max(int(stages[0]), 0), int(stages[1]), int(stages[2])
+    stage = np.where(needed.remote, np.where(reads_early, 0, 1), 2)
     source, job_ptr, job_rows = _jobs(needed, members, rows, stage)
     arrays = (
         _index(np.flatnonzero(peers)),
@@ -69,8 +70,9 @@ def pull_route(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
         _index(job_rows),
         np.array([(stage < 2).sum()], dtype=np.int32),
         np.array([(stage < 1).sum()], dtype=np.int32),
-        cut.stages,
-        *(tables[name][max(cut.stages[0], 0) :] - size for name, size in cut.before.items()),
+        stages,
+        tables["cu_seqlens_q"][n:] - queries,
+        tables["cu_seqlens_k"][n:] - keys,
         _index(np.flatnonzero(owner != rank)),
         pulled["pull_ptr"],
         contributions,
@@ -90,30 +92,18 @@ class _Needed:
     count: Int
 
     @classmethod
-    def of(cls, sum_ptr: Int, members: Int, rows: int, rank: int) -> _Needed:
-        source = np.flatnonzero(np.diff(sum_ptr))
-        return cls(source, source // rows != rank, sum_ptr[source], np.diff(sum_ptr)[source])
+    def of(cls, sum_ptr: Int, rows: int, rank: int) -> _Needed:
+        counts = np.diff(sum_ptr)
+        source = np.flatnonzero(counts)
+        return cls(source, source // rows != rank, sum_ptr[source], counts[source])
 
 
-@dataclass(frozen=True, eq=False)
-class _Cut:
-    """Where the kernel's work is cut in two. Args: stages: of `pull_route`. reads_early: which of the needed rows the
-    early part reads."""
-
-    stages: Int
-    reads_early: NDArray[np.bool_]
-
-    @property
-    def before(self) -> dict[str, int]:
-        """What comes before the rest in the running sums."""
-        return {"cu_seqlens_q": int(self.stages[1]), "cu_seqlens_k": int(self.stages[2])}
-
-
-def _cut(tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int) -> _Cut:
-    """The cut that lets most rows arrive beside work: as much as the early part has, what it does not read itself."""
-    nowhere = _Cut(np.zeros(4, dtype=np.int64), np.zeros(len(needed.source), dtype=np.bool_))
+def _cut(tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int) -> tuple[Int, NDArray[np.bool_]]:
+    """(stages of `pull_route`, which of the needed rows the early part reads): the cut that lets most rows arrive
+    beside work, as many as the early part has work for and does not read itself."""
+    nowhere = np.zeros(4, dtype=np.int64), np.zeros(len(needed.source), dtype=np.bool_)
     if not needed.remote.any():
-        return replace(nowhere, stages=np.array([-1, 0, 0, 0]))
+        return np.array([-1, 0, 0, 0]), nowhere[1]
     queries, keys = (np.diff(tables[name]).astype(np.int64) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     if (tables["pieces"][:, 6] > 0).any() or len(queries) < 2:
         return nowhere
@@ -129,7 +119,7 @@ def _cut(tables: dict[str, NDArray[np.integer]], needed: _Needed, members: Int) 
         return nowhere
     n += 1
     stages = np.array([n, queries[:n].sum(), keys[:n].sum(), early])
-    return _Cut(stages, last >= n if early else first < n)
+    return stages, last >= n if early else first < n
 
 
 def _jobs(needed: _Needed, members: Int, rows: int, stage: Int) -> tuple[Int, Int, Int]:

@@ -5,8 +5,8 @@
 //    written to all of them, by one warp. REMOTE_WARPS of a block read peers, the others own rows, at the same time:
 //    more warps on the links make them slower (measured), memory wants more.
 //
-// A call runs as one launch, or in parts that follow each other: OWN publishes and copies own rows, EARLY and LATE pull the
-// first jobs of peers and the rest. Only OWN and LATE count: a call begins with the one and ends with the other.
+// A call runs as one launch, or in parts that follow each other: OWN publishes and copies own rows, EARLY and LATE pull
+// the first jobs of peers and the rest. Only OWN and LATE count: a call begins with the one and ends with the other.
 #include "symm.cuh"
 
 // A row is k_width chunks of k, then v_width chunks of v.

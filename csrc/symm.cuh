@@ -33,8 +33,8 @@ struct Share {
   }
 };
 
-// Parts of a call, where it runs as several launches. A launch that publishes and waits at once can lock up beside other
-// kernels that wait for peers, if not all of its blocks fit.
+// Parts of a call, where it runs as several launches. A launch that publishes and waits at once can lock up beside
+// other kernels that wait for peers, if not all of its blocks fit.
 constexpr u32 OWN = 1, EARLY = 2, LATE = 4;
 
 struct Meeting {

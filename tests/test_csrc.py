@@ -20,7 +20,7 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "merge_steps.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))],
     "dual_chunk.cu": [()],
     "pull_rows.cu": [symm._macros(crew) for crew in (symm._FULL, symm._LOCAL, symm._BESIDE)],
-    "return_rows.cu": [((dtype, "1"), *symm._macros(crew)) for dtype in DTYPES for crew in (symm._LOCAL, symm._FULL)],
+    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._FULL)) for dtype in DTYPES],
 }
 
 

@@ -63,9 +63,9 @@ def _kernel(*arguments: Any) -> None:
     launch.beside.gradients_written()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["", "gradients in two tensors"])
-def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    main, side, current = Stream(), Stream(), []
+def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
+    """(the second stream, how many copies each launch reads), from now on."""
+    main, side, current = Stream(), Stream(), list[Stream]()
     copies = Copies(monkeypatch)
     seen: list[int] = []
 
@@ -101,6 +101,12 @@ def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.Monke
         (pulled, "load", lambda _: SimpleNamespace(backward=backward)),
     ):
         monkeypatch.setattr(where, name, value)
+    return side, seen
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "gradients in two tensors"])
+def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, seen = _play(monkeypatch)
     if apart:
         monkeypatch.setattr(varlen, "_grad_rows", lambda *keys: tuple(torch.empty(x.shape) for x in keys))
     documents = Documents.from_lengths([40, 24])

@@ -197,11 +197,7 @@ def pull_rows(
         cuda.u32(parts),
         cuda.u32(k.shape[0]),
         expanded.data_ptr(),
-        way.peers,
-        way.state.data_ptr(),
-        cuda.i32(process_group.rank()),
-        cuda.i32(process_group.size()),
-        cuda.u64(way.slot_bytes),
+        *_meeting(way, process_group),
     )
     return expanded
 
@@ -231,10 +227,11 @@ def return_rows(
     dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
     width = _chunks(grad)
     way = channel(group, "return", capacity * width * 16, device)
-    for part, crew in ((OWN, _LOCAL), (LATE, _FULL)):
+    kernel = cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(_FULL)))
+    for part in (OWN, LATE):
         _launch(
-            cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(crew))),
-            crew,
+            kernel,
+            _FULL,
             stream,
             device,
             grad.data_ptr(),
@@ -248,11 +245,7 @@ def return_rows(
             dv.data_ptr(),
             cuda.u32(_chunks(dk)),
             cuda.u32(part),
-            way.peers,
-            way.state.data_ptr(),
-            cuda.i32(process_group.rank()),
-            cuda.i32(process_group.size()),
-            cuda.u64(way.slot_bytes),
+            *_meeting(way, process_group),
         )
     return dk, dv
 
@@ -269,6 +262,12 @@ def _launch(kernel: Any, crew: Crew, stream: torch.cuda.Stream | None, device: t
     # At most one block per multiprocessor: a block that waits must not keep out one that publishes.
     with torch.cuda.stream(stream):
         cuda.launch(kernel, crew.blocks or cuda.multiprocessors(device), 32 * crew.warps, device, *args)
+
+
+def _meeting(way: Channel, group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """Where the ranks meet, the last arguments of both kernels."""
+    rank, size = cuda.i32(group.rank()), cuda.i32(group.size())
+    return way.peers, way.state.data_ptr(), rank, size, cuda.u64(way.slot_bytes)
 
 
 def _macros(crew: Crew) -> cuda.Macros:

@@ -25,6 +25,7 @@ from .exchange import exchange_kv, return_kv
 from .heads import gather_heads, own_sinks, scatter_heads
 from .merge import add_sinks, sinks_gradient
 from .rows import as_rows, split_kv
+from .saved import Saved, fake_results, no_gradients
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -73,8 +74,7 @@ def packed_attention(
 
 @packed_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    return fake_results(q, v)
 
 
 @custom_op("cp_rewrite::packed_attention_backward", mutates_args=())
@@ -157,40 +157,33 @@ def attend(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, kv, cu_q, cu_k, pieces, launches, route = inputs[:9]
-    ctx.scale, ctx.softcap, ctx.kernel, ctx.deterministic, ctx.keep_kv = inputs[9:14]
-    ctx.exchange, ctx.group, ctx.world_size, sinks = inputs[14:]
+    q, k, v, kv, *tables = inputs[:8]
+    route, ctx.scale, ctx.softcap, ctx.kernel, ctx.deterministic, keep_kv = inputs[8:14]
+    *ctx.where, sinks = inputs[14:]
     ctx.mark_non_differentiable(output[1])
-    kept = (*((kv,) if ctx.keep_kv else ()), *(() if sinks is None else (sinks,)))
-    ctx.has_sinks = sinks is not None
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, pieces, launches, *route, *kept)
-    ctx.routes = len(route)
-    # An eager graph passes fx's own kind of list, and autograd wants gradients in the same kind.
-    ctx.route_type = type(route)
+    Saved(q, k, v, *output, tables, route, kv if keep_kv else None, sinks).keep(ctx)
 
 
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors
-    tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
-    where = (ctx.exchange, ctx.group, ctx.world_size)
-    dsinks = sinks_gradient(dout, out, lse, kept[-1]) if ctx.has_sinks else None
-    kv = kept[0] if ctx.keep_kv else exchange_kv(k, v, route, *where, after=dout)
+    x = Saved.of(ctx)
+    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
+    kv = exchange_kv(x.k, x.v, x.route, *ctx.where, after=dout) if x.kv is None else x.kv
     dq, dkv = _ops.packed_attention_backward.default(
         dout,
-        q,
+        x.q,
         kv,
-        out,
-        lse,
-        *tables,
-        k.shape[1],
-        v.shape[2],
+        x.out,
+        x.lse,
+        *x.tables,
+        x.k.shape[1],
+        x.v.shape[2],
         ctx.scale,
         ctx.softcap,
         ctx.kernel,
         ctx.deterministic,
     )
-    dk, dv = return_kv(dkv, k, v, route, *where)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 5), ctx.route_type([None] * ctx.routes), *([None] * 8), dsinks
+    dk, dv = return_kv(dkv, x.k, x.v, x.route, *ctx.where)
+    return dq, dk.to(x.k.dtype), dv.to(x.v.dtype), *([None] * 5), no_gradients(ctx), *([None] * 8), dsinks
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -17,8 +17,10 @@ from cp_rewrite.nvtx import nvtx
 from cp_rewrite.pull import NAMES
 
 _ops: Any = torch.ops.cp_rewrite
-_PULLED, _RETURNED = NAMES.index("stages"), NAMES.index("return_rows")
-"""Where a route's tensors of the pull end, and where those of the return begin."""
+PULLED = slice(NAMES.index("stages"))
+STAGES = slice(NAMES.index("stages"), NAMES.index("return_rows"))
+RETURNED = slice(NAMES.index("return_rows"), None)
+"""Of a route's tensors: those of the pull, of the kernel's two parts, and of the return."""
 
 
 @custom_op("cp_rewrite::pull_rows", mutates_args=())
@@ -100,9 +102,9 @@ def _(
 
 def pull_kv(k: Any, v: Any, route: Sequence[Any], group: str, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows. `route` is in the order of `pull.NAMES`. Works on tensors and on graph proxies."""
-    return _ops.pull_rows.default(k, v, *route[:_PULLED], group, after)
+    return _ops.pull_rows.default(k, v, *route[PULLED], group, after)
 
 
 def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:
     """dk and dv, shaped and typed like k (R, Hkv, D) and v (R, Hkv, V)."""
-    return _ops.return_pulled.default(dkv, *route[_RETURNED:], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)
+    return _ops.return_pulled.default(dkv, *route[RETURNED], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)

@@ -12,7 +12,8 @@ bit for bit: the same kernels read the same rows. Shapes: R local rows, E expand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from cp_rewrite.nvtx import nvtx
 from cp_rewrite.pull import NAMES
 
 from .merge import add_sinks, sinks_gradient
+from .pull import PULLED, RETURNED, STAGES
 from .rows import as_rows, split_kv
+from .saved import Saved, fake_results, no_gradients
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -55,7 +58,7 @@ def pulled_attention(
     from cp_rewrite.kernels.varlen import Stages
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
-    rows, (cut, *rest) = _pulled(route), route[NAMES.index("stages") :][:3]
+    rows, (cut, *rest) = route[PULLED], route[STAGES]
     n, *before, early = cut.tolist()
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     stages = None
@@ -87,10 +90,8 @@ def _(
     route: Sequence[Tensor],
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
     rows = route[NAMES.index("job_rows")].shape[0]
-    return out, lse, k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
+    return *fake_results(q, v), k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
 
 
 @custom_op("cp_rewrite::pulled_attention_backward", mutates_args=())
@@ -120,24 +121,24 @@ def pulled_attention_backward(
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     heads, dims = k.shape[1], (k.shape[2], v.shape[2])
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    travels = kv is None
+    # A stream that has nothing to do with a capture must not be waited for in it.
+    keys_needed: Callable[[], None] = partial(main.wait_stream, side) if kv is None else lambda: None
     if kv is None:
         # Copies, where rows have holes, must outlive what the second stream does.
         k, v = symm.dense_rows(k), symm.dense_rows(v)
         with nvtx("exchange"):
-            kv = symm.pull_rows(k, v, *_pulled(route), group=group, stream=side)
+            kv = symm.pull_rows(k, v, *route[PULLED], group=group, stream=side)
     home: list[Tensor] = []
 
     def beside(dk: Tensor, dv: Tensor) -> Beside:
         def send_home() -> None:
-            rows, ptr, contributions, most = route[NAMES.index("return_rows") :]
+            rows, ptr, contributions, most = route[RETURNED]
             dkv = as_rows(dk, dv, keys, values)
             with nvtx("exchange_backward"):
                 sums = symm.return_rows(dkv, rows, ptr, contributions, int(most), heads, dims, group, side)
             home.extend((*sums, dkv))  # which must outlive what the second stream does, too
 
-        # A stream that has nothing to do with a capture must not be waited for in it.
-        return Beside(lambda: main.wait_stream(side) if travels else None, send_home)
+        return Beside(keys_needed, send_home)
 
     keys, values = split_kv(kv, heads, *dims)
     with nvtx("attention_backward"):
@@ -152,31 +153,21 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _pulled(route: Sequence[Tensor]) -> Sequence[Tensor]:
-    return route[: NAMES.index("stages")]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, *tables = inputs[:7]
     route, ctx.numbers, keep_kv, ctx.group, sinks = inputs[7], inputs[8:12], *inputs[12:]
     out, lse, kv = output
     ctx.mark_non_differentiable(lse, kv)
-    ctx.keep_kv, ctx.has_sinks, ctx.routes = keep_kv, sinks is not None, len(route)
-    kept = (*((kv,) if keep_kv else ()), *(() if sinks is None else (sinks,)))
-    ctx.save_for_backward(q, k, v, out, lse, *tables, *route, *kept)
-    # An eager graph passes fx's own kind of list, and autograd wants gradients in the same kind.
-    ctx.route_type = type(route)
+    Saved(q, k, v, out, lse, tables, route, kv if keep_kv else None, sinks).keep(ctx)
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors
-    tables, route, kept = rest[:4], rest[4 : 4 + ctx.routes], rest[4 + ctx.routes :]
-    dsinks = sinks_gradient(dout, out, lse, kept[-1]) if ctx.has_sinks else None
-    kv = kept[0] if ctx.keep_kv else None
+    x = Saved.of(ctx)
+    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
     dq, dk, dv = _ops.pulled_attention_backward.default(
-        dout, q, k, v, kv, out, lse, *tables, route, *ctx.numbers, ctx.group
+        dout, x.q, x.k, x.v, x.kv, x.out, x.lse, *x.tables, x.route, *ctx.numbers, ctx.group
     )
-    return dq, dk, dv, *([None] * 4), ctx.route_type([None] * ctx.routes), *([None] * 6), dsinks
+    return dq, dk, dv, *([None] * 4), no_gradients(ctx), *([None] * 6), dsinks
 
 
 pulled_attention.register_autograd(_backward, setup_context=_setup_context)

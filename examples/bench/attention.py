@@ -22,7 +22,7 @@ from methods import Alone, Gathered, Method, Ours, Pulled, Setup, Ulysses
 from packs import Pack, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
-_HEAD_START = 4_000_000
+HEAD_START = 4_000_000
 """Cycles that a GPU sleeps before it is timed, some 2 ms: in training, too, the host runs ahead."""
 Factory = Callable[[Pack, Setup], Method]
 
@@ -68,20 +68,6 @@ def slowest(value: float) -> float:
     return float(holder)
 
 
-def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Per call, of a queue of calls that the host fills while the GPU sleeps; slowest rank."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda._sleep(_HEAD_START)
-    start.record()
-    for _ in range(repeats):
-        run()
-    stop.record()
-    torch.cuda.synchronize()
-    return slowest(start.elapsed_time(stop) / repeats)
-
-
 def in_turns(run: Callable[[], object], whole: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Milliseconds of both, called in turns without a pause: a GPU's clock follows its heat and power, which change
     within a tenth of a second. Ranks meet before each pair; of each call the slowest rank counts; medians."""
@@ -89,7 +75,7 @@ def in_turns(run: Callable[[], object], whole: Callable[[], object], repeats: in
     meeting = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     dist.barrier()
-    torch.cuda._sleep(_HEAD_START)
+    torch.cuda._sleep(HEAD_START)
     for start, middle, stop in events:
         dist.all_reduce(meeting)
         start.record()

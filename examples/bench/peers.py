@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from attention import milliseconds as timed
+from attention import HEAD_START, slowest
 from torch import Tensor
 
 from cp_rewrite.kernels import symm
@@ -30,9 +30,19 @@ BESIDE = [symm.Crew(*crew) for crew in ((8, 32, 32), (16, 16, 16), (16, 24, 24),
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Per call, after a first one that compiles and maps memory."""
+    """Per call of a queue that the host fills while the GPU sleeps, after a first one that compiles and maps memory;
+    slowest rank."""
     run()
-    return timed(run, repeats)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(HEAD_START)
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return slowest(start.elapsed_time(stop) / repeats)
 
 
 def index(values: Tensor) -> Tensor:
