@@ -35,6 +35,8 @@ def test_order_on_hopper() -> None:
         ("fa3", {}, DeviceFacts((9, 0), ALL), "no backward"),
         ("fa3", {}, DeviceFacts((10, 0), ALL), "needs Hopper"),
         ("fa3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, HOPPER, "no deterministic backward"),
+        ("fa4", {"causal": False, "heads_kv": 8, "head_dim_v": 64}, HOPPER, "can be wrong without a causal mask"),
+        ("fa4", {"head_dim": 72, "head_dim_v": 72}, HOPPER, "no multiple of 32, got (72, 72)"),
         ("aten_flash", {"head_dim": 192}, HOPPER, "must be equal"),
         ("aten_flash", {"softcap": 30.0}, HOPPER, "no soft cap"),
         ("aten_flash", {}, DeviceFacts(None), "needs a CUDA GPU"),
@@ -59,6 +61,11 @@ def test_a_named_kernel_never_falls_back() -> None:
 
 def test_forward_only_needs_no_backward() -> None:
     facts = DeviceFacts((9, 0), ALL)
+    for change in ({"causal": False, "head_dim_v": 64}, {"head_dim": 72, "head_dim_v": 72}):
+        assert not reasons("fa4", dataclasses.replace(SPEC, **change, needs_backward=False), facts)  # type: ignore[arg-type]
+    full = dataclasses.replace(SPEC, heads=8, heads_kv=8, causal=False, windowed=True)
+    assert not reasons("fa4", full, facts)
+    assert not reasons("fa4", dataclasses.replace(full, causal=True, head_dim_v=64), facts)
     assert not reasons("fa3", dataclasses.replace(SPEC, needs_backward=False), facts)
     assert not reasons("fa4", dataclasses.replace(SPEC, head_dim=192, needs_backward=False), facts)
 
