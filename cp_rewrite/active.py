@@ -19,7 +19,7 @@ from .grid import outer_schedule, row_order
 from .masks import PackedMask
 from .ops.exchange import ROUTES
 from .plan import BatchPlan
-from .pull import pull_route
+from .push import push_route
 from .ring_schedule import ring_tables
 from .sharding import Sharding, split_exchange
 
@@ -40,12 +40,12 @@ class PlanInput:
     @property
     def on_host(self) -> bool:
         """Read by ops on the host; all others live on the device."""
-        return self.name in ("pieces", "launches", "splits", "stages", "capacity", "rounds")
+        return self.name in ("pieces", "launches", "splits", "stages", "capacity", "expanded", "rounds")
 
     @property
     def is_static(self) -> bool:
         """The size follows from the world size alone."""
-        return self.name in ("splits", "stages", "capacity", "remote_jobs", "early_jobs")
+        return self.name in ("splits", "stages", "capacity", "ends", "partners")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
@@ -149,7 +149,7 @@ class ActivePlan:
         order = row_order(self.plan, place, inner) if scattered else {}
         if outer == "p2p":
             return {**ring_tables(schedule, place), **order}
-        route = pull_route(schedule, place) if outer == "pull" else schedule.route(outer, place)
+        route = push_route(schedule, place) if outer == "push" else schedule.route(outer, place)
         return {**(schedule.attention(place) if scattered else {}), **route, **order}
 
     def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .masks import PackedMask
-from .pull import pull_route
+from .push import push_route
 from .schedule import Schedule
 
 if TYPE_CHECKING:
     from .sharding import Sharding
 
 Array = NDArray[np.integer[Any]]
-EXCHANGES = ("local", "all_gather", "pull")
+EXCHANGES = ("local", "all_gather", "push")
 """Ways of moving rows whose sizes the host need not know."""
 _TILE = 256
 """Rows past the last expanded one that a kernel may load with it: they must hold numbers."""
@@ -86,8 +86,8 @@ def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capa
 
 def fixed_route(schedule: Schedule, rank: int, exchange: str, capacity: Capacity) -> dict[str, Array]:
     """A route of `EXCHANGES` in the sizes of `capacity`. Rows after the rank's expanded ones repeat some."""
-    if exchange == "pull":
-        return _fixed_pull(schedule, rank, capacity)
+    if exchange == "push":
+        return _fixed_push(schedule, rank, capacity)
     route, used = schedule.route(exchange, rank), int(schedule.expanded[rank])
     kv_rows = route["kv_rows"][:used]
     return {
@@ -97,31 +97,21 @@ def fixed_route(schedule: Schedule, rank: int, exchange: str, capacity: Capacity
     }
 
 
-def _fixed_pull(schedule: Schedule, rank: int, capacity: Capacity) -> dict[str, Array]:
-    route, used, rows = pull_route(schedule, rank), int(schedule.expanded[rank]), capacity.rows
-    remote = int(route["remote_jobs"][0])
-    jobs = int(np.searchsorted(route["job_ptr"], used))
-    source = route["job_source"][:jobs]
-    # One more job, of a row that this rank owns, for each of the rows after the expanded ones.
-    more = min(_TILE, rows - used) if jobs > remote else 0
-    source = np.concatenate([source, np.resize(source[remote:], more)])
-    ptr = np.concatenate([route["job_ptr"][: jobs + 1], used + 1 + np.arange(more)]).astype(np.int32)
-    targets = np.concatenate([route["job_rows"][:used], used + np.arange(more)]).astype(np.int32)
+def _fixed_push(schedule: Schedule, rank: int, capacity: Capacity) -> dict[str, Array]:
+    rows = capacity.rows
+    # The host can't tell a captured step where to cut.
+    filling = min(_TILE, rows - int(schedule.expanded[rank]))
+    route = push_route(schedule, rank, cut=False, filling=filling)
+    most = schedule.world_size * rows
     return {
-        "publish_rows": _filled(np.unique(route["publish_rows"]), schedule.rows, -1),
-        "job_source": _filled(source, rows, 0),
-        "job_ptr": _filled(ptr, rows + 1, ptr[-1]),
-        "job_rows": _filled(targets, rows, 0),
-        "remote_jobs": route["remote_jobs"],
-        # The host can't tell a captured step where to cut.
-        "early_jobs": np.zeros_like(route["early_jobs"]),
-        "stages": np.zeros_like(route["stages"]),
+        **route,
+        "sends": _filled(route["sends"], most, 0),
+        "targets": _filled(route["targets"], most, 0),
+        "expanded": np.zeros(rows, dtype=np.int8),
+        "capacity": np.array([rows], dtype=np.int64),
+        "holders": _filled(route["holders"], most, 0),
         "rest_cu_seqlens_q": np.zeros(2, dtype=np.int32),
         "rest_cu_seqlens_k": np.zeros(2, dtype=np.int32),
-        "return_rows": _filled(np.unique(route["return_rows"]), rows, -1),
-        "pull_ptr": route["pull_ptr"],
-        "pull_rows": _filled(route["pull_rows"], schedule.world_size * rows, 0),
-        "capacity": np.array([rows], dtype=np.int64),
     }
 
 

@@ -26,23 +26,26 @@ from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launc
 
 Int32 = NDArray[np.int32]
 D = TypeVar("D", bound=np.integer)
-ROUTES = ("local", "all_gather", "needed", "pull")
+ROUTES = ("local", "all_gather", "needed", "push")
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
     """Keys that lie side by side on their owner: expanded rows [row, row + length) of rank `reader` are local rows
-    [source, source + length) of rank `owner`. (M,) int64 arrays, by reader, then by expanded row."""
+    [source, source + length) of rank `owner`. (M,) int64 arrays, by reader, then by expanded row; `piece` is the index
+    of the piece that reads them."""
 
+    piece: Int
     reader: Int
     row: Int
     owner: Int
     source: Int
     length: Int
 
-    def take(self, index: NDArray[np.bool_]) -> Runs:
+    def take(self, index: NDArray[np.bool_] | Int) -> Runs:
         """The runs at `index`."""
-        return Runs(*(column[index] for column in (self.reader, self.row, self.owner, self.source, self.length)))
+        columns = (self.piece, self.reader, self.row, self.owner, self.source, self.length)
+        return Runs(*(column[index] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +106,7 @@ class Schedule:
         row = np.cumsum(high - low) - (high - low)
         reader = self.pieces.rank[piece]
         row -= np.concatenate([[0], np.cumsum(self.expanded)])[reader]
-        return Runs(reader, row, owners[segment], sources[segment] + low - starts[segment], high - low)
+        return Runs(piece, reader, row, owners[segment], sources[segment] + low - starts[segment], high - low)
 
     def route(self, exchange: str, rank: int) -> dict[str, NDArray[np.integer]]:
         """The row tables of one rank for one way of moving rows, in a fixed order. P ranks, R local rows, E expanded.
@@ -114,7 +117,8 @@ class Schedule:
         `needed`: send_rows (S,) local rows by destination; splits (2, P) rows sent to and received from each rank;
             kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows (E,);
             return_ptr (R + 1,), return_rows (R + S,) into cat(own sums (R), rows that come back (S)).
-        `pull`: kv_rows as in all_gather; pull_ptr (R + 1,), pull_rows int64: reader << 32 | its expanded row.
+        `push`: holder_ptr (R + 1,), holders int64: the expanded rows of all ranks that hold each local row, as
+            reader << 32 | its expanded row, ascending.
         Raises:
             ValueError: an unknown exchange, or `local` with more than one rank.
         """
@@ -124,8 +128,8 @@ class Schedule:
             return self._gathered_route(rank)
         if exchange == "needed":
             return self._needed_route(rank)
-        if exchange == "pull":
-            return self._pull_route(rank)
+        if exchange == "push":
+            return self._push_route(rank)
         raise ValueError(f"exchange must be one of {', '.join(ROUTES)}; got {exchange!r}")
 
     def _gathered_rows(self, rank: int) -> Int:
@@ -168,16 +172,11 @@ class Schedule:
         rows = expand_ranges(starts, stops - starts)
         return rows % self.rows, np.bincount(rows // self.rows, minlength=self.world_size)
 
-    def _pull_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
+    def _push_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
         runs = self.runs.take(self.runs.owner == rank)
-        rows = expand_ranges(runs.source, runs.length)
-        contributions = expand_ranges((runs.reader << 32) + runs.row, runs.length)
-        ptr, members = group_rows(rows, self.rows)
-        return {
-            "kv_rows": _index(self._gathered_rows(rank)),
-            "pull_ptr": _index(ptr),
-            "pull_rows": _at_least(contributions[members], 2, 0),
-        }
+        holders = expand_ranges((runs.reader << 32) + runs.row, runs.length)
+        ptr, members = group_rows(expand_ranges(runs.source, runs.length), self.rows)
+        return {"holder_ptr": _index(ptr), "holders": _at_least(holders[members], 2, 0)}
 
     @cached_property
     def received(self) -> Int:

@@ -1,24 +1,33 @@
-// The transpose of pull_rows: gradients of expanded rows are summed into the rows they came from, on all ranks.
+// The transpose of push_rows: gradients of expanded rows, which lie in symmetric memory, are summed into the rows that
+// they belong to, on all ranks. Each own row sums its list (rank << 32 | expanded row, ascending) in fp32 and in that
+// order: bitwise repeatable. One warp per row; REMOTE_WARPS of a block take the rows with contributions from peers, the
+// others the rest: more warps on the links make them slower (measured), memory wants more.
 //
-// 1. Expanded rows that belong to peers go to this rank's slot of symmetric memory; the last block tells the peers.
-// 2. Each own row sums its contributions, its own ones and those read from peers, in fp32 and in the order of its list
-//    (peer << 32 | expanded row of that peer, ascending): bitwise repeatable. One warp per row; REMOTE_WARPS of a
-//    block take the rows with contributions from peers, the others the rest.
-//
-// Two launches: OWN does the first, LATE the second.
+// The ranks meet before: see `meet.cu`.
 #include "symm.cuh"
 
 constexpr u32 BATCH = 8;  // rows whose lists a warp looks at together
 
+// Which rows a warp takes: batches first, first + step, …. Warps [0, REMOTE_WARPS) of a block are `remote`.
+struct Share {
+  u32 first, step, lane;
+  bool remote;
+  __device__ __forceinline__ Share() {
+    const u32 warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+    remote = warp < REMOTE_WARPS;
+    first = (remote ? warp : warp - REMOTE_WARPS) * gridDim.x + blockIdx.x;
+    step = (remote ? REMOTE_WARPS : WARPS - REMOTE_WARPS) * gridDim.x;
+  }
+};
+
 struct Gradients {
-  const chunk* own;
   chunk *dk, *dv;
   u32 width, k_width;
 };
 
 __device__ __forceinline__ void sum_row(
-    const Meeting& meeting, const Gradients& grads, const i64* contributions, int begin, int end, u32 row, u64 slot,
-    u32 lane) {
+    const Meeting& meeting, const Gradients& grads, const i64* holders, int begin, int end, u32 row, u32 lane) {
   const u32 width = grads.width, v_width = width - grads.k_width;
   for (u32 c0 = lane; c0 < width; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
@@ -27,10 +36,8 @@ __device__ __forceinline__ void sum_row(
 #pragma unroll
       for (int i = 0; i < PER_CHUNK; ++i) sum[u][i] = 0.f;
     for (int j = begin; j < end; ++j) {
-      const i64 entry = contributions[j];
-      const int peer = (int)(entry >> 32);
-      const chunk* base = peer == meeting.rank ? grads.own : (const chunk*)(meeting.peers[peer] + slot);
-      const chunk* from = base + (u64)(u32)entry * width;
+      const i64 holder = holders[j];
+      const chunk* from = meeting.rows((int)(holder >> 32)) + (u64)(u32)holder * width;
       chunk held[IN_FLIGHT];
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
@@ -50,55 +57,31 @@ __device__ __forceinline__ void sum_row(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
-    const chunk* grad, u32 width, const int* publish_rows, u32 publish_count, const int* ptr, const i64* contributions,
-    u32 local_rows, chunk* dk, chunk* dv, u32 k_width, u32 parts, const u64* peers, u32* state, int rank, int world,
-    u64 slot_bytes) {
+    const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, const u64* peers,
+    u32* state, int rank, int world) {
   const Meeting meeting = {peers, state, rank, world};
-  const Gradients grads = {grad, dk, dv, width, k_width};
-  const u32 call = *(volatile u32*)state + 1;
-  const u64 slot = HEADER + (call & 1) * slot_bytes;
-  const Share every(0, WARPS), mine(REMOTE_WARPS);
-  chunk* published = (chunk*)(peers[rank] + slot);
-
-  for (u32 i = every.first; parts & OWN && i < publish_count; i += every.step) {
-    const int row = publish_rows[i];
-    if (row < 0) break;  // filling
-    const u64 at = (u64)row * width;
-    for (u32 c0 = every.lane; c0 < width; c0 += SPAN) {
-      chunk held[IN_FLIGHT];
-#pragma unroll
-      for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) held[u] = grad[at + c0 + 32 * u];
-#pragma unroll
-      for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) published[at + c0 + 32 * u] = held[u];
-    }
-  }
-  if (parts & OWN) publish(meeting, call);
-  if (!(parts & LATE)) return;
-
-  u32 met = 1u << rank;
-  for (u32 batch = mine.first; batch * BATCH < local_rows; batch += mine.step) {
+  const u32 call = meeting.call();
+  const Gradients grads = {dk, dv, width, k_width};
+  const Share mine;
+  for (u32 batch = mine.first; batch * BATCH < rows; batch += mine.step) {
     const u32 candidate = batch * BATCH + mine.lane;
     int begin = 0, end = 0;
-    u32 peers_of = 0;
-    if (mine.lane < BATCH && candidate < local_rows) {
+    bool remote = false;
+    const bool there = mine.lane < BATCH && candidate < rows;
+    if (there) {
       begin = ptr[candidate];
       end = ptr[candidate + 1];
-      for (int j = begin; j < end; ++j) peers_of |= 1u << (int)(contributions[j] >> 32);
+      for (int j = begin; j < end; ++j) remote |= (int)(holders[j] >> 32) != rank;
     }
-    const bool remote = peers_of & ~(1u << rank);
-    u32 todo = __ballot_sync(0xffffffffu, mine.lane < BATCH && candidate < local_rows && remote == mine.remote);
+    u32 todo = __ballot_sync(0xffffffffu, there && remote == mine.remote);
     for (; todo; todo &= todo - 1) {
       const int at = __ffs(todo) - 1;
-      u32 missing = __shfl_sync(0xffffffffu, peers_of, at) & ~met;
-      for (; missing; missing &= missing - 1) {
-        wait_for(meeting, __ffs(missing) - 1, call);
-        met |= missing & -missing;
-      }
       const int from = __shfl_sync(0xffffffffu, begin, at), to = __shfl_sync(0xffffffffu, end, at);
-      sum_row(meeting, grads, contributions, from, to, batch * BATCH + at, slot, mine.lane);
+      sum_row(meeting, grads, holders, from, to, batch * BATCH + at, mine.lane);
     }
   }
-  leave(meeting, call);
+  if (meeting.last_block(1)) {
+    meeting.tell(LEFT, call);
+    state[CALLS] = call;
+  }
 }

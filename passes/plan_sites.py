@@ -46,7 +46,7 @@ def _decide(site: Site, state: State) -> Decision | Refusal:
     choice = choose(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
-    if exchange == "pull":
+    if exchange == "push":
         why += " beside the kernel" if in_parts(choice.kernel) else " before and after the kernel"
     rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
     return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
@@ -88,7 +88,7 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
 
 
 def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
-    """(exchange, why). `needed` travels by one-sided reads (`pull`) where all ranks can map each other's memory."""
+    """(exchange, why). `needed` travels by one-sided writes (`push`) where all ranks can map each other's memory."""
     sharding = state.sharding
     if sharding.world_size == 1:
         return "local", "one rank: nothing moves"
@@ -106,8 +106,8 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
         against = [*symm.row_reasons(spec.dtype, *columns), *symm.reasons(sharding.group_name)]
         if not against:
-            return "pull", f"{why}; rows are read from the peers' memory"
-        why += f"; not from the peers' memory, since {'; '.join(against)}"
+            return "push", f"{why}; rows are written into the peers' memory"
+        why += f"; not into the peers' memory, since {'; '.join(against)}"
     return "all_gather" if fixed else exchange, why
 
 

@@ -52,12 +52,12 @@ class RankAttention:
 def attend_on(
     mesh: DeviceMesh | int, rows: tuple[Documents, ...], cell: Cell, params: Params, device: torch.device | None = None
 ) -> RankAttention:
-    """Plan and tables of one cell. `local` is the exchange of a mesh of 1, `pull` is `needed` between GPUs."""
+    """Plan and tables of one cell. `local` is the exchange of a mesh of 1, `push` is `needed` between GPUs."""
     if not isinstance(mesh, int):
         device = device_of(mesh)
         if cell.exchange.startswith("a2a+"):
             mesh = grid_mesh(mesh.device_type, 2, mesh.size() // 2)
-    annotated: Any = "needed" if cell.exchange in ("local", "pull") else cell.exchange
+    annotated: Any = "needed" if cell.exchange in ("local", "push") else cell.exchange
     sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated)
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))

@@ -28,7 +28,7 @@ from tests.tolerances import relative_error, tolerance
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
 WINDOW, BOTH = PackedMask(window=(200, 0)), PackedMask(causal=False, window=(100, 60))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-EXCHANGES = ("pull", "needed", "all_gather", "p2p", "a2a")
+EXCHANGES = ("push", "needed", "all_gather", "p2p", "a2a")
 GRID_EXCHANGES = ("a2a+p2p", "a2a+needed", "a2a+all_gather")
 ROWS = ("out", "dq", "dk", "dv")
 
@@ -84,7 +84,7 @@ def te_sweep(world_size: int) -> list[Cell]:
 
 
 def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
-    """Why the cell can't run: what its kernel says of the heads that scattering leaves it, what reads of peers' memory
+    """Why the cell can't run: what its kernel says of the heads that scattering leaves it, what writes to peers' memory
     need; empty: it can."""
     heads, heads_kv = cell.heads
     if split_exchange(cell.exchange)[0]:
@@ -95,7 +95,7 @@ def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
     spec = AttentionSpec(cell.dtype, *cell.dims, heads, heads_kv, cell.mask.causal, window,
                          deterministic=cell.deterministic, softcap=cell.softcap)  # fmt: skip
     found = reasons(cell.kernel, spec, facts)
-    return found + cuda.reasons() if cell.exchange == "pull" else found
+    return found + cuda.reasons() if cell.exchange == "push" else found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from cp_rewrite.kernels.launches import launches_of
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
-from cp_rewrite.pull import pull_route
 from tests.models import build_model
 from tests.packed import make_schedule
 from tests.packs import batches
@@ -62,13 +61,13 @@ def test_routes_say_the_same(rows: tuple[Documents, ...], mask: PackedMask, worl
     schedule, indices = make_schedule(rows, world_size, "balanced", mask)
     assume(schedule.expanded.max(initial=0) <= ROOM.rows)
     sizes: set[Any] = set()
-    for rank in range(world_size):
-        route = fixed_route(schedule, rank, exchange, ROOM)
+    routes = [fixed_route(schedule, rank, exchange, ROOM) for rank in range(world_size)]
+    for rank, route in enumerate(routes):
         assert tuple(route) == ROUTES[exchange]
         sizes.add(tuple(len(array) for array in route.values()))
         used = int(schedule.expanded[rank])
-        if exchange == "pull":
-            check_pull(schedule, rank, route, indices)
+        if exchange == "push":
+            check_push(schedule, rank, routes, indices)
             continue
         tight = schedule.route(exchange, rank)
         np.testing.assert_array_equal(route["kv_rows"][:used], tight["kv_rows"][:used])
@@ -78,27 +77,27 @@ def test_routes_say_the_same(rows: tuple[Documents, ...], mask: PackedMask, worl
     assert len(sizes) == 1
 
 
-def check_pull(schedule: Any, rank: int, route: Any, indices: Any) -> None:
-    tight, used = pull_route(schedule, rank), int(schedule.expanded[rank])
+def check_push(schedule: Any, rank: int, routes: list[Any], indices: Any) -> None:
+    used = int(schedule.expanded[rank])
     filled = min(ROOM.rows, used + 256) if used else 0
     got = np.full(ROOM.rows, -1)
-    for job, source in enumerate(route["job_source"]):
-        targets = route["job_rows"][slice(*route["job_ptr"][job : job + 2])]
-        assert (got[targets] == -1).all()
-        got[targets] = source
-        assert not len(targets) or (source // schedule.rows == rank) == (job >= route["remote_jobs"][0])
+    for owner, route in enumerate(routes):
+        stop = route["ends"][2]
+        for row, target in zip(route["sends"][:stop], route["targets"][:stop], strict=True):
+            if target >> 32 == rank:
+                assert got[target & 0xFFFFFFFF] == -1
+                got[target & 0xFFFFFFFF] = owner * schedule.rows + row
     np.testing.assert_array_equal(got[:used], schedule.route("all_gather", rank)["kv_rows"][:used])
     # What a kernel may load past the end is tokens of this rank; after that nothing is written.
     mine = got[used:filled]
     assert (mine // schedule.rows == rank).all()
     assert (np.concatenate(indices[rank])[mine % schedule.rows] >= 0).all()
     assert (got[filled:] == -1).all()
-    for name in ("publish_rows", "return_rows"):
-        assert set(tight[name]) == set(route[name][route[name] >= 0])
-        assert (np.diff(np.flatnonzero(route[name] >= 0)) == 1).all()
-    np.testing.assert_array_equal(route["pull_ptr"], tight["pull_ptr"])
-    sums = slice(tight["pull_ptr"][-1])
-    np.testing.assert_array_equal(route["pull_rows"][sums], tight["pull_rows"][sums])
+    tight, route = schedule.route("push", rank), routes[rank]
+    np.testing.assert_array_equal(route["holder_ptr"], tight["holder_ptr"])
+    sums = slice(tight["holder_ptr"][-1])
+    np.testing.assert_array_equal(route["holders"][sums], tight["holders"][sums])
+    assert len(route["expanded"]) == route["capacity"][0] == ROOM.rows
 
 
 def test_what_does_not_fit_is_named() -> None:

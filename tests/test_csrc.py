@@ -19,8 +19,9 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "zero_gaps.cu": [()],
     "merge_steps.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))],
     "dual_chunk.cu": [()],
-    "pull_rows.cu": [symm._macros(crew) for crew in (symm._FULL, symm._LOCAL, symm._BESIDE)],
-    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._FULL)) for dtype in DTYPES],
+    "meet.cu": [()],
+    "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm._OWN, symm.BESIDE)],
+    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES],
 }
 
 

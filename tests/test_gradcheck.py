@@ -1,8 +1,8 @@
 """torch's gradcheck in fp64: ops with a gradient alone, and attention of all ranks together under every exchange.
 
 The ranks together are one function of the whole row, which every rank evaluates at once: rows that all ranks hold are
-cut, attended to, and put together again. Rows read from peers' memory (`pull`) need GPUs and kernels of half precision,
-so they are compared there with fp32 (`test_conformance_gpu.py`).
+cut, attended to, and put together again. Rows written into peers' memory (`push`) need GPUs and kernels of half
+precision, so they are compared there with fp32 (`test_conformance_gpu.py`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import device_facts, in_parts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.pull import pull_kv, return_kv
+from cp_rewrite.ops.push import push_kv, return_kv
 from cp_rewrite.ops.rows import as_rows, split_kv
-from cp_rewrite.pull import NAMES, pull_route
+from cp_rewrite.push import NAMES, push_route
 from cp_rewrite.schedule import Schedule
 from tests.packed import make_schedule
 from tests.test_conformance_gpu import free_port
@@ -74,7 +74,7 @@ def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[tor
 
 
 def _tensors(schedule: Schedule, rank: int) -> list[torch.Tensor]:
-    route = pull_route(schedule, rank)
+    route = push_route(schedule, rank)
     tensors = {name: torch.from_numpy(route[name]) for name in NAMES}
     return [x if PlanInput(name).on_host else x.cuda() for name, x in tensors.items()]
 
@@ -86,14 +86,14 @@ def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: torch.dtype) -> None:
     route = _tensors(schedule, rank)
-    for call in range(5):  # slots take turns
+    for call in range(5):  # over the same memory
         kv, grads = _inputs(schedule, dtype, call)
         k, v = _split(kv[rank])
         used = int(schedule.expanded[rank])
         expected = torch.cat(kv)[torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()]
         if call % 2:  # ranks out of step
-            torch.cuda._sleep(3_000_000 * rank)
-        got = pull_kv(k, v, route, group)
+            torch.cuda._sleep(3_000_000 * (rank if call == 1 else world_size - rank))
+        got = push_kv(k, v, route, group)
         assert torch.equal(got[:used], expected[:used])
         dk, dv = return_kv(grads[rank], k, v, route, group)
         total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
@@ -134,14 +134,14 @@ def _check_beside(
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
 
     def apart() -> tuple[torch.Tensor, ...]:
-        keys = split_kv(pull_kv(k, v, route, group), heads[1], 128, 128)
+        keys = split_kv(push_kv(k, v, route, group), heads[1], 128, 128)
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
         return out, lse, dq, *return_kv(as_rows(dk, dv, *keys), k, v, route, group)
 
     def beside(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
-        out, lse, kv = _ops.pulled_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
-        back = _ops.pulled_attention_backward.default
+        out, lse, kv = _ops.pushed_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
+        back = _ops.pushed_attention_backward.default
         return out, lse, *back(dout, q, k, v, kv if keep else None, out, lse, *inputs, *numbers, group)
 
     def same(expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...], what: object) -> None:
@@ -177,7 +177,7 @@ def _replay(rank: int, world_size: int, group: str) -> None:
     k, v = (x.contiguous() for x in _split(kv[rank]))
 
     def step() -> tuple[Any, Any]:
-        return pull_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
+        return push_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
 
     step()
     graph = torch.cuda.CUDAGraph()

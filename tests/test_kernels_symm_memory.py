@@ -16,8 +16,8 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import cuda, symm, varlen
 from cp_rewrite.kernels.launches import Launch
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops import pulled
-from cp_rewrite.pull import pull_route
+from cp_rewrite.ops import pushed
+from cp_rewrite.push import push_route
 from tests.kernel_cases import make_case
 from tests.packed import make_schedule
 
@@ -84,11 +84,15 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
         current[-1].reads.extend(found)
         seen.append(len(found))
 
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q.clone(), torch.zeros(q.shape[1], q.shape[0])
+
     def backward(*args: Any) -> tuple[Tensor, ...]:
         return varlen.run_backward(_kernel, *args)
 
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    way = SimpleNamespace(peers=0, state=torch.zeros(4), slot_bytes=0)
+    memory = torch.zeros(symm._HEADER + 2**20, dtype=torch.uint8)
+    way = symm.Channel(memory, torch.zeros(8), 0, 2**20, None)
     for where, name, value in (
         (torch.cuda, "current_stream", lambda *_: main),
         (torch.cuda, "stream", On),
@@ -98,30 +102,31 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),
-        (pulled, "load", lambda _: SimpleNamespace(backward=backward)),
+        (pushed, "load", lambda _: SimpleNamespace(forward=forward, backward=backward)),
     ):
         monkeypatch.setattr(where, name, value)
     return side, seen
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["", "gradients in two tensors"])
-def test_copies_outlive_the_second_stream(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_outlive_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     side, seen = _play(monkeypatch)
-    if apart:
-        monkeypatch.setattr(varlen, "_grad_rows", lambda *keys: tuple(torch.empty(x.shape) for x in keys))
     documents = Documents.from_lengths([40, 24])
     case = make_case(documents, PackedMask())
     schedule, _ = make_schedule([documents], 2, "balanced", PackedMask())
-    route = [torch.from_numpy(array) for array in pull_route(schedule, 0).values()]
+    route = [torch.from_numpy(array) for array in push_route(schedule, 0).values()]
     rows = schedule.rows
     k, v = (torch.zeros(HEADS, rows, DIM).transpose(0, 1) for _ in range(2))  # heads outside: rows are not dense
     lse = torch.zeros(case.q.shape[1], rows)
     tables = case.tables
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
-    ops.pulled_attention_backward.default(
-        case.dout, case.q, k, v, None, case.q, lse, *inputs, 0.1, 0.0, "fa4", True, "group"
-    )
-    assert seen == [2, 1, 1]  # k and v, then the gradients of the expanded rows: published, and summed
+    numbers = 0.1, 0.0, "fa4", True
+    ops.pushed_attention.default(case.q, k, v, *inputs, *numbers, True, "group", None)
+    assert seen == [2, 2]  # k and v for peers, and for this rank
+    assert not side.reads
+    seen.clear()
+    ops.pushed_attention_backward.default(case.dout, case.q, k, v, None, case.q, lse, *inputs, *numbers, "group")
+    # A meeting; k and v; a meeting; and, when gradients are written, a meeting and the sum.
+    assert seen == [0, 2, 2, 0, 0, 0]
     assert not side.reads
 
 
@@ -141,11 +146,11 @@ def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPat
     device = torch.device("cuda", 0)
     for captured in (False, True):
         size = 4096 << captured
-        first = weakref.ref(symm.channel("group", "pull", size, device))
+        first = weakref.ref(symm.channel("group", "push", size, device))
         capturing[0] = captured
-        assert symm.channel("group", "pull", size, device) is first()
+        assert symm.channel("group", "push", size, device) is first()
         capturing[0] = False
-        assert symm.channel("group", "pull", 4 * size, device).slot_bytes > size
+        assert symm.channel("group", "push", 4 * size, device).nbytes > size
         gc.collect()
         assert (first() is not None) == captured
         symm._channels.clear()

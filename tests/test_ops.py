@@ -19,7 +19,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
-from cp_rewrite.pull import pull_route
+from cp_rewrite.push import push_route
 from tests.packed import dense_attention, make_schedule, run_rank, tensors
 from tests.pool import Pool
 from tests.tolerances import assert_close
@@ -78,19 +78,19 @@ def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, sinks: Tensor
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_pulled_attention_traces_with_its_gradients(
+def test_pushed_attention_traces_with_its_gradients(
     keep_kv: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on GPUs only; what compilers see of it, shapes, dtypes and gradients, is told on the CPU."""
     monkeypatch.setattr("cp_rewrite.ops.attention.in_parts", lambda kernel: kernel == "fa4")
     schedule, _ = make_schedule([Documents.from_lengths([5, 0, 17, 3])], 2, "balanced", PackedMask())
-    route = [torch.from_numpy(array) for array in pull_route(schedule, 0).values()]
+    route = [torch.from_numpy(array) for array in push_route(schedule, 0).values()]
     tables = [torch.from_numpy(array) for array in schedule.attention(0).values()]
     inputs = [*make_qkv(schedule.rows, (4, 2), (8, 6), torch.bfloat16), *([torch.zeros(4)] if sinks else [])]
 
     def step(leaves: list[Tensor], tables: list[Tensor], route: list[Tensor]) -> tuple[Tensor, ...]:
         q, k, v, *own = leaves
-        where = "pull", "group", 2
+        where = "push", "group", 2
         out, lse = attend(q, k, v, tables, route, where, Params(0.3), "fa4", keep_kv, own[0] if own else None)
         return out, lse, *torch.autograd.grad(out.float().sum(), leaves)
 
@@ -100,9 +100,9 @@ def test_pulled_attention_traces_with_its_gradients(
     rows, wide = schedule.rows, torch.float32
     assert [(x.shape, x.dtype) for x in found[:2]] == [((rows, 4, 6), torch.bfloat16), ((4, rows), wide)]
     assert [(x.shape, x.dtype) for x in found[2:]] == [(x.shape, x.dtype) for x in inputs]
-    names = [str(node.target) for node in traced.graph.nodes if "cp_rewrite.pull" in str(node.target)]
-    assert names == ["cp_rewrite.pulled_attention.default", "cp_rewrite.pulled_attention_backward.default"]
-    (backward,) = traced.graph.find_nodes(op="call_function", target=ops.pulled_attention_backward.default)
+    names = [str(node.target) for node in traced.graph.nodes if "cp_rewrite.push" in str(node.target)]
+    assert names == ["cp_rewrite.pushed_attention.default", "cp_rewrite.pushed_attention_backward.default"]
+    (backward,) = traced.graph.find_nodes(op="call_function", target=ops.pushed_attention_backward.default)
     assert (backward.args[4] is not None) == keep_kv
 
 

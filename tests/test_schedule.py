@@ -105,17 +105,26 @@ def play(exchange: str, routes: list[Tables], local: NDArray[np.float64], grads:
     ranks, size = local.shape
     if exchange == "needed":
         return play_needed(routes, local, grads)
+    if exchange == "push":
+        return play_push(routes, local, grads)
     gathered = [local.reshape(-1)[route["kv_rows"]] for route in routes]
-    if exchange == "pull":
-        back: list[NDArray[np.float64]] = []
-        for route in routes:
-            pulls = route["pull_rows"][: route["pull_ptr"][-1]]
-            taken = np.array([grads[pull >> 32][pull & 0xFFFFFFFF] for pull in pulls.tolist()])
-            assert all((np.diff(part) > 0).all() for part in np.split(pulls, route["pull_ptr"][1:-1]))
-            back.append(csr_sum(taken, route["pull_ptr"], np.arange(len(taken))))
-        return gathered, back
     sums = [csr_sum(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
     return gathered, list(np.stack(sums).reshape(ranks, ranks, size).sum(0))
+
+
+def play_push(routes: list[Tables], local: NDArray[np.float64], grads: list[NDArray[np.float64]]) -> Moved:
+    held = [np.full_like(grad, np.nan) for grad in grads]
+    back: list[NDArray[np.float64]] = []
+    for owner, route in enumerate(routes):
+        ptr, holders = route["holder_ptr"], route["holders"][: route["holder_ptr"][-1]]
+        places = [(int(holder >> 32), int(holder & 0xFFFFFFFF)) for holder in holders]
+        for (reader, row), source in zip(places, np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), strict=True):
+            assert np.isnan(held[reader][row])
+            held[reader][row] = local[owner, source]
+        assert all((np.diff(part) > 0).all() for part in np.split(holders, ptr[1:-1]))
+        taken = np.array([grads[reader][row] for reader, row in places])
+        back.append(csr_sum(taken, ptr, np.arange(len(taken))))
+    return held, back
 
 
 def play_needed(routes: list[Tables], local: NDArray[np.float64], grads: list[NDArray[np.float64]]) -> Moved:

@@ -28,9 +28,11 @@ class Beside:
     """Rows that travel beside a backward, which calls each once, when its stream is told all that comes before.
 
     Args:
-        keys_needed: from here on keys and values are read. gradients_written: dk and dv are.
+        rows: (E, C), where dk and dv go. keys_needed: from here on keys and values are read, and dk and dv written.
+        gradients_written: they are.
     """
 
+    rows: Tensor
     keys_needed: Callable[[], None]
     gradients_written: Callable[[], None]
 

@@ -1,8 +1,9 @@
-"""Rows exchanged through memory that all GPUs of one NVLink domain map: one kernel per direction, no messages.
+"""Rows exchanged through memory that all GPUs of one NVLink domain map: no messages.
 
-Each direction has a `Channel`: symmetric memory with the ranks' flags and two slots that calls take in turn (see
-`csrc/symm.cuh`), reused by all layers. Its size follows from numbers that are equal on all ranks, so all ranks grow it
-in the same call. NVLink multicast is never used.
+Each direction has a `Channel`: symmetric memory with the ranks' flags (see `csrc/symm.cuh`) and expanded rows, or their
+gradients, reused by all layers. Owners write rows where peers' kernels read them, and read gradients where peers'
+kernels write them. A channel's size follows from numbers that are equal on all ranks, so all ranks grow it in the same
+call. NVLink multicast is never used.
 
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 """
@@ -24,25 +25,25 @@ from . import cuda
 
 _HEADER = 1024
 _MAX_RANKS = 32
-OWN, EARLY, LATE = 1, 2, 4
-ALL = OWN | EARLY | LATE
-"""Parts of a pull, in their order: own rows, to where peers read them and to where the kernel does; rows of peers for
-early entries; those for late ones."""
+_CALLS, _SEEN = 0, 3
+_ARRIVED, _SENT_EARLY, _WRITTEN, _LEFT = 0, 1, 0, 1
+"""Words and flags of `csrc/symm.cuh`."""
 
 
 @dataclass(frozen=True)
 class Crew:
-    """Args: blocks: 0 for one per multiprocessor. warps: of a block. remote: those of them that read peers."""
+    """Args: blocks: 0 for one per multiprocessor. warps: of a block. remote: those of them that read peers. flying:
+    16-byte loads in flight per lane."""
 
     blocks: int
     warps: int
-    remote: int
+    remote: int = 0
+    flying: int = 4
 
 
-_FULL, _LOCAL, _BESIDE = Crew(0, 16, 4), Crew(0, 16, 0), Crew(16, 24, 24)
-"""All at once; own rows; peers' rows while a kernel runs that fills every multiprocessor it gets."""
-_IN_FLIGHT = 4
-"""16-byte loads in flight per lane."""
+FULL, BESIDE = Crew(0, 16), Crew(16, 8)
+"""For peers' rows; and for those while a kernel runs that fills every multiprocessor it gets."""
+_OWN, _SUM, _ONE = Crew(0, 16), Crew(0, 16, remote=4), Crew(1, 1)
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
@@ -90,13 +91,18 @@ def _own_reasons(group: dist.ProcessGroup) -> list[str]:
 
 @dataclass(eq=False)
 class Channel:
-    """Symmetric memory of one direction: flags, then two slots of `slot_bytes`. `state` counts the calls."""
+    """Symmetric memory of one direction: flags, then rows of `nbytes` in all. `state` counts the calls."""
 
     buffer: Tensor
     state: Tensor
     peers: int
-    slot_bytes: int
+    nbytes: int
     handle: Any
+
+    def rows(self, count: int, like: Tensor, columns: int) -> Tensor:
+        """(count, columns), in the dtype of `like`: the memory of the first rows."""
+        taken = self.buffer[_HEADER : _HEADER + count * columns * like.element_size()]
+        return taken.view(like.dtype).view(count, columns)
 
 
 _channels: dict[tuple[str, str], Channel] = {}
@@ -104,21 +110,21 @@ _captured: set[Channel] = set()
 """Channels that CUDA graphs use, for good: replays read and write their memory, also after a larger one took over."""
 
 
-def channel(group: str, direction: str, slot_bytes: int, device: torch.device) -> Channel:
-    """The channel of a group and direction, with slots of at least `slot_bytes`: the same number on all ranks.
+def channel(group: str, direction: str, nbytes: int, device: torch.device) -> Channel:
+    """The channel of a group and direction, for rows of at least `nbytes`: the same number on all ranks.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is being captured.
     """
     known = _channels.get((group, direction))
     capturing = torch.cuda.is_current_stream_capturing()
-    if known is not None and known.slot_bytes >= slot_bytes:
+    if known is not None and known.nbytes >= nbytes:
         if capturing:
             _captured.add(known)
         return known
     if capturing:
         raise RuntimeError(
-            f"the {direction} channel needs {slot_bytes} bytes per slot and a CUDA graph is being captured: "
+            f"the {direction} channel needs {nbytes} bytes and a CUDA graph is being captured: "
             "run one step of full capacity before the capture"
         )
     process_group = _resolve_process_group(group)
@@ -126,128 +132,160 @@ def channel(group: str, direction: str, slot_bytes: int, device: torch.device) -
     torch.cuda.synchronize(device)
     dist.barrier(process_group, device_ids=[device.index])
     _channels.pop((group, direction), None)
-    grown = int(slot_bytes * (_ROOM if known is not None else 1.0))
+    grown = int(nbytes * (_ROOM if known is not None else 1.0))
     made = _channels[group, direction] = _make_channel(process_group, -(-grown // 4096) * 4096, device)
     return made
 
 
-def _make_channel(group: dist.ProcessGroup, slot_bytes: int, device: torch.device) -> Channel:
+def _make_channel(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Channel:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric
 
-    buffer = symmetric.empty(_HEADER + 2 * slot_bytes, dtype=torch.uint8, device=device)
+    buffer = symmetric.empty(_HEADER + nbytes, dtype=torch.uint8, device=device)
     handle: Any = symmetric.rendezvous(buffer, group.group_name)
-    buffer[:_HEADER].zero_()
+    buffer.zero_()  # flags; and kernels may load rows that nobody has written yet
     torch.cuda.synchronize(device)
     dist.barrier(group, device_ids=[device.index])
-    state = torch.zeros(4, dtype=torch.int32, device=device)
-    return Channel(buffer, state, handle.buffer_ptrs_dev, slot_bytes, handle)
+    state = torch.zeros(8, dtype=torch.int32, device=device)
+    return Channel(buffer, state, handle.buffer_ptrs_dev, nbytes, handle)
 
 
-def pull_rows(
-    k_RHD: Tensor,
-    v_RHV: Tensor,
-    publish_rows: Tensor,
-    job_source: Tensor,
-    job_ptr: Tensor,
-    job_rows: Tensor,
-    remote_jobs: Tensor,
-    early_jobs: Tensor,
-    group: str,
-    out: Tensor | None = None,
-    parts: int = ALL,
-    stream: torch.cuda.Stream | None = None,
-) -> Tensor:
-    """(E, C): the expanded rows, from all ranks' k and v. All ranks call it, in the same order.
+class Push:
+    """One call of the exchange, from all ranks' k and v to everyone's expanded rows: `to_peers` and `own_rows`, in any
+    order. All ranks make it, in the same order.
 
     Args:
-        publish_rows, job_source, job_ptr, job_rows, remote_jobs, early_jobs: of `pull.pull_route`, int32.
-        out: the result's memory. parts: OWN, EARLY, LATE, or ALL.
-        stream: where the kernel runs, after all that the current stream is told so far; None: the current one. On
-            another, the caller keeps what the kernel reads until it is waited for, `dense_rows` of k and v where OWN
-            is among the parts: memory given back is the current stream's to write at once.
+        k_RHD, v_RHV: `dense_rows`. sends, targets, ends, expanded, partners, capacity: of `push.push_route`.
+    Attributes:
+        rows: (E, C), the expanded rows, in memory that the next call overwrites.
     """
-    process_group = _resolve_process_group(group)
-    k, v = (dense_rows(k_RHD), dense_rows(v_RHV)) if parts & OWN else (k_RHD, v_RHV)
-    device, size = k.device, k.element_size()
-    k_width, v_width = _chunks(k), _chunks(v)
-    width = k_width + v_width
-    expanded: Tensor = k.new_empty(job_rows.shape[0], width * 16 // size) if out is None else out
-    way = channel(group, "pull", k.shape[0] * width * 16, device)
-    crew = _FULL if parts == ALL else _LOCAL if parts == OWN else _BESIDE
-    _launch(
-        cuda.kernel("pull_rows", device, _macros(crew)),
-        crew,
-        stream,
-        device,
-        k.data_ptr(),
-        v.data_ptr(),
-        cuda.u64(k.stride(0) * size // 16),
-        cuda.u64(v.stride(0) * size // 16),
-        cuda.u32(k_width),
-        cuda.u32(width),
-        publish_rows.data_ptr(),
-        cuda.u32(publish_rows.shape[0]),
-        job_source.data_ptr(),
-        job_ptr.data_ptr(),
-        job_rows.data_ptr(),
-        cuda.u32(job_source.shape[0]),
-        remote_jobs.data_ptr(),
-        early_jobs.data_ptr(),
-        cuda.u32(parts),
-        cuda.u32(k.shape[0]),
-        expanded.data_ptr(),
-        *_meeting(way, process_group),
-    )
-    return expanded
+
+    def __init__(
+        self,
+        k_RHD: Tensor,
+        v_RHV: Tensor,
+        sends: Tensor,
+        targets: Tensor,
+        ends: Tensor,
+        expanded: Tensor,
+        partners: Tensor,
+        capacity: Tensor,
+        group: str,
+    ) -> None:
+        k_width, size = _chunks(k_RHD), k_RHD.element_size()
+        width, self._device, self._group = k_width + _chunks(v_RHV), k_RHD.device, group
+        self._way = channel(group, "push", int(capacity) * width * 16, self._device)
+        self.rows = self._way.rows(expanded.shape[0], k_RHD, width * 16 // size)
+        self._senders, self._receivers = partners, partners[1:]
+        self._arguments = (
+            k_RHD.data_ptr(),
+            v_RHV.data_ptr(),
+            cuda.u64(k_RHD.stride(0) * size // 16),
+            cuda.u64(v_RHV.stride(0) * size // 16),
+            cuda.u32(k_width),
+            cuda.u32(width),
+            sends.data_ptr(),
+            targets.data_ptr(),
+            ends.data_ptr(),
+            partners.data_ptr(),
+        )
+
+    def to_peers(self, crew: Crew, stream: torch.cuda.Stream | None = None) -> None:
+        """Rows of this rank to all others; when it is done, theirs are here. Those that ranks need at once go first.
+
+        Args:
+            crew: FULL or BESIDE.
+            stream: where it runs, after all that the current stream is told so far; None: the current one. On another,
+                the caller keeps what it reads until it is waited for: memory given back is the current stream's to
+                write at once.
+        """
+        if crew.blocks == 0:
+            # Many blocks that wait for peers could keep out what the peers wait for.
+            where = self._way, self._group, stream, self._device
+            _meet(*where, _ARRIVED, told=_ARRIVED, ranks=self._receivers)
+        self._launch(crew, stream, to_peers=True)
+
+    def own_rows(self) -> None:
+        """Rows of this rank to itself, on the current stream."""
+        self._launch(_OWN, None, to_peers=False)
+
+    def early_rows(self) -> None:
+        """Wait, on the current stream, for what this rank needs at once; after `own_rows`."""
+        where = self._way, self._group, None, self._device
+        _meet(*where, _SENT_EARLY, ranks=self._senders, beside=True)
+
+    def _launch(self, crew: Crew, stream: torch.cuda.Stream | None, *, to_peers: bool) -> None:
+        kernel, meeting = cuda.kernel("push_rows", self._device, _macros(crew)), _meeting(self._way, self._group)
+        _launch(kernel, crew, stream, self._device, *self._arguments, cuda.u32(to_peers), *meeting)
+
+
+def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: torch.cuda.Stream | None = None) -> Tensor:
+    """(E, C): where `return_rows` reads the gradients of expanded rows. It may be written once `stream` is waited for:
+    peers read there what the call before returned. All ranks call both, in turns."""
+    (rows, columns), device = expanded_EC.shape, expanded_EC.device
+    way = channel(group, "return", int(capacity) * _chunks(expanded_EC) * 16, device)
+    _meet(way, group, stream, device, _LEFT, back=1)
+    return way.rows(rows, expanded_EC, columns)
 
 
 def return_rows(
     grad_EC: Tensor,
-    return_rows: Tensor,
-    pull_ptr: Tensor,
-    pull_rows: Tensor,
-    capacity: int,
+    partners: Tensor,
+    capacity: Tensor,
+    holder_ptr: Tensor,
+    holders: Tensor,
     heads: int,
     dims: tuple[int, int],
     group: str,
     stream: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk (R, Hkv, D) and dv (R, Hkv, V) in the gradient's dtype: fp32 sums, in a fixed order, over all ranks' expanded
-    rows. The transpose of `pull_rows`; all ranks call it, in the same order.
+    rows. The transpose of a `Push`; all ranks call it, in the same order.
 
     Args:
-        grad_EC: (E, C), gradients of this rank's expanded rows.
-        return_rows, pull_ptr, pull_rows: of `pull.pull_route`. capacity: E of the rank that has most.
-        heads, dims: Hkv and (D, V). stream: as of `pull_rows`; `grad_EC` must be contiguous then.
+        grad_EC: (E, C), of `gradient_rows`, written.
+        partners, capacity, holder_ptr, holders: of `push.push_route`.
+        heads, dims: Hkv and (D, V). stream: as of `Push.to_peers`.
     """
-    process_group = _resolve_process_group(group)
-    grad = grad_EC.contiguous()
-    device, rows = grad.device, pull_ptr.shape[0] - 1
-    dk, dv = (grad.new_empty(rows, heads, dim) for dim in dims)
-    width = _chunks(grad)
-    way = channel(group, "return", capacity * width * 16, device)
-    kernel = cuda.kernel("return_rows", device, ((_DTYPES[grad.dtype], "1"), *_macros(_FULL)))
-    for part in (OWN, LATE):
-        _launch(
-            kernel,
-            _FULL,
-            stream,
-            device,
-            grad.data_ptr(),
-            cuda.u32(width),
-            return_rows.data_ptr(),
-            cuda.u32(return_rows.shape[0]),
-            pull_ptr.data_ptr(),
-            pull_rows.data_ptr(),
-            cuda.u32(rows),
-            dk.data_ptr(),
-            dv.data_ptr(),
-            cuda.u32(_chunks(dk)),
-            cuda.u32(part),
-            *_meeting(way, process_group),
-        )
+    device, rows, width = grad_EC.device, holder_ptr.shape[0] - 1, _chunks(grad_EC)
+    dk, dv = (grad_EC.new_empty(rows, heads, dim) for dim in dims)
+    way = channel(group, "return", int(capacity) * width * 16, device)
+    _meet(way, group, stream, device, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
+    _launch(
+        cuda.kernel("return_rows", device, ((_DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
+        _SUM,
+        stream,
+        device,
+        holder_ptr.data_ptr(),
+        holders.data_ptr(),
+        cuda.u32(rows),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        cuda.u32(_chunks(dk)),
+        cuda.u32(width),
+        *_meeting(way, group),
+    )
     return dk, dv
+
+
+def _meet(
+    way: Channel,
+    group: str,
+    stream: torch.cuda.Stream | None,
+    device: torch.device,
+    awaited: int,
+    *,
+    told: int = -1,
+    ranks: Tensor | None = None,
+    back: int = 0,
+    beside: bool = False,
+) -> None:
+    """One thread waits for `ranks`, a bit each, of the call `back` calls before this one; `beside`: on another stream
+    than the call's. See `csrc/meet.cu`."""
+    whom = 0 if ranks is None else ranks.data_ptr()
+    word, ahead = (_SEEN, 0) if beside else (_CALLS, 1 - back)
+    numbers = cuda.i32(told), cuda.i32(awaited), cuda.u32(word), cuda.u32(ahead), whom
+    _launch(cuda.kernel("meet", device), _ONE, stream, device, *numbers, *_meeting(way, group))
 
 
 @cache
@@ -259,19 +297,18 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def _launch(kernel: Any, crew: Crew, stream: torch.cuda.Stream | None, device: torch.device, *args: Any) -> None:
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))
-    # At most one block per multiprocessor: a block that waits must not keep out one that publishes.
     with torch.cuda.stream(stream):
         cuda.launch(kernel, crew.blocks or cuda.multiprocessors(device), 32 * crew.warps, device, *args)
 
 
-def _meeting(way: Channel, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """Where the ranks meet, the last arguments of both kernels."""
-    rank, size = cuda.i32(group.rank()), cuda.i32(group.size())
-    return way.peers, way.state.data_ptr(), rank, size, cuda.u64(way.slot_bytes)
+def _meeting(way: Channel, group: str) -> tuple[Any, ...]:
+    """Where the ranks meet, the last arguments of all these kernels."""
+    ranks = _resolve_process_group(group)
+    return way.peers, way.state.data_ptr(), cuda.i32(ranks.rank()), cuda.i32(ranks.size())
 
 
 def _macros(crew: Crew) -> cuda.Macros:
-    return (("WARPS", str(crew.warps)), ("REMOTE_WARPS", str(crew.remote)), ("IN_FLIGHT", str(_IN_FLIGHT)))
+    return (("WARPS", str(crew.warps)), ("REMOTE_WARPS", str(crew.remote)), ("IN_FLIGHT", str(crew.flying)))
 
 
 def dense_rows(x_RHD: Tensor) -> Tensor:

@@ -141,23 +141,22 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
-    beside: Callable[[Tensor, Tensor], Beside] | None = None,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer.
-    `beside`, made from dk and dv, is for kernels that know `Launch.beside`."""
+    `beside` is for kernels that know `Launch.beside`; rows of dk and dv that no piece reads are then left alone."""
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
-    dk, dv = _grad_rows(k_EHD, v_EHV)
     launches = launches_of(tables, rows)
-    last = max((launch.keys[1] for launch in launches), default=0)
-    if last < dk.shape[0]:
-        dk[last:], dv[last:] = 0, 0
-    told = None if beside is None else beside(dk, dv)
-    inside = told is not None and len(launches) == 1 and launches[0].stop > 0
+    inside = beside is not None and len(launches) == 1 and launches[0].stop > 0
     if inside:
-        launches = (replace(launches[0], beside=told),)
-    elif told is not None:
-        told.keys_needed()
+        launches = (replace(launches[0], beside=beside),)
+    elif beside is not None:
+        beside.keys_needed()
+    dk, dv = _grad_rows(k_EHD, v_EHV, None if beside is None else beside.rows)
+    last = max((launch.keys[1] for launch in launches), default=0)
+    if beside is None and last < dk.shape[0]:
+        dk[last:], dv[last:] = 0, 0
     for number, launch in enumerate(launches):
         keys = slice(*launch.keys)
         outputs = dk[keys], dv[keys]
@@ -174,8 +173,8 @@ def run_backward(
             dq.index_copy_(0, launch.rows, grad)
         if number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
-    if told is not None and not inside:
-        told.gradients_written()
+    if beside is not None and not inside:
+        beside.gradients_written()
     return dq, dk, dv
 
 
@@ -190,8 +189,7 @@ def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:
     return x
 
 
-def _grad_rows(k_EHD: Tensor, v_EHV: Tensor) -> tuple[Tensor, Tensor]:
-    size = k_EHD.shape[0]
+def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     k_width, v_width = k_EHD.shape[1] * k_EHD.shape[2], v_EHV.shape[1] * v_EHV.shape[2]
-    buffer = k_EHD.new_empty(size, k_width + v_width)
+    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width) if rows is None else rows
     return buffer[:, :k_width].view(k_EHD.shape), buffer[:, k_width:].view(v_EHV.shape)

@@ -1,5 +1,5 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import attention, exchange, heads, max_logits, pulled, ring, rows
+from . import attention, exchange, heads, max_logits, pushed, ring, rows
 
-__all__ = ["attention", "exchange", "heads", "max_logits", "pulled", "ring", "rows"]
+__all__ = ["attention", "exchange", "heads", "max_logits", "pushed", "ring", "rows"]

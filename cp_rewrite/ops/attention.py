@@ -149,8 +149,8 @@ def attend(
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     if where[0] == "p2p":
         return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
-    if where[0] == "pull" and in_parts(kernel):
-        result = _ops.pulled_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, where[1], sinks)
+    if where[0] == "push" and in_parts(kernel):
+        result = _ops.pushed_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, where[1], sinks)
         return result[0], result[1]
     kv = exchange_kv(k, v, route, *where)
     return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *where, sinks)

@@ -9,8 +9,8 @@ Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + Dv). `route` hold
     local       kv_rows, sum_ptr, sum_rows
     all_gather  kv_rows, sum_ptr, sum_rows
     needed      kv_rows, send_rows, splits, sum_ptr, sum_rows, return_ptr, return_rows
-    pull        `pull.NAMES`; moves what `needed` moves, by one-sided reads of the peers' memory; inside
-                `pulled_attention` where the kernel runs in parts, so that rows travel beside it
+    push        `push.NAMES`; moves what `needed` moves, by writing into the peers' memory; inside `pushed_attention`
+                where the kernel runs in parts, so that rows travel beside it
     p2p         `ring_schedule.ROUTE`; rows go round inside `ring_attention`, not here
 """
 
@@ -26,17 +26,17 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
 from cp_rewrite.nvtx import nvtx
-from cp_rewrite.pull import NAMES as PULL_NAMES
+from cp_rewrite.push import NAMES as PUSH_NAMES
 from cp_rewrite.ring_schedule import ROUTE as RING_NAMES
 
-from . import pull, rows
+from . import push, rows
 from .rows import pack_kv, split_kv
 
 ROUTES: dict[str, tuple[str, ...]] = {
     "local": ("kv_rows", "sum_ptr", "sum_rows"),
     "all_gather": ("kv_rows", "sum_ptr", "sum_rows"),
     "needed": ("kv_rows", "send_rows", "splits", "sum_ptr", "sum_rows", "return_ptr", "return_rows"),
-    "pull": PULL_NAMES,
+    "push": PUSH_NAMES,
     "p2p": RING_NAMES,
 }
 """Names of a route's tensors, per exchange, in the order in which ops take them."""
@@ -132,8 +132,8 @@ def exchange_kv(
     if exchange == "needed":
         kv_rows, send_rows, splits = route[:3]
         return _ops.exchange_rows.default(k, v, kv_rows, send_rows, splits, group, after)
-    if exchange == "pull":
-        return pull.pull_kv(k, v, route, group, after)
+    if exchange == "push":
+        return push.push_kv(k, v, route, group, after)
     kv = pack_kv(k, v) if after is None else _ops.pack_rows.default(k, v, after)
     if exchange == "all_gather":
         kv = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(kv, world_size, group))
@@ -145,8 +145,8 @@ def return_kv(
 ) -> tuple[Tensor, Tensor]:
     """fp32 gradients of k (R, Hkv, D) and v (R, Hkv, Dv) from those of the expanded rows (E, C) of all ranks."""
     size = k.shape[0]
-    if exchange == "pull":
-        return pull.return_kv(dkv, k, v, route, group)
+    if exchange == "push":
+        return push.return_kv(dkv, k, v, route, group)
     if exchange == "needed":
         total = _ops.return_rows(dkv, *route[1:], size, group)
     else:

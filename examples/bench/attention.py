@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from methods import Alone, Gathered, Method, Ours, Pulled, Setup, Ulysses
+from methods import Alone, Gathered, Method, Ours, Pushed, Setup, Ulysses
 from packs import Pack, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
@@ -31,21 +31,21 @@ def ours(layout: str, exchange: str, **options: bool) -> Factory:
     return lambda pack, setup: Ours(pack, setup, layout, exchange, **options)
 
 
-def pulled(layout: str, keep: bool = False) -> Factory:
-    return lambda pack, setup: Pulled(pack, setup, layout, keep=keep)
+def pushed(layout: str, keep: bool = False) -> Factory:
+    return lambda pack, setup: Pushed(pack, setup, layout, keep=keep)
 
 
 OURS: tuple[Factory, ...] = (
-    pulled("balanced"),
-    pulled("balanced", keep=True),
-    ours("balanced", "pull", alone=True),
-    ours("balanced", "pull"),
+    pushed("balanced"),
+    pushed("balanced", keep=True),
+    ours("balanced", "push", alone=True),
+    ours("balanced", "push"),
     ours("balanced", "needed"),
     ours("balanced", "all_gather"),
-    pulled("dual_chunk"),
+    pushed("dual_chunk"),
     ours("dual_chunk", "all_gather"),
-    pulled("head_tail"),
-    pulled("contiguous"),
+    pushed("head_tail"),
+    pushed("contiguous"),
 )
 OTHERS: tuple[Factory, ...] = (Gathered, Ulysses, RingLlama3, RingZigzag, TorchContextParallel)
 
@@ -152,7 +152,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
     for factory in factories:
         try:
             method = factory(pack, setup)
-            capture = isinstance(method, Pulled) and method.name.startswith("balanced")
+            capture = isinstance(method, Pushed) and method.name.startswith("balanced")
             times, ideal = measure(method, alone, repeats, capture)
             text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
         except Exception as error:
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--kernel", default="fa4")
     parser.add_argument("--only", default="", help="packs whose name holds this text")
-    parser.add_argument("--quick", action="store_true", help="balanced + pull and its kernel alone only")
+    parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
     parser.add_argument("--ours", action="store_true", help="leave the others out")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

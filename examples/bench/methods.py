@@ -24,7 +24,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
 from cp_rewrite.ops.rows import split_kv
 from cp_rewrite.plan import plan_batch
-from cp_rewrite.pull import pull_route
+from cp_rewrite.push import push_route
 from cp_rewrite.schedule import Schedule
 
 _ops: Any = torch.ops.cp_rewrite
@@ -102,7 +102,7 @@ class Ours:
         self.name = f"{layout} + {exchange}{', kernel alone' if alone else ''}"
         self.setup = setup
         schedule = plan(pack, setup.world_size, layout)
-        route = pull_route(schedule, setup.rank) if exchange == "pull" else schedule.route(exchange, setup.rank)
+        route = push_route(schedule, setup.rank) if exchange == "push" else schedule.route(exchange, setup.rank)
         self.tables = Tables(*on_device(schedule.attention(setup.rank)))
         self.route = on_device(route, ROUTES[exchange])
         self.where = exchange, setup.group, setup.world_size
@@ -128,25 +128,25 @@ class Ours:
         return dq, dk.to(self.k.dtype), dv.to(self.v.dtype)
 
 
-class Pulled(Ours):
+class Pushed(Ours):
     """Rows travel beside the kernel. `keep` keeps the expanded rows for the backward."""
 
     def __init__(self, pack: Pack, setup: Setup, layout: str, *, keep: bool = False) -> None:
-        super().__init__(pack, setup, layout, "pull")
-        self.name = f"{layout} + pull, beside the kernel{', kept' if keep else ''}"
+        super().__init__(pack, setup, layout, "push")
+        self.name = f"{layout} + push, beside the kernel{', kept' if keep else ''}"
         self.keep = keep
         self.inputs = self.tables.cu_seqlens_q, self.tables.cu_seqlens_k, self.tables.pieces, self.tables.launches
         self.numbers = setup.params.scale, setup.params.softcap, setup.kernel, setup.params.deterministic
 
     def forward(self) -> object:
-        out, lse, kv = _ops.pulled_attention.default(
+        out, lse, kv = _ops.pushed_attention.default(
             self.q, self.k, self.v, *self.inputs, self.route, *self.numbers, self.keep, self.setup.group, None
         )
         self.out, self.lse, self.kv = out, lse, kv if self.keep else None
         return self.out
 
     def backward(self) -> object:
-        return _ops.pulled_attention_backward.default(
+        return _ops.pushed_attention_backward.default(
             self.dout, self.q, self.k, self.v, self.kv, self.out, self.lse, *self.inputs, self.route, *self.numbers,
             self.setup.group,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""How fast rows come from peers: the pull and return kernels beside the copy engine, measured in the same run.
+"""How fast rows go to peers, and gradients come back, beside the copy engine, measured in the same run.
 
     torchrun --nproc-per-node 4 examples/bench/peers.py [--sweep]
 
-All ranks read at once. "one peer": each rank reads all rows of the next; "all peers": an equal part of each. GB/s are
-bytes that arrive per rank over the time of the whole call, its copy-in and its meeting included.
+All ranks write at once. "one peer": each rank writes all rows to the next; "all peers": an equal part to each. GB/s are
+bytes that arrive per rank over the time of the whole call, its meetings included.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,12 @@ from cp_rewrite.kernels import symm
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048
-SETTINGS = [
-    (symm.Crew(*crew), flying) for crew in ((0, 16, 4), (0, 16, 3), (0, 8, 4), (66, 16, 8)) for flying in (2, 4)
+CREWS = [
+    symm.Crew(blocks, warps, flying=n)
+    for blocks, warps in ((0, 16), (0, 24), (8, 16), (8, 32), (16, 8), (16, 16), (16, 24))
+    for n in (2, 4, 8)
 ]
-BESIDE = [symm.Crew(*crew) for crew in ((8, 32, 32), (16, 16, 16), (16, 24, 24), (16, 32, 32), (24, 24, 24))]
-"""What --sweep tries: blocks, warps, warps that read peers, and loads in flight."""
+"""What --sweep tries."""
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
@@ -49,40 +51,53 @@ def index(values: Tensor) -> Tensor:
     return values.int().cuda()
 
 
-def remote_rows(rank: int, world_size: int, rows: int, spread: bool) -> Tensor:
-    """(rows,) gathered rows to read: all of the next rank, or every rank's equal part but its own."""
-    peers = [(rank + step) % world_size for step in range(1, world_size if spread else 2)]
-    part = rows // len(peers)
-    sources = torch.stack([peer * rows + torch.arange(part) for peer in peers], 1).reshape(-1)
-    return torch.cat([sources, sources[: rows - len(sources)]])
+@dataclass(frozen=True)
+class Lists:
+    """What a call of each direction reads, on the device. Every rank has `rows` rows and as many expanded ones; all of
+    them go to the next rank, or an equal part to every peer."""
+
+    push: tuple[Tensor, ...]
+    back: tuple[Tensor, ...]
+
+    @classmethod
+    def make(cls, rank: int, world_size: int, rows: int, spread: bool) -> Lists:
+        steps = torch.arange(1, world_size if spread else 2)
+        part = rows // len(steps)
+        source = torch.arange(part * len(steps))
+        step = source // part + 1
+        targets = ((rank + step) % world_size << 32) | source
+        partners = [sum(1 << (rank + sign * int(step)) % world_size for step in steps) for sign in (-1, 1)]
+        ends = index(torch.tensor([0, 0, len(source)]))  # all of them late
+        capacity, expanded = torch.tensor([rows]), torch.zeros(rows, dtype=torch.int8)
+        partners = index(torch.tensor(partners))
+        pointers = index(torch.arange(rows + 1).clamp(max=len(source)))
+        targets = targets.cuda()
+        return cls(
+            (index(source), targets, ends, expanded, partners, capacity), (partners, capacity, pointers, targets)
+        )
 
 
-def pull_rate(
-    rank: int, world_size: int, rows: int, spread: bool, group: str, parts: tuple[int, ...] = (symm.ALL,)
-) -> tuple[float, float]:
-    """GB/s of pull, in these parts, and of return."""
+def rates(rank: int, world_size: int, rows: int, spread: bool, group: str, crew: symm.Crew) -> tuple[float, float]:
+    """GB/s of push and of return."""
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
-    sources = remote_rows(rank, world_size, rows, spread)
-    everything = index(torch.arange(rows))
-    few, remote_jobs = everything[:2], index(torch.tensor([rows]))
-    pointers = index(torch.arange(rows + 1))
+    lists = Lists.make(rank, world_size, rows, spread)
 
-    def pull() -> None:
-        out = None
-        for part in parts:
-            lists = few, index_of_sources, pointers, everything, remote_jobs, remote_jobs
-            out = symm.pull_rows(k, v, *lists, group=group, out=out, parts=part)
+    def push() -> None:
+        call = symm.Push(k, v, *lists.push, group=group)
+        call.to_peers(crew)
+        call.own_rows()
 
-    index_of_sources = index(sources)
     nbytes = rows * COLUMNS * 2
-    pulled = nbytes / milliseconds(pull, 10) / 1e6
-    grad = torch.randn(rows, COLUMNS, device="cuda").bfloat16()
-    contributions = ((sources // rows) << 32 | (sources % rows)).cuda()
+    pushed = nbytes / milliseconds(push, 10) / 1e6
+    grad = symm.gradient_rows(torch.empty(rows, COLUMNS, device="cuda", dtype=torch.bfloat16), lists.back[1], group)
+    grad.normal_()
+    partners, capacity, *sums = lists.back
 
-    def back() -> object:
-        return symm.return_rows(grad, few, pointers, contributions, rows, 8, (128, 128), group)
+    def back() -> None:
+        symm.gradient_rows(grad, capacity, group)
+        symm.return_rows(grad, partners, capacity, sums[0], sums[1], 8, (128, 128), group)
 
-    return pulled, nbytes / milliseconds(back, 10) / 1e6
+    return pushed, nbytes / milliseconds(back, 10) / 1e6
 
 
 def copy_engine_rate(rank: int, world_size: int, rows: int, group: str) -> float:
@@ -111,32 +126,37 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    rows = []
+    rows: list[tuple[str, float, float]] = []
     for count in (4096, 32768):
-        engine = copy_engine_rate(rank, world_size, count, group)
+        rows.append((f"copy engine, one peer, {count} rows", copy_engine_rate(rank, world_size, count, group), 0.0))
         plain = plain_read_rate(rank, world_size, count, group)
-        rows.append((f"copy engine, one peer, {count} rows", engine, 0.0))
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        default = symm._FULL, symm._IN_FLIGHT
-        for crew, flying in SETTINGS if options.sweep else (default,):
-            symm._FULL, symm._IN_FLIGHT = crew, flying
+        for crew in CREWS if options.sweep else (symm.FULL, symm.BESIDE):
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {crew}, {flying} in flight"
-                rows.append((name, *pull_rate(rank, world_size, count, spread, group)))
-        symm._FULL, symm._IN_FLIGHT = default
-        for crew in BESIDE if options.sweep else (symm._BESIDE,):
-            symm._BESIDE = crew
-            rate = pull_rate(rank, world_size, count, True, group, (symm.OWN, symm.EARLY, symm.LATE))[0]
-            rows.append((f"all peers, {count} rows, in parts, {crew}", rate, 0.0))
-    empty, pointers = index(torch.zeros(2)), index(torch.zeros(3))
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {crew}"
+                rows.append((name, *rates(rank, world_size, count, spread, group, crew)))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
-    meeting = milliseconds(lambda: symm.pull_rows(k, k, empty, empty, pointers, empty, empty[:1], empty[:1], group), 50)
+    nothing, ends, two = index(torch.zeros(2)), index(torch.zeros(3)), torch.tensor([2])
+    everyone = index(torch.full((2,), (1 << world_size) - 1))
+    empty = nothing, nothing.long(), ends, torch.zeros(2, dtype=torch.int8), everyone, two
+
+    def meet() -> None:
+        call = symm.Push(k, k, *empty, group=group)
+        call.to_peers(symm.FULL)
+        call.own_rows()
+
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            meet()
+    meeting = milliseconds(graph.replay, 5) / 20
     if rank == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print("| rows of 4 KB | pull GB/s | return GB/s |\n|---|---|---|")
-        for name, pulled, returned in rows:
-            print(f"| {name} | {pulled:.0f} | {returned:.0f} |")
-        print(f"an empty pull (launch and meeting): {1e3 * meeting:.1f} us")
+        print("| rows of 4 KB | push GB/s | return GB/s |\n|---|---|---|")
+        for name, pushed, returned in rows:
+            print(f"| {name} | {pushed:.0f} | {returned:.0f} |")
+        print(f"an empty push (launches and meetings of all): {1e3 * meeting:.1f} us")
     dist.destroy_process_group()
 
 

@@ -1,10 +1,11 @@
 """Packed attention whose rows travel through symmetric memory while the kernel works on what needs none of them.
+It reads them, and writes their gradients, where they travel to and from: nothing is copied.
 
-    forward     own rows | early entries' kernel | late entries' kernel, as the GPU empties
-                         | rows of peers, on a second stream, before the late entries
+    forward     own rows      | early entries' kernel   | late entries' kernel, as the GPU empties
+                rows for them | rows of the late entries
 
-    backward    sums of out * dout | kernel | rounding of dq
-                rows of peers      |        | gradients go home
+    backward    own rows, sums of out * dout | kernel | rounding of dq
+                rows of peers                |        | gradients go home
 
 Only for kernels that run in parts (`select.in_parts`); others exchange first (`packed_attention`). Results are the same
 bit for bit: the same kernels read the same rows. Shapes: R local rows, E expanded rows, C = Hkv * (D + V).
@@ -12,7 +13,7 @@ bit for bit: the same kernels read the same rows. Shapes: R local rows, E expand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,18 +25,18 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
-from cp_rewrite.pull import NAMES
+from cp_rewrite.push import NAMES
 
 from .merge import add_sinks, sinks_gradient
-from .pull import PULLED, RETURNED, STAGES
-from .rows import as_rows, split_kv
+from .push import PUSHED, RETURNED, STAGES
+from .rows import split_kv
 from .saved import Saved, fake_results, no_gradients
 
 _ops: Any = torch.ops.cp_rewrite
 
 
-@custom_op("cp_rewrite::pulled_attention", mutates_args=())
-def pulled_attention(
+@custom_op("cp_rewrite::pushed_attention", mutates_args=())
+def pushed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -52,33 +53,38 @@ def pulled_attention(
     group: str,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`packed_attention` with its exchange: (out, lse, kv). `route` is in the order of `pull.NAMES`; kv (E, C) are the
-    expanded rows, which the backward pulls again unless `keep_kv`."""
+    """`packed_attention` with its exchange: (out, lse, kv). `route` is in the order of `push.NAMES`; kv (E, C) are the
+    expanded rows with `keep_kv`, else (0, C): they are pushed again in the backward."""
     from cp_rewrite.kernels import symm
     from cp_rewrite.kernels.varlen import Stages
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
-    rows, (cut, *rest) = route[PULLED], route[STAGES]
-    n, *before, early = cut.tolist()
+    cut, *rest = route[STAGES]
+    *where, early, awaited = cut.tolist()
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    stages = None
+    # Copies, where rows have holes, must outlive what the second stream does.
+    k, v = symm.dense_rows(k), symm.dense_rows(v)
     with nvtx("exchange"):
-        kv = symm.pull_rows(k, v, *rows, group=group, parts=symm.OWN if n else symm.ALL)
-        if n > 0:
-            symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.EARLY, stream=side)
-            main.wait_stream(side)
-            stages = Stages((n, *before), early, (rest[0], rest[1]), side)
-        if n:
-            symm.pull_rows(k, v, *rows, group=group, out=kv, parts=symm.LATE, stream=side)
+        push = symm.Push(k, v, *route[PUSHED], group=group)
+        # Blocks that go beside the kernel must be there before it is.
+        push.to_peers(symm.BESIDE, side)
+        push.own_rows()
+        kv = push.rows.new_empty(len(push.rows) if keep_kv else 0, push.rows.shape[1])
+        if keep_kv:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                kv.copy_(push.rows)
+        if awaited:
+            push.early_rows()
+    stages = Stages(tuple(where), early, (rest[0], rest[1]), side) if where[0] else None
     with nvtx("attention"):
-        keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
+        keys, values = split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
         out, lse = load(kernel).forward(q, keys, values, tables, params, stages)
-    if n:
-        main.wait_stream(side)
+    main.wait_stream(side)
     return (out, lse, kv) if sinks is None else (*add_sinks(out, lse, sinks), kv)
 
 
-@pulled_attention.register_fake
+@pushed_attention.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -88,14 +94,20 @@ def _(
     pieces: Tensor,
     launches: Tensor,
     route: Sequence[Tensor],
-    *_: Any,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+    keep_kv: bool,
+    group: str,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = route[NAMES.index("job_rows")].shape[0]
+    rows = route[NAMES.index("expanded")].shape[0] if keep_kv else 0
     return *fake_results(q, v), k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
 
 
-@custom_op("cp_rewrite::pulled_attention_backward", mutates_args=())
-def pulled_attention_backward(
+@custom_op("cp_rewrite::pushed_attention_backward", mutates_args=())
+def pushed_attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -121,34 +133,29 @@ def pulled_attention_backward(
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     heads, dims = k.shape[1], (k.shape[2], v.shape[2])
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    # A stream that has nothing to do with a capture must not be waited for in it.
-    keys_needed: Callable[[], None] = partial(main.wait_stream, side) if kv is None else lambda: None
+    k, v = symm.dense_rows(k), symm.dense_rows(v)
     if kv is None:
-        # Copies, where rows have holes, must outlive what the second stream does.
-        k, v = symm.dense_rows(k), symm.dense_rows(v)
         with nvtx("exchange"):
-            kv = symm.pull_rows(k, v, *route[PULLED], group=group, stream=side)
-    home: list[Tensor] = []
+            push = symm.Push(k, v, *route[PUSHED], group=group)
+            push.to_peers(symm.FULL, side)
+            push.own_rows()
+            kv = push.rows
+    partners, capacity, *lists = route[RETURNED]
+    rows = symm.gradient_rows(kv, capacity, group, side)
+    sums: list[Tensor] = []
 
-    def beside(dk: Tensor, dv: Tensor) -> Beside:
-        def send_home() -> None:
-            rows, ptr, contributions, most = route[RETURNED]
-            dkv = as_rows(dk, dv, keys, values)
-            with nvtx("exchange_backward"):
-                sums = symm.return_rows(dkv, rows, ptr, contributions, int(most), heads, dims, group, side)
-            home.extend((*sums, dkv))  # which must outlive what the second stream does, too
+    def send_home() -> None:
+        with nvtx("exchange_backward"):
+            sums.extend(symm.return_rows(rows, partners, capacity, lists[0], lists[1], heads, dims, group, side))
 
-        return Beside(keys_needed, send_home)
-
-    keys, values = split_kv(kv, heads, *dims)
+    beside = Beside(rows, partial(main.wait_stream, side), send_home)
     with nvtx("attention_backward"):
-        dq, _, _ = load(kernel).backward(dout, q, keys, values, out, lse, tables, params, beside)
+        dq, _, _ = load(kernel).backward(dout, q, *split_kv(kv, heads, *dims), out, lse, tables, params, beside)
     main.wait_stream(side)
-    dk, dv, _ = home
-    return dq, dk, dv
+    return dq, *sums
 
 
-@pulled_attention_backward.register_fake
+@pushed_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -164,10 +171,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
     x = Saved.of(ctx)
     dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
-    dq, dk, dv = _ops.pulled_attention_backward.default(
+    dq, dk, dv = _ops.pushed_attention_backward.default(
         dout, x.q, x.k, x.v, x.kv, x.out, x.lse, *x.tables, x.route, *ctx.numbers, ctx.group
     )
     return dq, dk, dv, *([None] * 4), no_gradients(ctx), *([None] * 6), dsinks
 
 
-pulled_attention.register_autograd(_backward, setup_context=_setup_context)
+pushed_attention.register_autograd(_backward, setup_context=_setup_context)

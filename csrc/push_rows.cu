@@ -1,0 +1,76 @@
+// Keys and values of exactly the rows that some rank's pieces need, written by their owner into the expanded rows of all
+// ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row; own
+// expanded rows come first, then what peers need at once (EARLY), then the rest (LATE); `ends` tells where each ends.
+//
+// A call is two launches, in any order or at once. One copies own rows, waits for nobody, and counts the calls that this
+// rank's main stream has seen. The other tells the peers that they may write here (ARRIVED), sends the rest, tells them
+// after each part, and its last block waits for what comes. Blocks wait until they may write: where there are many,
+// `meet.cu` waits before.
+#include "symm.cuh"
+
+enum Part { OWN, EARLY, LATE };
+
+// A row is k_width chunks of k, then v_width chunks of v.
+struct Source {
+  const chunk *k, *v;
+  u64 k_stride, v_stride;
+  u32 k_width, width;
+  __device__ __forceinline__ const chunk* at(u32 row, u32 c) const {
+    return c < k_width ? k + row * k_stride + c : v + row * v_stride + (c - k_width);
+  }
+};
+
+__device__ __forceinline__ void copy_row(const Source& own, u32 row, chunk* into, u32 lane) {
+  for (u32 c0 = lane; c0 < own.width; c0 += SPAN) {
+    chunk held[IN_FLIGHT];
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; ++u)
+      if (c0 + 32 * u < own.width) held[u] = *own.at(row, c0 + 32 * u);
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; ++u)
+      if (c0 + 32 * u < own.width) into[c0 + 32 * u] = held[u];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) push_rows(
+    const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
+    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, const u64* peers, u32* state, int rank,
+    int world) {
+  const Meeting meeting = {peers, state, rank, world};
+  const Source own = {k, v, k_stride, v_stride, k_width, width};
+  const u32 call = meeting.call(), lane = threadIdx.x % 32, step = WARPS * gridDim.x;
+  u32 met = 1u << rank;  // ranks whose expanded rows may be overwritten
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (to_peers) {
+      __threadfence_system();
+      meeting.tell(ARRIVED, call);
+    } else {
+      state[SEEN] += 1;
+    }
+  }
+  for (u32 part = to_peers ? EARLY : OWN; part <= (to_peers ? LATE : OWN); ++part) {
+    const u32 begin = part ? ends[part - 1] : 0, end = ends[part];
+    // A warp's next 32 entries are read at once, one per lane.
+    for (u32 first = begin + threadIdx.x / 32 * gridDim.x + blockIdx.x; first < end; first += 32 * step) {
+      const u32 mine = first + lane * step;
+      const int sent = mine < end ? sends[mine] : 0;
+      const i64 goes = mine < end ? targets[mine] : 0;
+      const u32 count = __popc(__ballot_sync(0xffffffffu, mine < end));
+      for (u32 i = 0; i < count; ++i) {
+        const u32 row = __shfl_sync(0xffffffffu, sent, i);
+        const i64 target = __shfl_sync(0xffffffffu, goes, i);
+        const int to = (int)(target >> 32);
+        if (!(met >> to & 1)) {
+          meeting.wait(ARRIVED, to, call);
+          met |= 1u << to;
+        }
+        copy_row(own, row, meeting.rows(to) + (u64)(u32)target * width, lane);
+      }
+    }
+    if (part == OWN || !meeting.last_block(part)) continue;
+    meeting.tell(part == EARLY ? SENT_EARLY : SENT, call);
+    if (part == EARLY) continue;
+    meeting.wait_all(SENT, *senders, call);
+    state[CALLS] = call;
+  }
+}

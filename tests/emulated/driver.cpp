@@ -1,0 +1,210 @@
+// Sequences of calls of the exchange, drawn by seed, on ranks that get out of step. Rows are checked when a kernel
+// would read them, and so are sums, exactly: elements are small whole numbers.
+//
+//   driver ROUTES FIRST COUNT     COUNT seeds from FIRST on, over the routes of a file; 0: all is well
+#include <map>
+
+#include "world.hpp"
+
+enum Stream { MAIN, SIDE };
+constexpr u32 BESIDE = 2, FULL = 5, WIDEST = 40;  // blocks; blocks; chunks
+
+std::vector<Launch*> launches;
+std::vector<std::vector<Launch*>> awaited[2];  // by stream and rank: what its next launch waits for
+
+// The host of one rank in one call: what it tells its streams. The order is that of `kernels/symm.py` and `ops/`.
+struct Host {
+  Call& call;
+  int rank;
+  const Table& table = call.route->tables[rank];
+
+  void wait(Stream stream, Stream other) {
+    auto& told = gpus[rank].streams[other];
+    if (!told.empty()) awaited[stream][rank].push_back(told.back());
+  }
+
+  void tell(Stream stream, const char* name, u32 blocks, u32 threads, std::function<void()> body) {
+    auto& told = gpus[rank].streams[stream];
+    std::vector<Launch*> after = std::move(awaited[stream][rank]);
+    awaited[stream][rank].clear();
+    if (!told.empty()) after.push_back(told.back());
+    std::vector<u32> order(blocks);
+    for (u32 i = 0; i < blocks; ++i) order[i] = blocks - 1 - i;
+    // In any order, unless one that waits could keep out the one that tells.
+    if (blocks != BESIDE || gpus[rank].slots > (int)BESIDE)
+      for (u32 i = blocks; i > 1; --i) std::swap(order[i - 1], order[below(i)]);
+    const u64 delay = below(3) ? 0 : below(1u << below(15));
+    const std::string title = std::string(name) + " of call " + std::to_string(call.number);
+    told.push_back(new Launch{title, rank, threads, {blocks}, std::move(body), std::move(after), delay, order});
+    launches.push_back(told.back());
+  }
+
+  void meet(Way way, Stream stream, const char* name, int told, int flag, const u32* ranks, Word word, u32 ahead) {
+    if (stream == SIDE) wait(SIDE, MAIN);
+    u32* state = states[way][rank].data();
+    tell(stream, name, 1, 32, [=, rank = rank] {
+      ::meet(told, flag, word, ahead, ranks, peers[way].data(), state, rank, world);
+    });
+  }
+
+  void push(Stream stream, const char* name, u32 blocks, u32 to_peers) {
+    if (stream == SIDE) wait(SIDE, MAIN);
+    tell(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers] {
+      push_rows(c->k[rank].data(), c->v[rank].data(), c->k_stride, c->v_stride, c->k_width, c->width(), t->sends.data(),
+                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, peers[PUSH].data(),
+                states[PUSH][rank].data(), rank, world);
+    });
+  }
+
+  void to_peers(Stream stream, u32 blocks) {
+    if (blocks == FULL)
+      meet(PUSH, stream, "meet ARRIVED", ARRIVED, ARRIVED, table.partners.data() + 1, CALLS, 1);
+    push(stream, "to_peers", blocks, 1);
+  }
+
+  void own_rows() { push(MAIN, "own_rows", FULL, 0); }
+
+  void read(Stream stream, const char* what, i64 from, i64 to) {
+    tell(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to] {
+      check_rows(*c, rank, what, from, to);
+    });
+  }
+
+  void gradients() {
+    tell(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] { write_gradients(*c, rank); });
+  }
+
+  void gradient_rows(Stream stream) { meet(RETURN, stream, "meet LEFT", -1, LEFT, nullptr, CALLS, 0); }
+
+  void return_to_owners(Stream stream) {
+    meet(RETURN, stream, "meet WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
+    if (stream == SIDE) wait(SIDE, MAIN);
+    tell(stream, "return_rows", FULL, THREADS, [c = &call, t = &table, rank = rank] {
+      return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
+                  c->width(), peers[RETURN].data(), states[RETURN][rank].data(), rank, world);
+    });
+    if (stream == SIDE) wait(MAIN, SIDE);
+    tell(MAIN, "sums", 1, 1, [c = &call, rank = rank] { check_sums(*c, rank); });
+  }
+
+  // `pushed_attention`; in_one: the kernel makes no cut after all.
+  void forward(bool keep, bool in_one) {
+    const i64 all = (i64)table.sources.size(), keys = table.stages[2];
+    const bool cut = table.stages[0] > 0, second = table.stages[3];
+    to_peers(SIDE, BESIDE);
+    own_rows();
+    if (keep) wait(SIDE, MAIN), read(SIDE, "kept rows", 0, all);
+    if (table.stages[4]) meet(PUSH, MAIN, "meet SENT_EARLY", -1, SENT_EARLY, table.partners.data(), SEEN, 0);
+    if (cut && !in_one) {
+      wait(SIDE, MAIN);
+      read(MAIN, "early part", second ? keys : 0, second ? all : keys);
+      read(SIDE, "late part", second ? 0 : keys, second ? keys : all);
+    } else {
+      if (cut) wait(MAIN, SIDE);
+      read(MAIN, "attention", 0, all);
+    }
+    wait(MAIN, SIDE);
+  }
+
+  // `pushed_attention_backward`.
+  void backward(bool kept) {
+    if (!kept) to_peers(SIDE, FULL), own_rows();
+    gradient_rows(SIDE);
+    wait(MAIN, SIDE);
+    if (!kept) read(MAIN, "attention backward", 0, (i64)table.sources.size());
+    gradients();
+    return_to_owners(SIDE);
+  }
+
+  // `push_rows` and `return_pushed`.
+  void exchange() {
+    to_peers(MAIN, FULL);
+    own_rows();
+    read(MAIN, "clone", 0, (i64)table.sources.size());
+  }
+
+  void exchange_back() {
+    gradient_rows(MAIN);
+    gradients();
+    return_to_owners(MAIN);
+  }
+};
+
+Call draw_call(u32 number, const Route& route) {
+  const u32 k_width = 1 + below(below(3) ? 5 : WIDEST - 12), v_width = 1 + below(below(3) ? 5 : 12);
+  Call call = {number, k_width, v_width, k_width + below(3), v_width + below(3), &route, {}, {}, {}, {}};
+  for (int rank = 0; rank < world; ++rank) {
+    std::vector<chunk> k(route.rows * call.k_stride), v(route.rows * call.v_stride);
+    for (u32 row = 0; row < route.rows; ++row)
+      for (u32 c = 0; c < call.width(); ++c)
+        (c < k_width ? k[row * call.k_stride + c] : v[row * call.v_stride + c - k_width]) =
+            drawn(call, PUSH, rank, row, c);
+    call.k.push_back(k), call.v.push_back(v);
+    call.dk.emplace_back(route.rows * k_width), call.dv.emplace_back(route.rows * v_width);
+  }
+  return call;
+}
+
+void tell_hosts(Call& call) {
+  const u32 kind = below(6), choice = below(2), in_one = below(6) == 0;
+  for (int rank = 0; rank < world; ++rank) {
+    Host host = {call, rank};
+    if (kind < 2) host.forward(choice, in_one);
+    else if (kind < 4) host.backward(choice);
+    else if (kind == 4) host.exchange();
+    else host.exchange_back();
+    host.tell(MAIN, "other work", 1, 1, [&call, rank] { overwrite(call, rank); });
+  }
+}
+
+// Memory as calls before left it. Some numbers of calls are about to wrap.
+void start(u32 capacity) {
+  const u32 before = below(2) ? 0 : 0u - 1 - below(4);
+  const int slots = 2 + (int)below(3);
+  const u32 words = HEADER / 4 + capacity * WIDEST * 4;
+  symmetric.assign(2 * world * words, ~0u);
+  gpus.assign(world, {});
+  for (Gpu& gpu : gpus) gpu.slots = slots;
+  for (auto& each : awaited) each.assign(world, {});
+  for (Way way : {PUSH, RETURN}) {
+    states[way].assign(world, std::vector<u32>(8));
+    for (auto& state : states[way]) state[CALLS] = state[SEEN] = before;
+    peers[way].clear();
+    for (int rank = 0; rank < world; ++rank) {
+      u32* memory = symmetric.data() + (way * world + rank) * words;
+      std::fill_n(memory, HEADER / 4, before);
+      peers[way].push_back((u64)memory);
+    }
+  }
+}
+
+u32 run_seed(const std::vector<Route>& routes) {
+  draws = 0;
+  story.clear();
+  world = (int)routes[0].tables.size();
+  u32 capacity = 0;
+  for (const Route& route : routes) capacity = std::max(capacity, route.capacity);
+  start(capacity);
+  std::vector<Call> calls;
+  const u32 count = 4 + below(5);
+  for (u32 i = 0; i < count; ++i) calls.push_back(draw_call(i, routes[below((u32)routes.size())]));
+  for (Call& call : calls) tell_hosts(call);
+  run_gpus();
+  for (Launch* launch : launches) delete launch;
+  launches.clear();
+  return count;
+}
+
+int main(int, char** arguments) {
+  std::ifstream file(arguments[1]);
+  std::map<int, std::vector<Route>> routes;  // by number of ranks
+  for (int ranks; file >> ranks;) routes[ranks].push_back(read_route(file, ranks));
+  const u64 first = std::stoull(arguments[2]), count = std::stoull(arguments[3]);
+  u64 calls = 0;
+  for (seed = first; seed < first + count; ++seed) {
+    auto at = routes.begin();
+    std::advance(at, seed % routes.size());
+    calls += run_seed(at->second);
+  }
+  std::printf("%llu seeds, %llu calls, %llu switches\n", count, calls, (u64)switches);
+}

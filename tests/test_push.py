@@ -1,0 +1,129 @@
+"""The push route, carried out in numpy for all ranks at once, gives what the gathered route says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cp_rewrite import push
+from cp_rewrite.active import PlanInput
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.push import NAMES, push_route
+from tests.packed import make_schedule
+from tests.packs import batches, masks
+
+LAYOUTS = st.sampled_from(("contiguous", "head_tail", "dual_chunk", "balanced"))
+Route = dict[str, NDArray[np.integer]]
+
+
+def written(routes: list[Route], rank: int, last: int) -> NDArray[np.int64]:
+    """What peers and the rank itself have written into its expanded rows when they are done with `ends[last]`."""
+    held = np.full(int(routes[0]["capacity"][0]), -1)
+    for owner, route in enumerate(routes):
+        sends, targets = route["sends"][: route["ends"][last]], route["targets"][: route["ends"][last]]
+        mine = targets >> 32 == rank
+        assert (held[targets[mine] & 0xFFFFFFFF] == -1).all()
+        held[targets[mine] & 0xFFFFFFFF] = owner << 32 | sends[mine].astype(np.int64)
+    return held
+
+
+@given(batches(), masks(), st.integers(1, 5), LAYOUTS)
+def test_push_and_return_reach_every_row(
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
+) -> None:
+    schedule, _ = make_schedule(rows, world_size, layout, mask)
+    size = schedule.rows
+    routes = [push_route(schedule, rank) for rank in range(world_size)]
+    for rank, route in enumerate(routes):
+        assert tuple(route) == NAMES
+        assert all(len(array) >= 2 for name, array in route.items() if not PlanInput(name).is_static)
+        expanded, held = int(schedule.expanded[rank]), written(routes, rank, 2)
+        got = np.where(held < 0, -1, (held >> 32) * size + (held & 0xFFFFFFFF))
+        np.testing.assert_array_equal(got[:expanded], schedule.route("all_gather", rank)["kv_rows"][:expanded])
+        assert (got[expanded:] == -1).all()
+        assert len(route["expanded"]) == max(2, expanded)
+        owners = set((held[:expanded] >> 32).tolist()) - {rank}
+        readers = set((route["targets"][: route["ends"][2]] >> 32).tolist()) - {rank}
+        for found, partners in zip((owners, readers), route["partners"].view(np.uint32).tolist(), strict=True):
+            assert found == {peer for peer in range(world_size) if partners >> peer & 1}
+        assert (route["targets"][: route["ends"][0]] >> 32 == rank).all()
+        for row in range(size):
+            for holder in route["holders"][slice(*route["holder_ptr"][row : row + 2])].tolist():
+                kv_rows = schedule.route("all_gather", holder >> 32)["kv_rows"]
+                assert kv_rows[holder & 0xFFFFFFFF] == rank * size + row
+
+
+def test_nobody_is_written_to_by_all() -> None:
+    """Every rank begins with the next one."""
+    schedule, _ = make_schedule([Documents.from_lengths([4096])], 4, "contiguous", PackedMask(False))
+    for rank in range(4):
+        route = push_route(schedule, rank)
+        own, _, stop = route["ends"].tolist()
+        assert own == 1024
+        assert (route["targets"][own:stop] >> 32).tolist() == np.repeat((rank + 1 + np.arange(3)) % 4, 1024).tolist()
+
+
+def test_partners_have_a_bit_each() -> None:
+    schedule, _ = make_schedule([Documents.from_lengths([64])], 32, "contiguous", PackedMask(False))
+    senders, receivers = push_route(schedule, 3)["partners"].view(np.uint32).tolist()
+    assert senders == receivers == 0xFFFFFFFF - 8
+
+
+@given(batches(), masks(), st.integers(1, 5), LAYOUTS)
+def test_early_entries_have_their_rows_early(
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
+) -> None:
+    schedule, _ = make_schedule(rows, world_size, layout, mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push, "_LAG", 0)
+        patch.setattr(push, "_WORTH", 1)
+        routes = [push_route(schedule, rank) for rank in range(world_size)]
+    for rank, route in enumerate(routes):
+        tables = schedule.attention(rank)
+        cu_q, cu_k = tables["cu_seqlens_q"], tables["cu_seqlens_k"]
+        n, queries, keys, part, awaited = route["stages"].tolist()
+        early, everything = (written(routes, rank, last)[: schedule.expanded[rank]] >= 0 for last in (1, 2))
+        assert everything.all()
+        own = written(routes, rank, 0)[: schedule.expanded[rank]] >= 0
+        assert awaited == (early & ~own).sum()
+        if n == 0:
+            assert (queries, keys) == (0, 0)
+            assert early.all()  # what is needed at once goes first
+            continue
+        assert 0 < n < len(cu_q) - 1
+        assert (queries, keys) == (cu_q[n], cu_k[n])
+        assert not (tables["pieces"][:, 6] > 0).any()
+        np.testing.assert_array_equal(route["rest_cu_seqlens_q"], cu_q[n:] - queries)
+        np.testing.assert_array_equal(route["rest_cu_seqlens_k"], cu_k[n:] - keys)
+        sides = early[:keys], early[keys:]
+        assert sides[part].all()
+        assert not sides[1 - part].all()  # something arrives beside it
+
+
+def test_what_arrives_beside_work() -> None:
+    """The second rank's head of a long document needs the first rank's only; its tail waits for the rest. The last
+    rank's chunks are neighbours: one piece, which needs all its rows at once."""
+    schedule, _ = make_schedule([Documents.from_lengths([32768])], 4, "balanced", PackedMask())
+    routes = [push_route(schedule, rank) for rank in range(4)]
+    for rank, route in enumerate(routes):
+        awaited = 4096 * rank if rank < 3 else 12288
+        assert route["stages"].tolist() == [*((1, 4096, 4096 * (rank + 1)) if rank < 3 else (0, 0, 0)), 0, awaited]
+        own, early, everything = ((written(routes, rank, last) >= 0).sum() for last in range(3))
+        assert everything == schedule.expanded[rank] == (36864 if rank < 3 else 20480)
+        assert early == own + awaited
+
+
+def test_no_cut_and_rows_after_the_expanded_ones() -> None:
+    schedule, _ = make_schedule([Documents.from_lengths([32768])], 4, "balanced", PackedMask())
+    routes = [push_route(schedule, rank, cut=False, filling=100) for rank in range(4)]
+    for rank, route in enumerate(routes):
+        used = int(schedule.expanded[rank])
+        own = route["targets"][: route["ends"][0]]
+        assert (own >> 32 == rank).all()
+        assert set(range(used, used + 100)) <= set((own & 0xFFFFFFFF).tolist())
+        assert route["ends"][1] == route["ends"][2]
+        assert route["stages"].tolist() == [0, 0, 0, 0, 1]  # whatever the batch
