@@ -37,6 +37,7 @@ def test_order_on_hopper() -> None:
         ("fa3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, HOPPER, "no deterministic backward"),
         ("fa4", {"causal": False, "heads_kv": 8, "head_dim_v": 64}, HOPPER, "can be wrong without a causal mask"),
         ("fa4", {"head_dim": 72, "head_dim_v": 72}, HOPPER, "no multiple of 32, got (72, 72)"),
+        ("fa4", {"head_dim": 72, "head_dim_v": 72}, DeviceFacts((10, 0), ALL), "no multiple of 32, got (72, 72)"),
         ("aten_flash", {"head_dim": 192}, HOPPER, "must be equal"),
         ("aten_flash", {"softcap": 30.0}, HOPPER, "no soft cap"),
         ("aten_flash", {}, DeviceFacts(None), "needs a CUDA GPU"),

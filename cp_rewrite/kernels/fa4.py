@@ -31,22 +31,22 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
         found.append(f"on Blackwell head dims go up to 128, or are (192, 128) or (256, 256), got {dims}")
     if spec.needs_backward and spec.heads != spec.heads_kv and spec.head_dim != spec.head_dim_v:
         found.append("the backward with grouped heads needs equal head dims of keys and values")
-    return found + (_wrong_gradients(spec) if facts.major == 9 and spec.needs_backward else [])
+    return found + (_wrong_gradients(spec, facts) if spec.needs_backward else [])
 
 
-def _wrong_gradients(spec: AttentionSpec) -> list[str]:
-    """Where the backward of 4.0.0b36 gives wrong gradients on Hopper without an error.
+def _wrong_gradients(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
+    """Where the backward of 4.0.0b36 gives wrong gradients without an error.
 
-    Fp32 gradients of head dims that are no multiple of 32 are laid out in two ways (pull request 2896 of the library).
-    And without a causal mask or window, at head dims above 96 and up to 128, its tiles have 80 queries: the sums of
-    out * dout, where head dims of v do not round up to 128 or 256, are stored 16 or 48 rows too far, sometimes over
-    those of the next entry.
+    Fp32 gradients of head dims that are no multiple of 32 are laid out in two ways on Hopper (pull request 2896 of the
+    library), and Blackwell had errors of its own there (2698). And on Hopper, without a causal mask or window, at head
+    dims above 96 and up to 128, tiles have 80 queries: the sums of out * dout, where head dims of v do not round up to
+    128 or 256, are stored 16 or 48 rows too far, sometimes over those of the next entry.
     """
     dims = (spec.head_dim, spec.head_dim_v)
     found: list[str] = []
     if any(dim % 32 and dim % 8 == 0 for dim in dims):  # those of other dims are told anyway
-        found.append(f"its gradients on Hopper are wrong at head dims that are no multiple of 32, got {dims}")
-    if not spec.causal and 96 < spec.head_dim <= 128 and -(-spec.head_dim_v // 32) % 4:
+        found.append(f"its gradients can be wrong at head dims that are no multiple of 32, got {dims}")
+    if facts.major == 9 and not spec.causal and 96 < spec.head_dim <= 128 and -(-spec.head_dim_v // 32) % 4:
         found.append(f"its gradients on Hopper can be wrong without a causal mask at head dims {dims}")
     return found
 
