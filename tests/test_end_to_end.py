@@ -132,8 +132,7 @@ def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("exchange", ["needed", "p2p"])
+@pytest.mark.parametrize(("exchange", "layout"), every_second_slow(["needed", "p2p"]))
 def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
     check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
