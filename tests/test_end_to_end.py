@@ -102,11 +102,11 @@ def check(
         assert error <= LIMIT, f"{key}: {error:.1e} {lengths} {layout} {exchange}"
 
 
-def every_second_slow(exchanges: Sequence[str]) -> list[Any]:
-    """All pairs of an exchange and a layout; each exchange and each layout stays among those that are not slow."""
+def mostly_slow(exchanges: Sequence[str]) -> list[Any]:
+    """All pairs of an exchange and a layout; of each exchange one is not slow, of another layout each time."""
     pairs = itertools.product(enumerate(exchanges), enumerate(LAYOUTS))
     return [
-        pytest.param(exchange, layout, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        pytest.param(exchange, layout, marks=[pytest.mark.slow] if (i + j) % 4 else [])
         for (i, exchange), (j, layout) in pairs
     ]
 
@@ -117,12 +117,12 @@ def test_llama_matches_one_process(pool: Pool, layout: str, exchange: str) -> No
     check(pool, 2, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), every_second_slow(EXCHANGES))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(EXCHANGES))
 def test_llama_matches_on_four_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), every_second_slow(["a2a+all_gather", "a2a+needed", "a2a+p2p"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(["a2a+all_gather", "a2a+needed", "a2a+p2p"]))
 def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
@@ -132,7 +132,7 @@ def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), every_second_slow(["needed", "p2p"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(["needed", "p2p"]))
 def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
     check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
