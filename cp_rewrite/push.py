@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .cost import Device, Model
 from .intervals import Int, expand_ranges
-from .schedule import Runs, Schedule
+from .schedule import Runs, Schedule, at_least
 from .tiles import TILE
 
 NAMES = (
@@ -63,8 +63,8 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
     stages = _stages(tables, *cuts[rank])
     n, queries, keys = stages[:3].tolist()
     arrays = (
-        _filled(sends.astype(np.int32)),
-        _filled(targets),
+        at_least(sends.astype(np.int32), 2, 0),
+        at_least(targets, 2, 0),
         (ends + more).astype(np.int32),
         np.zeros(max(2, used), dtype=np.int8),
         np.array(partners, dtype=np.uint32).view(np.int32),
@@ -119,8 +119,3 @@ def _sends(runs: Runs, rank: int, cuts: Int, world_size: int) -> tuple[Int, Int,
 
 def _bits(ranks: Int) -> int:
     return int(np.bitwise_or.reduce(1 << np.unique(ranks), initial=0))
-
-
-def _filled(array: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Filled up to 2 entries."""
-    return np.concatenate([array, np.zeros(max(0, 2 - len(array)), dtype=array.dtype)])

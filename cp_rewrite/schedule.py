@@ -176,7 +176,7 @@ class Schedule:
         runs = self.runs.take(self.runs.owner == rank)
         holders = expand_ranges((runs.reader << 32) + runs.row, runs.length)
         ptr, members = group_rows(expand_ranges(runs.source, runs.length), self.rows)
-        return {"holder_ptr": _index(ptr), "holders": _at_least(holders[members], 2, 0)}
+        return {"holder_ptr": _index(ptr), "holders": at_least(holders[members], 2, 0)}
 
     @cached_property
     def received(self) -> Int:
@@ -223,9 +223,9 @@ def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[n
     launches = _launches(table)
     launches[0, 2] = np.diff(cu_q).max(initial=0)
     return {
-        "cu_seqlens_q": _at_least(cu_q.astype(np.int32), 3),
-        "cu_seqlens_k": _at_least(cu_k.astype(np.int32), 3),
-        "pieces": _at_least(table, 2, 0),
+        "cu_seqlens_q": at_least(cu_q.astype(np.int32), 3),
+        "cu_seqlens_k": at_least(cu_k.astype(np.int32), 3),
+        "pieces": at_least(table, 2, 0),
         "launches": launches,
     }
 
@@ -266,7 +266,7 @@ def _cover_rows(pieces: Pieces, rows: int) -> tuple[Int, Int]:
     return np.concatenate([[0], bounds[keep]]), cu_k
 
 
-def _at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[D]:
+def at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[D]:
     """`array` with its leading dim filled up to `size` with `fill`, or with its last entry."""
     missing = size - len(array)
     if missing <= 0:
@@ -276,4 +276,4 @@ def _at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[
 
 
 def _index(rows: Int) -> Int32:
-    return _at_least(rows.astype(np.int32), 2, 0)
+    return at_least(rows.astype(np.int32), 2, 0)

@@ -2,8 +2,8 @@
 //
 // At the start of its symmetric memory each rank has words for flags, one per kind of flag and rank: rank p writes the
 // number of its call into word p of every peer. Calls are numbered on the device (`state`), so a captured graph
-// replays with fresh numbers. A call is several launches, one after the other. Of each a few blocks wait, at most: many
-// could keep out others, of this or of another kernel, that a peer is waiting for.
+// replays with fresh numbers. A call is several launches; of each a few blocks wait, at most: many could keep out
+// others, of this or of another kernel, that a peer is waiting for.
 #pragma once
 #include "rows.cuh"
 

@@ -20,7 +20,7 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "merge_steps.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))],
     "dual_chunk.cu": [()],
     "meet.cu": [()],
-    "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm._OWN, symm.BESIDE)],
+    "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm.BESIDE)],
     "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES],
 }
 

@@ -90,15 +90,13 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
     def backward(*args: Any) -> tuple[Tensor, ...]:
         return varlen.run_backward(_kernel, *args)
 
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     memory = torch.zeros(symm._HEADER + 2**20, dtype=torch.uint8)
-    way = symm.Channel(memory, torch.zeros(8), 0, 2**20, None)
+    way = symm.Channel(memory, torch.zeros(8), 0, 2**20, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "current_stream", lambda *_: main),
         (torch.cuda, "stream", On),
         (symm, "side_stream", lambda *_: side),
         (symm, "channel", lambda *_: way),
-        (symm, "_resolve_process_group", lambda *_: group),
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),
@@ -138,7 +136,7 @@ def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPat
         (torch.cuda, "synchronize", lambda _: None),
         (symm.dist, "barrier", lambda *_, **__: None),
         (symm, "_resolve_process_group", lambda _: None),
-        (symm, "_make_channel", lambda _, size, __: made(size, None)),
+        (symm, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
         (symm, "_channels", {}),
         (symm, "_captured", set()),
     ):

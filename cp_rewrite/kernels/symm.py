@@ -42,8 +42,8 @@ class Crew:
 
 
 FULL, BESIDE = Crew(0, 16), Crew(16, 8)
-"""For peers' rows; and for those while a kernel runs that fills every multiprocessor it gets."""
-_OWN, _SUM, _ONE = Crew(0, 16), Crew(0, 16, remote=4), Crew(1, 1)
+"""For rows; and for peers' while a kernel runs that fills every multiprocessor it gets."""
+_SUM, _ONE = Crew(0, 16, remote=4), Crew(1, 1)
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
@@ -98,6 +98,17 @@ class Channel:
     peers: int
     nbytes: int
     handle: Any
+    rank: int
+    size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    @property
+    def meeting(self) -> tuple[Any, ...]:
+        """Where the ranks meet, the last arguments of all these kernels."""
+        return self.peers, self.state.data_ptr(), cuda.i32(self.rank), cuda.i32(self.size)
 
     def rows(self, count: int, like: Tensor, columns: int) -> Tensor:
         """(count, columns), in the dtype of `like`: the memory of the first rows."""
@@ -147,7 +158,7 @@ def _make_channel(group: dist.ProcessGroup, nbytes: int, device: torch.device) -
     torch.cuda.synchronize(device)
     dist.barrier(group, device_ids=[device.index])
     state = torch.zeros(8, dtype=torch.int32, device=device)
-    return Channel(buffer, state, handle.buffer_ptrs_dev, nbytes, handle)
+    return Channel(buffer, state, handle.buffer_ptrs_dev, nbytes, handle, group.rank(), group.size())
 
 
 class Push:
@@ -173,8 +184,8 @@ class Push:
         group: str,
     ) -> None:
         k_width, size = _chunks(k_RHD), k_RHD.element_size()
-        width, self._device, self._group = k_width + _chunks(v_RHV), k_RHD.device, group
-        self._way = channel(group, "push", int(capacity) * width * 16, self._device)
+        width = k_width + _chunks(v_RHV)
+        self._way = channel(group, "push", int(capacity) * width * 16, k_RHD.device)
         self.rows = self._way.rows(expanded.shape[0], k_RHD, width * 16 // size)
         self._senders, self._receivers = partners, partners[1:]
         self._arguments = (
@@ -201,30 +212,28 @@ class Push:
         """
         if crew.blocks == 0:
             # Many blocks that wait for peers could keep out what the peers wait for.
-            where = self._way, self._group, stream, self._device
-            _meet(*where, _ARRIVED, told=_ARRIVED, ranks=self._receivers)
+            _meet(self._way, stream, _ARRIVED, told=_ARRIVED, ranks=self._receivers)
         self._launch(crew, stream, to_peers=True)
 
     def own_rows(self) -> None:
         """Rows of this rank to itself, on the current stream."""
-        self._launch(_OWN, None, to_peers=False)
+        self._launch(FULL, None, to_peers=False)
 
     def early_rows(self) -> None:
         """Wait, on the current stream, for what this rank needs at once; after `own_rows`."""
-        where = self._way, self._group, None, self._device
-        _meet(*where, _SENT_EARLY, ranks=self._senders, beside=True)
+        _meet(self._way, None, _SENT_EARLY, ranks=self._senders, beside=True)
 
     def _launch(self, crew: Crew, stream: torch.cuda.Stream | None, *, to_peers: bool) -> None:
-        kernel, meeting = cuda.kernel("push_rows", self._device, _macros(crew)), _meeting(self._way, self._group)
-        _launch(kernel, crew, stream, self._device, *self._arguments, cuda.u32(to_peers), *meeting)
+        kernel = cuda.kernel("push_rows", self._way.device, _macros(crew))
+        _launch(kernel, crew, stream, self._way, *self._arguments, cuda.u32(to_peers))
 
 
 def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: torch.cuda.Stream | None = None) -> Tensor:
     """(E, C): where `return_rows` reads the gradients of expanded rows. It may be written once `stream` is waited for:
     peers read there what the call before returned. All ranks call both, in turns."""
-    (rows, columns), device = expanded_EC.shape, expanded_EC.device
-    way = channel(group, "return", int(capacity) * _chunks(expanded_EC) * 16, device)
-    _meet(way, group, stream, device, _LEFT, back=1)
+    rows, columns = expanded_EC.shape
+    way = channel(group, "return", int(capacity) * _chunks(expanded_EC) * 16, expanded_EC.device)
+    _meet(way, stream, _LEFT, back=1)
     return way.rows(rows, expanded_EC, columns)
 
 
@@ -247,15 +256,15 @@ def return_rows(
         partners, capacity, holder_ptr, holders: of `push.push_route`.
         heads, dims: Hkv and (D, V). stream: as of `Push.to_peers`.
     """
-    device, rows, width = grad_EC.device, holder_ptr.shape[0] - 1, _chunks(grad_EC)
+    rows, width = holder_ptr.shape[0] - 1, _chunks(grad_EC)
     dk, dv = (grad_EC.new_empty(rows, heads, dim) for dim in dims)
-    way = channel(group, "return", int(capacity) * width * 16, device)
-    _meet(way, group, stream, device, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
+    way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
+    _meet(way, stream, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
     _launch(
-        cuda.kernel("return_rows", device, ((_DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
+        cuda.kernel("return_rows", way.device, ((_DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
         _SUM,
         stream,
-        device,
+        way,
         holder_ptr.data_ptr(),
         holders.data_ptr(),
         cuda.u32(rows),
@@ -263,16 +272,13 @@ def return_rows(
         dv.data_ptr(),
         cuda.u32(_chunks(dk)),
         cuda.u32(width),
-        *_meeting(way, group),
     )
     return dk, dv
 
 
 def _meet(
     way: Channel,
-    group: str,
     stream: torch.cuda.Stream | None,
-    device: torch.device,
     awaited: int,
     *,
     told: int = -1,
@@ -285,7 +291,7 @@ def _meet(
     whom = 0 if ranks is None else ranks.data_ptr()
     word, ahead = (_SEEN, 0) if beside else (_CALLS, 1 - back)
     numbers = cuda.i32(told), cuda.i32(awaited), cuda.u32(word), cuda.u32(ahead), whom
-    _launch(cuda.kernel("meet", device), _ONE, stream, device, *numbers, *_meeting(way, group))
+    _launch(cuda.kernel("meet", way.device), _ONE, stream, way, *numbers)
 
 
 @cache
@@ -294,17 +300,13 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _launch(kernel: Any, crew: Crew, stream: torch.cuda.Stream | None, device: torch.device, *args: Any) -> None:
+def _launch(kernel: Any, crew: Crew, stream: torch.cuda.Stream | None, way: Channel, *args: Any) -> None:
+    device = way.device
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        cuda.launch(kernel, crew.blocks or cuda.multiprocessors(device), 32 * crew.warps, device, *args)
-
-
-def _meeting(way: Channel, group: str) -> tuple[Any, ...]:
-    """Where the ranks meet, the last arguments of all these kernels."""
-    ranks = _resolve_process_group(group)
-    return way.peers, way.state.data_ptr(), cuda.i32(ranks.rank()), cuda.i32(ranks.size())
+        blocks = crew.blocks or cuda.multiprocessors(device)
+        cuda.launch(kernel, blocks, 32 * crew.warps, device, *args, *way.meeting)
 
 
 def _macros(crew: Crew) -> cuda.Macros:

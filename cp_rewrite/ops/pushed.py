@@ -133,20 +133,20 @@ def pushed_attention_backward(
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     heads, dims = k.shape[1], (k.shape[2], v.shape[2])
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    k, v = symm.dense_rows(k), symm.dense_rows(v)
     if kv is None:
+        k, v = symm.dense_rows(k), symm.dense_rows(v)
         with nvtx("exchange"):
             push = symm.Push(k, v, *route[PUSHED], group=group)
             push.to_peers(symm.FULL, side)
             push.own_rows()
             kv = push.rows
-    partners, capacity, *lists = route[RETURNED]
+    partners, capacity, holder_ptr, holders = route[RETURNED]
     rows = symm.gradient_rows(kv, capacity, group, side)
     sums: list[Tensor] = []
 
     def send_home() -> None:
         with nvtx("exchange_backward"):
-            sums.extend(symm.return_rows(rows, partners, capacity, lists[0], lists[1], heads, dims, group, side))
+            sums.extend(symm.return_rows(rows, partners, capacity, holder_ptr, holders, heads, dims, group, side))
 
     beside = Beside(rows, partial(main.wait_stream, side), send_home)
     with nvtx("attention_backward"):

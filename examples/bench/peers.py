@@ -77,25 +77,26 @@ class Lists:
         )
 
 
+def push(k: Tensor, v: Tensor, lists: tuple[Tensor, ...], group: str, crew: symm.Crew) -> None:
+    call = symm.Push(k, v, *lists, group=group)
+    call.to_peers(crew)
+    call.own_rows()
+
+
 def rates(rank: int, world_size: int, rows: int, spread: bool, group: str, crew: symm.Crew) -> tuple[float, float]:
     """GB/s of push and of return."""
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
     lists = Lists.make(rank, world_size, rows, spread)
 
-    def push() -> None:
-        call = symm.Push(k, v, *lists.push, group=group)
-        call.to_peers(crew)
-        call.own_rows()
-
     nbytes = rows * COLUMNS * 2
-    pushed = nbytes / milliseconds(push, 10) / 1e6
+    pushed = nbytes / milliseconds(lambda: push(k, v, lists.push, group, crew), 10) / 1e6
     grad = symm.gradient_rows(torch.empty(rows, COLUMNS, device="cuda", dtype=torch.bfloat16), lists.back[1], group)
     grad.normal_()
-    partners, capacity, *sums = lists.back
+    partners, capacity, holder_ptr, holders = lists.back
 
     def back() -> None:
         symm.gradient_rows(grad, capacity, group)
-        symm.return_rows(grad, partners, capacity, sums[0], sums[1], 8, (128, 128), group)
+        symm.return_rows(grad, partners, capacity, holder_ptr, holders, 8, (128, 128), group)
 
     return pushed, nbytes / milliseconds(back, 10) / 1e6
 
@@ -139,17 +140,11 @@ def main() -> None:
     nothing, ends, two = index(torch.zeros(2)), index(torch.zeros(3)), torch.tensor([2])
     everyone = index(torch.full((2,), (1 << world_size) - 1))
     empty = nothing, nothing.long(), ends, torch.zeros(2, dtype=torch.int8), everyone, two
-
-    def meet() -> None:
-        call = symm.Push(k, k, *empty, group=group)
-        call.to_peers(symm.FULL)
-        call.own_rows()
-
-    meet()
+    push(k, k, empty, group, symm.FULL)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(20):
-            meet()
+            push(k, k, empty, group, symm.FULL)
     meeting = milliseconds(graph.replay, 5) / 20
     if rank == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
