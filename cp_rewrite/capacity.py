@@ -93,7 +93,7 @@ def fixed_route(schedule: Schedule, rank: int, exchange: str, capacity: Capacity
     return {
         "kv_rows": _filled(kv_rows, capacity.rows, kv_rows[0] if used else 0),
         "sum_ptr": route["sum_ptr"],
-        "sum_rows": _filled(route["sum_rows"][:used], capacity.rows, 0),
+        "sum_rows": _filled(route["sum_rows"], 2 * (len(route["sum_ptr"]) - 1) + capacity.rows, 0),
     }
 
 

@@ -46,3 +46,21 @@ def group_rows(rows: Int, size: int) -> tuple[Int, Int]:
     ptr = np.zeros(size + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=size), out=ptr[1:])
     return ptr, np.argsort(rows, kind="stable")
+
+
+def sum_lists(rows: Int, size: int) -> tuple[Int, Int]:
+    """Which members each row in [0, size) sums, in the form of `ops.sum_rows`: (ptr (size + 1,), lists).
+
+    Members i with `rows[i]` = r, ascending: the first two are lists[2 r] and lists[2 r + 1], -1 where there is none;
+    the others lists[ptr[r]:ptr[r + 1]], after all those pairs.
+    """
+    start, members = group_rows(rows, size)
+    counts = np.diff(start)
+    row = np.repeat(np.arange(size), counts)
+    number = np.arange(len(rows)) - start[row]
+    pairs = np.full(2 * size, -1, dtype=np.int64)
+    paired = number < 2
+    pairs[(2 * row + number)[paired]] = members[paired]
+    ptr = np.full(size + 1, 2 * size, dtype=np.int64)
+    ptr[1:] += np.cumsum(np.maximum(counts - 2, 0))
+    return ptr, np.concatenate([pairs, members[~paired]])

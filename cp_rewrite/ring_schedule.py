@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .intervals import Int, expand_ranges, group_rows, overlaps
+from .intervals import Int, expand_ranges, overlaps, sum_lists
 from .pieces import Pieces, order_by_launch
 from .schedule import Schedule, kernel_tables
 
@@ -90,19 +90,19 @@ def ring_tables(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]
 
     Returns:
         cu_seqlens_q, cu_seqlens_k, pieces, launches: as in `Schedule.attention`, per round.
-        kv_rows: (E,) int32, rows of the step's owner, expanded. sum_ptr: (rounds (R + 1),), sum_rows: (E,) int32, per
-            round the expanded rows that contribute to each of the owner's rows.
-        rounds: (n, 9) int64: step, then (start, stop) in cu_seqlens, pieces, launches and kv_rows; by step. A step of
-            -1 only fills up to 2.
+        kv_rows: (E,) int32, rows of the step's owner, expanded. sum_ptr: (rounds (R + 1),), sum_rows: int32, per round
+            the expanded rows that contribute to each of the owner's rows (`intervals.sum_lists`).
+        rounds: (n, 11) int64: step, then (start, stop) in cu_seqlens, pieces, launches, kv_rows and sum_rows; by step.
+            A step of -1 only fills up to 2.
     """
     entries = ring_entries(schedule, rank)
     parts: dict[str, list[NDArray[np.integer]]] = {name: [] for name in (*TABLES, *ROUTE)}
-    at = np.zeros(4, dtype=np.int64)
+    at = np.zeros(5, dtype=np.int64)
     for step, number in sorted(set(zip(entries.step.tolist(), entries.number.tolist(), strict=True))):
         made = _round_tables(entries, (entries.step == step) & (entries.number == number), schedule.rows)
         for name, array in made.items():
             parts[name].append(array)
-        sizes = [len(made[name]) for name in ("cu_seqlens_q", "pieces", "launches", "kv_rows")]
+        sizes = [len(made[name]) for name in ("cu_seqlens_q", "pieces", "launches", "kv_rows", "sum_rows")]
         parts["rounds"].append(np.array([[step, *np.stack([at, at + sizes], axis=1).reshape(-1)]]))
         at = at + sizes
     return {name: _joined(name, arrays) for name, arrays in parts.items()}
@@ -110,7 +110,7 @@ def ring_tables(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]
 
 def _joined(name: str, arrays: list[NDArray[np.integer]]) -> NDArray[np.integer]:
     """One array of all rounds, filled up to 2 entries: compilers specialise 0 and 1."""
-    columns = {"pieces": (7,), "launches": (4,), "rounds": (9,)}.get(name, ())
+    columns = {"pieces": (7,), "launches": (4,), "rounds": (11,)}.get(name, ())
     dtype = np.int64 if columns else np.int32
     size = sum(map(len, arrays))
     filling = np.full((max(0, 2 - size), *columns), -1 if name == "rounds" else 0, dtype=dtype)
@@ -131,7 +131,7 @@ def _round_tables(entries: Entries, chosen: NDArray[np.bool_], rows: int) -> dic
     position[order] = np.arange(len(order))
     runs = runs[np.argsort(position[np.searchsorted(entries.entry[index], ids)], kind="stable")]
     kv_rows = expand_ranges(entries.source[runs], entries.keys[runs])
-    ptr, members = group_rows(kv_rows, rows)
+    ptr, members = sum_lists(kv_rows, rows)
     tables = kernel_tables(pieces.take(order), launch, rows)
     return {**tables, "kv_rows": kv_rows, "sum_ptr": ptr, "sum_rows": members}
 

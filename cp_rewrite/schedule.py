@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .documents import Documents
-from .intervals import Int, expand_ranges, group_rows, overlaps, union
+from .intervals import Int, expand_ranges, group_rows, overlaps, sum_lists, union
 from .masks import PackedMask
 from .orders import TokenOrder, common_local_size
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
@@ -111,12 +111,12 @@ class Schedule:
     def route(self, exchange: str, rank: int) -> dict[str, NDArray[np.integer]]:
         """The row tables of one rank for one way of moving rows, in a fixed order. P ranks, R local rows, E expanded.
 
-        `local`: kv_rows (E,) local row of each expanded row; sum_ptr (R + 1,), sum_rows (E,): the expanded rows that
-            contribute to each local row. For one rank.
+        `local`: kv_rows (E,) local row of each expanded row; sum_ptr (R + 1,), sum_rows (at least 2 R,): the expanded
+            rows that contribute to each local row, see `intervals.sum_lists`. For one rank.
         `all_gather`: the same over the P R gathered rows (owner R + local row).
         `needed`: send_rows (S,) local rows by destination; splits (2, P) rows sent to and received from each rank;
-            kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows (E,);
-            return_ptr (R + 1,), return_rows (R + S,) into cat(own sums (R), rows that come back (S)).
+            kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows;
+            return_ptr (R + 1,), return_rows into cat(own sums (R), rows that come back (S)).
         `push`: holder_ptr (R + 1,), holders int64: the expanded rows of all ranks that hold each local row, as
             reader << 32 | its expanded row, ascending.
         Raises:
@@ -138,7 +138,7 @@ class Schedule:
 
     def _gathered_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
         kv_rows = self._gathered_rows(rank)
-        ptr, members = group_rows(kv_rows, self.world_size * self.rows)
+        ptr, members = sum_lists(kv_rows, self.world_size * self.rows)
         return {"kv_rows": _index(kv_rows), "sum_ptr": _index(ptr), "sum_rows": _index(members)}
 
     def _needed_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
@@ -152,9 +152,9 @@ class Schedule:
         position[remote] = self.rows + before[block] + slots[remote] - starts[block]
         kv_rows = expand_ranges(position, runs.length)
         received = np.bincount(expand_ranges(starts, stops - starts) // self.rows, minlength=self.world_size)
-        ptr, members = group_rows(kv_rows, self.rows + int(received.sum()))
+        ptr, members = sum_lists(kv_rows, self.rows + int(received.sum()))
         send_rows, sent = self._sent_rows(rank)
-        return_ptr, return_rows = group_rows(np.concatenate([np.arange(self.rows), send_rows]), self.rows)
+        return_ptr, return_rows = sum_lists(np.concatenate([np.arange(self.rows), send_rows]), self.rows)
         return {
             "send_rows": _index(send_rows),
             "splits": np.stack([sent, received]),

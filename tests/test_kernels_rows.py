@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
+from cp_rewrite.intervals import sum_lists
 from cp_rewrite.kernels import rows
 from cp_rewrite.layouts import order_tokens
 from cp_rewrite.masks import PackedMask
@@ -42,15 +44,17 @@ def test_gather_rows_of_a_strided_source(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "columns", "most"), [(3, 8, 2), (500, 2048, 3), (40, 3, 5), (70, 36, 1)])
 def test_sum_rows(device: torch.device, dtype: torch.dtype, size: int, columns: int, most: int) -> None:
-    lengths = torch.randint(most + 1, (size,))
-    ptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    x = torch.randn(int(ptr[-1]) + 5, columns).to(dtype)
-    index = torch.randperm(len(x))[: int(ptr[-1])]
+    x = torch.randn(size * most + 5, columns).to(dtype)
+    owners = torch.full((len(x),), size)
+    owners[torch.randperm(len(x))[: size * most]] = torch.randint(size, (size * most,))
+    read = owners < size
+    owner, source = owners[read], torch.arange(len(x))[read]
     expected = torch.zeros(size, columns)
-    for i in range(size):
-        for j in index[ptr[i] : ptr[i + 1]].tolist():  # the same order, so the same bits
-            expected[i] += x[j].float()
-    arguments = x.to(device), ptr.int().to(device), index.int().to(device)
+    for row, j in zip(owner.tolist(), source.tolist(), strict=True):  # the same order, so the same bits
+        expected[row] += x[j].float()
+    ptr, lists = sum_lists(owner.numpy(), size)
+    lists = np.where(lists < 0, -1, source.numpy()[lists])
+    arguments = x.to(device), torch.from_numpy(ptr).int().to(device), torch.from_numpy(lists).int().to(device)
     assert torch.equal(rows.sum_rows(*arguments).cpu(), expected)
     assert torch.equal(rows.sum_rows(*arguments, dtype).cpu(), expected.to(dtype))
 

@@ -52,10 +52,11 @@ def one_rank(lengths: list[int], mask: PackedMask) -> tuple[list[Documents], Any
 @pytest.mark.parametrize("transposed", [False, True])
 def test_row_ops_pass_opcheck(transposed: bool) -> None:
     x = torch.randn(6, 8).t() if transposed else torch.randn(8, 6)
-    rows = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    ptr = torch.tensor([0, 1, 1, 3], dtype=torch.int32)
+    rows = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    lists = torch.tensor([0, -1, -1, -1, 3, 4, 5], dtype=torch.int32)
+    ptr = torch.tensor([6, 6, 6, 7], dtype=torch.int32)
     opcheck(ops.gather_rows.default, (x, rows))
-    opcheck(ops.sum_rows.default, (x, ptr, rows, 3))
+    opcheck(ops.sum_rows.default, (x, ptr, lists, 3))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

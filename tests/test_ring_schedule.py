@@ -13,7 +13,7 @@ from cp_rewrite.plan import plan_batch
 from cp_rewrite.ring_schedule import ring_tables
 
 from .packs import batches, masks
-from .test_schedule import global_rows, seen_by
+from .test_schedule import global_rows, seen_by, summed_rows
 
 
 @settings(max_examples=300, deadline=None)
@@ -27,7 +27,7 @@ def test_steps_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedM
         assert all(len(array) >= 2 for array in tables.values())
         steps = [step for step, *_ in tables["rounds"].tolist() if step >= 0]
         assert steps == sorted(steps)
-        for i, (step, c0, c1, p0, p1, l0, l1, e0, e1) in enumerate(tables["rounds"].tolist()):
+        for i, (step, c0, c1, p0, p1, l0, l1, e0, e1, s0, s1) in enumerate(tables["rounds"].tolist()):
             if step < 0:
                 continue
             source = where[(rank - step) % world_size][tables["kv_rows"][e0:e1]]
@@ -36,8 +36,11 @@ def test_steps_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedM
             assert (np.diff(cu_q) >= 0).all()
             assert cu_k[-1] <= e1 - e0
             ptr = tables["sum_ptr"][i * (schedule.rows + 1) : (i + 1) * (schedule.rows + 1)]
-            owners = np.repeat(np.arange(schedule.rows), np.diff(ptr))
-            assert (tables["kv_rows"][e0:e1][tables["sum_rows"][e0:e1]] == owners).all()
+            lists = tables["sum_rows"][s0:s1]
+            owners = tables["kv_rows"][e0:e1]
+            summed = [summed_rows(ptr, lists, row) for row in range(schedule.rows)]
+            assert [owners[members].tolist() for members in summed] == [[i] * len(x) for i, x in enumerate(summed)]
+            assert sorted(np.concatenate(summed).tolist()) == list(range(e1 - e0))
             for queries, keys in seen_by({"pieces": tables["pieces"][p0:p1], "launches": tables["launches"][l0:l1]}):
                 np.add.at(seen, (where[rank][queries], source[keys]), 1)
     wanted = np.zeros_like(seen)

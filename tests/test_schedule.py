@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,13 +89,17 @@ def test_cu_seqlens_describe_launch_0(rows: tuple[Documents, ...], mask: PackedM
             assert max_q >= (part[:, 1] - part[:, 0]).max(initial=0)
 
 
-def csr_sum(x: NDArray[np.float64], ptr: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Row i: the sum of x[rows[ptr[i]:ptr[i + 1]]]. Also checks that rows ascend within each sum."""
-    out = np.zeros(len(ptr) - 1)
-    np.add.at(out, np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), x[rows[: ptr[-1]]])
-    for lo, hi in pairwise(ptr):
-        assert (np.diff(rows[lo:hi]) > 0).all()
-    return out
+def summed_rows(ptr: NDArray[np.integer], lists: NDArray[np.integer], row: int) -> NDArray[np.integer]:
+    """What `row` sums, as `ops.sum_rows` says."""
+    pair = lists[2 * row : 2 * row + 2]
+    return np.concatenate([pair[pair >= 0], lists[ptr[row] : ptr[row + 1]]])
+
+
+def sum_rows(x: NDArray[np.float64], ptr: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Row i: the sum of x at its rows (`sum_lists`). Also checks that these ascend."""
+    summed = [summed_rows(ptr, rows, i) for i in range(len(ptr) - 1)]
+    assert all((np.diff(members) > 0).all() for members in summed)
+    return np.array([x[members].sum() for members in summed])
 
 
 def play(exchange: str, routes: list[Tables], local: NDArray[np.float64], grads: list[NDArray[np.float64]]) -> Moved:
@@ -108,7 +110,7 @@ def play(exchange: str, routes: list[Tables], local: NDArray[np.float64], grads:
     if exchange == "push":
         return play_push(routes, local, grads)
     gathered = [local.reshape(-1)[route["kv_rows"]] for route in routes]
-    sums = [csr_sum(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
+    sums = [sum_rows(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
     return gathered, list(np.stack(sums).reshape(ranks, ranks, size).sum(0))
 
 
@@ -117,13 +119,13 @@ def play_push(routes: list[Tables], local: NDArray[np.float64], grads: list[NDAr
     back: list[NDArray[np.float64]] = []
     for owner, route in enumerate(routes):
         ptr, holders = route["holder_ptr"], route["holders"][: route["holder_ptr"][-1]]
-        places = [(int(holder >> 32), int(holder & 0xFFFFFFFF)) for holder in holders]
-        for (reader, row), source in zip(places, np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), strict=True):
+        assert all((np.diff(part) > 0).all() for part in np.split(holders, ptr[1:-1]))
+        back.append(np.zeros(len(ptr) - 1))
+        for holder, source in zip(holders.tolist(), np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), strict=True):
+            reader, row = holder >> 32, holder & 0xFFFFFFFF
             assert np.isnan(held[reader][row])
             held[reader][row] = local[owner, source]
-        assert all((np.diff(part) > 0).all() for part in np.split(holders, ptr[1:-1]))
-        taken = np.array([grads[reader][row] for reader, row in places])
-        back.append(csr_sum(taken, ptr, np.arange(len(taken))))
+            back[-1][source] += grads[reader][row]
     return held, back
 
 
@@ -138,13 +140,13 @@ def play_needed(routes: list[Tables], local: NDArray[np.float64], grads: list[ND
     sent = [blocks(splits[r, 0], local[r][routes[r]["send_rows"]]) for r in range(ranks)]
     received = [np.concatenate([sent[peer][rank] for peer in range(ranks)]) for rank in range(ranks)]
     gathered = [np.concatenate([local[r], received[r]])[routes[r]["kv_rows"]] for r in range(ranks)]
-    sums = [csr_sum(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
+    sums = [sum_rows(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
     home = [blocks(splits[r, 1], sums[r][size:]) for r in range(ranks)]
     back: list[NDArray[np.float64]] = []
     for rank in range(ranks):
         returned = np.concatenate([home[peer][rank] for peer in range(ranks)])
         merged = np.concatenate([sums[rank][:size], returned])
-        back.append(csr_sum(merged, routes[rank]["return_ptr"], routes[rank]["return_rows"]))
+        back.append(sum_rows(merged, routes[rank]["return_ptr"], routes[rank]["return_rows"]))
     return gathered, back
 
 

@@ -86,11 +86,15 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
 
 
 def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
-    """(n, C) in fp32 (fp64 for fp64): row i is the sum of x_EC[rows[ptr[i]:ptr[i + 1]]], in that order."""
+    """(n, C) in fp32 (fp64 for fp64): row i is the sum of x_EC at rows[2 i] and rows[2 i + 1], where these are not
+    negative, and at rows[ptr[i]:ptr[i + 1]], in that order."""
     acc = torch.promote_types(x_EC.dtype, torch.float32)
     n = ptr.numel() - 1
-    target = torch.repeat_interleave(torch.arange(n, device=ptr.device), ptr.diff())
-    source = rows[: target.numel()]
+    each = torch.arange(n, device=ptr.device)
+    there = rows[: 2 * n] >= 0
+    others = torch.repeat_interleave(each, ptr.diff())
+    target = torch.cat([each.repeat_interleave(2)[there], others])
+    source = torch.cat([rows[: 2 * n][there], rows[2 * n : 2 * n + others.numel()]])
     return torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device).index_add_(0, target, x_EC[source].to(acc))
 
 

@@ -10,12 +10,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import cuda, reference
 
 _DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 # Measured best on an H200, see examples/bench/RESULTS.md.
-_BLOCK, _UNROLL = 128, 2
-_UNROLLED: cuda.Macros = (("BLOCK", str(_BLOCK)), ("UNROLL", str(_UNROLL)))
+_GATHER, _SUM, _SUM_FP32 = (128, 2), (64, 3), (64, 2)
+"""Threads of a block, and chunks of each thread."""
 _THREADS = 256
 """Threads of a block of the kernels that are not unrolled."""
 
@@ -39,17 +39,19 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     pointers = src_NC.data_ptr(), out.data_ptr(), rows_E.data_ptr(), cuda.u32(size)
     device = src_NC.device
     width = row_bytes // access
-    kernel = cuda.kernel("gather_rows", device, (("ACCESS", str(access)), *_UNROLLED))
-    grid = -(-size * width // (_BLOCK * _UNROLL))
-    cuda.launch(kernel, grid, _BLOCK, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
+    kernel = cuda.kernel("gather_rows", device, _macros(access, *_GATHER))
+    block, unroll = _GATHER
+    grid = -(-size * width // (block * unroll))
+    cuda.launch(kernel, grid, block, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
     return out
 
 
 def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(n, C): row i is the sum of `x_EC` at `rows[ptr[i]:ptr[i + 1]]`, in that order, in fp32 (fp64 for fp64).
+    """(n, C): row i is the sum of `x_EC` at `rows[2 i]` and `rows[2 i + 1]`, where these are not negative, and at
+    `rows[ptr[i]:ptr[i + 1]]`, in that order, in fp32 (fp64 for fp64).
 
     Args:
-        ptr: (n + 1,) int32. rows: int32.
+        ptr: (n + 1,) int32. rows: (at least 2 n,) int32.
         dtype: of the result; fp32 (fp64 for fp64) by default. x's own dtype rounds each sum once.
     """
     wide = torch.promote_types(x_EC.dtype, torch.float32)
@@ -59,20 +61,20 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     columns = x_EC.shape[1]
     access = _access(columns * x_EC.element_size(), x_EC.data_ptr())
     if not ready or access < x_EC.element_size():
-        return _sum_rows_torch(x_EC, ptr, rows, wide).to(dtype)
+        return reference.sum_rows(x_EC, ptr, rows).to(dtype)
     # Vectors of fewer than 16 bytes are stored element by element: one element at a time then.
     access = access if access == 16 else x_EC.element_size()
     size, width = ptr.shape[0] - 1, columns * x_EC.element_size() // access
     out = x_EC.new_empty(size, columns, dtype=dtype)
     if out.numel() == 0:
         return out
-    macros = [(_DTYPES[x_EC.dtype], "1"), ("ACCESS", str(access)), *_UNROLLED]
-    macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
-    kernel = cuda.kernel("sum_rows", x_EC.device, tuple(macros))
+    block, unroll = _SUM_FP32 if dtype == torch.float32 else _SUM
+    wider: cuda.Macros = (("OUT_FP32", "1"),) if dtype == torch.float32 else ()
+    macros = ((_DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll), *wider)
     cuda.launch(
-        kernel,
-        -(-size * width // (_BLOCK * _UNROLL)),
-        _BLOCK,
+        cuda.kernel("sum_rows", x_EC.device, macros),
+        -(-size * width // (block * unroll)),
+        block,
         x_EC.device,
         x_EC.data_ptr(),
         out.data_ptr(),
@@ -222,12 +224,8 @@ def _access(*sizes: int) -> int:
     return next((n for n in (16, 8, 4, 2) if all(size % n == 0 for size in sizes)), 0)
 
 
-def _sum_rows_torch(x_EC: Tensor, ptr: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
-    size = ptr.shape[0] - 1
-    target = torch.repeat_interleave(torch.arange(size, device=ptr.device), ptr.diff())
-    return x_EC.new_zeros(size, x_EC.shape[1], dtype=wide).index_add_(
-        0, target, x_EC[rows[: len(target)].long()].to(wide)
-    )
+def _macros(access: int, block: int, unroll: int) -> cuda.Macros:
+    return ("ACCESS", str(access)), ("BLOCK", str(block)), ("UNROLL", str(unroll))
 
 
 def _merge_steps_torch(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

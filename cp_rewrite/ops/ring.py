@@ -201,11 +201,11 @@ def _steps(tables: Sequence[Tensor], route: Sequence[Tensor], size: int) -> dict
         return known[1]
     steps: dict[int, list[_Round]] = {}
     cu_q, cu_k, pieces, launches = tables
-    for i, (step, c0, c1, p0, p1, l0, l1, e0, e1) in enumerate(rounds.tolist()):
+    for i, (step, c0, c1, p0, p1, l0, l1, e0, e1, s0, s1) in enumerate(rounds.tolist()):
         if step >= 0:
             made = Tables(cu_q[c0:c1], cu_k[c0:c1], pieces[p0:p1], launches[l0:l1])
             ptr = sum_ptr[i * (size + 1) : (i + 1) * (size + 1)]
-            steps.setdefault(step, []).append(_Round(made, kv_rows[e0:e1], ptr, sum_rows[e0:e1]))
+            steps.setdefault(step, []).append(_Round(made, kv_rows[e0:e1], ptr, sum_rows[s0:s1]))
     _known[rounds] = (kv_rows, steps)
     return steps
 

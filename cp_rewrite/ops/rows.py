@@ -31,9 +31,10 @@ def _(src: Tensor, rows: Tensor) -> Tensor:
 
 @custom_op("cp_rewrite::sum_rows", mutates_args=())
 def sum_rows(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
-    """(size, C) fp32 (fp64 for fp64): row i is the sum of `x` (E, C) at `rows[ptr[i]:ptr[i + 1]]`, in that order.
+    """(size, C) fp32 (fp64 for fp64): row i is the sum of `x` (E, C) at `rows[2 i]` and `rows[2 i + 1]`, where these
+    are not negative, and at `rows[ptr[i]:ptr[i + 1]]`, in that order: two runs are bitwise equal.
 
-    `ptr` (size + 1,) int32, `rows` (m,) int32: a CSR list, so the sum's order is fixed and two runs are bitwise equal.
+    `ptr` (size + 1,) int32, `rows` (at least 2 size,) int32: `intervals.sum_lists`.
     """
     return reference.sum_rows(x, ptr, rows)
 
