@@ -133,6 +133,7 @@ def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPat
     made = partial(symm.Channel, torch.zeros(1), torch.zeros(1), 0)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
+        (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "synchronize", lambda _: None),
         (symm.dist, "barrier", lambda *_, **__: None),
         (symm, "_resolve_process_group", lambda _: None),
@@ -152,3 +153,31 @@ def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPat
         gc.collect()
         assert (first() is not None) == captured
         symm._channels.clear()
+
+
+def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Named) -> None:
+            waits.append((self.name, other.name))
+
+    first, second = Named("first"), Named("second")
+    now: dict[str, Any] = {}
+    known = symm.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
+    for where, name, value in (
+        (torch.cuda, "is_current_stream_capturing", lambda: now["capturing"]),
+        (torch.cuda, "current_stream", lambda _: now["stream"]),
+        (symm, "_channels", {("group", "push"): known}),
+        (symm, "_captured", set()),
+        (symm, "_last", {}),
+    ):
+        monkeypatch.setattr(where, name, value)
+    calls = (first, False), (first, False), (second, False), (second, False), (first, True), (second, False)
+    for stream, capturing in calls:
+        now.update(stream=stream, capturing=capturing)
+        symm.channel("group", "push", 4096, torch.device("cuda", 0))
+    assert waits == [("second", "first"), ("second", "first")]

@@ -119,16 +119,23 @@ class Channel:
 _channels: dict[tuple[str, str], Channel] = {}
 _captured: set[Channel] = set()
 """Channels that CUDA graphs use, for good: replays read and write their memory, also after a larger one took over."""
+_last: dict[torch.device, torch.cuda.Stream] = {}
+"""The stream that used channels last."""
 
 
 def channel(group: str, direction: str, nbytes: int, device: torch.device) -> Channel:
-    """The channel of a group and direction, for rows of at least `nbytes`: the same number on all ranks.
+    """The channel of a group and direction, for rows of at least `nbytes`: the same number on all ranks. It holds one
+    call at a time: calls on several streams wait for each other.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is being captured.
     """
     known = _channels.get((group, direction))
     capturing = torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device)
+    last, _last[device] = _last.get(device, stream), stream
+    if last != stream and not capturing:  # a capture begins with a synchronized device
+        stream.wait_stream(last)
     if known is not None and known.nbytes >= nbytes:
         if capturing:
             _captured.add(known)

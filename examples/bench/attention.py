@@ -147,7 +147,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
     # Some 1.2e14 FLOPs of the whole pack in every series: a fifth of a second.
-    repeats = min(11, max(3, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
+    repeats = min(11, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
     alone = Alone(pack, setup)
     for factory in factories:
         try:
