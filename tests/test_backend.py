@@ -243,6 +243,17 @@ def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     assert cp.explain(model, sharding)(**make_batch(80)).ok
 
 
+def test_copies_of_a_batch_are_named() -> None:
+    """They are not marked as dynamic any more."""
+    sharding = make_sharding(2)
+    compiled = torch.compile(lambda ids, pos: ids * 2.0 + pos, backend=cp.backend(sharding), fullgraph=True)
+    with (
+        sharding.shard(make_batch(12)) as local,
+        pytest.raises(cp.RewriteRefused, match="pos came with a fixed"),
+    ):
+        compiled(**{**local, "pos": local["pos"].clone()})
+
+
 def test_branches_on_the_token_count_hold_for_rows_that_do_not_divide() -> None:
     sharding = make_sharding(2, layout="contiguous")
 

@@ -186,7 +186,13 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (world_size, 1), mesh_dim_names=("dp", "cp"))
     quarters = [draw("web_mix", options.tokens, seed) for seed in range(42, 42 + world_size)]
     whole = tuple(length for lengths in quarters for length in lengths)
-    results: list[tuple[str, float, float, int, float]] = []
+    results: list[tuple[float, float]] = []
+    if dist.get_rank() == 0:
+        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {len(whole)} documents")
+        print(
+            "| | step s | of it, sum of gradients | tokens | tokens/s | peak GiB |\n|---|---|---|---|---|---|",
+            flush=True,
+        )
     everyone = init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",))
     room = cp.Capacity(documents=256, pieces=128, rows=options.tokens * 2)
     for name, kind, part, rows, count in (
@@ -197,19 +203,19 @@ def main() -> None:
         torch._dynamo.reset()
         torch.cuda.reset_peak_memory_stats()
         trainer = kind(part, options, device, room if kind is Replayed else None)
-        times = step_seconds(trainer, rows, options, device)
-        results.append((name, *times, options.tokens * count, torch.cuda.max_memory_allocated() / 2**30))
+        seconds, summing = step_seconds(trainer, rows, options, device)
+        results.append((seconds, summing))
+        tokens, memory = options.tokens * count, torch.cuda.max_memory_allocated() / 2**30
+        if dist.get_rank() == 0:
+            figures = f"{seconds:.4f} | {summing:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f}"
+            print(f"| {name} | {figures} |", flush=True)
         del trainer
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {len(whole)} documents")
-        print("| | step s | of it, sum of gradients | tokens | tokens/s | peak GiB |\n|---|---|---|---|---|---|")
-        for name, seconds, summing, tokens, memory in results:
-            print(f"| {name} | {seconds:.4f} | {summing:.4f} | {tokens} | {tokens / seconds:.0f} | {memory:.1f} |")
         one, many, graph = results
-        print(f"scaling efficiency {100 * one[1] / many[1]:.1f} %", end="")
-        print(f"; in a CUDA graph {100 * one[1] / graph[1]:.1f} %", end="")
-        print(f"; without the sum of gradients {100 * (one[1] - one[2]) / (many[1] - many[2]):.1f} %")
+        print(f"scaling efficiency {100 * one[0] / many[0]:.1f} %", end="")
+        print(f"; in a CUDA graph {100 * one[0] / graph[0]:.1f} %", end="")
+        print(f"; without the sum of gradients {100 * (one[0] - one[1]) / (many[0] - many[1]):.1f} %")
     # All ranks are done with each other's memory before any lets go of it.
     torch.cuda.synchronize()
     dist.barrier()

@@ -23,7 +23,7 @@ from cp_rewrite.passes.sites import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .inputs import input_state, read_extents
+from .inputs import fixed_inputs, input_state, read_extents
 from .liveness import is_attention, live_nodes, nested_body
 from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
@@ -94,7 +94,7 @@ def check_locality(
     if extents is None:
         return LocalityReport(refusals)
     if extents.static and not fixed_tokens:
-        return LocalityReport(refusals or [_why_static(extents)], static=True)
+        return LocalityReport(refusals or [_why_static(extents, fixed_inputs(source_of, sharding))], static=True)
     walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
     walk.refusals += refusals
     with walk.runner.running():
@@ -270,17 +270,20 @@ def _fits(dims: Dims, wanted: Dims) -> bool:
     return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
 
 
-def _why_static(extents: Extents) -> Refusal:
-    """What made a constant of the token count: a line of the model, where the shape environment knows one."""
+def _why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
+    """What made a constant of the token count: inputs of that size, or a line of the model, where the shape environment
+    knows one."""
+    if fixed:
+        detail = (
+            f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
+            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True"
+        )
+        return Refusal(Reason.TOKEN_INPUT, detail)
     for guard in getattr(extents.shape_env, "guards", ()):
         if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
             detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
             return Refusal(Reason.TOKEN_COUNT, detail)
-    detail = (
-        f"the graph was captured for {extents.tokens} tokens a rank only: compile with dynamic=True, or mark the token "
-        "dims (torch._dynamo.maybe_mark_dynamic)"
-    )
-    return Refusal(Reason.TOKEN_INPUT, detail)
+    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
 
 
 def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:

@@ -65,6 +65,16 @@ def read_extents(
     return Extents(count, batch, aliases, shape_env), refusals
 
 
+def fixed_inputs(inputs: Mapping[fx.Node, str], sharding: Sharding) -> list[str]:
+    """Annotated arguments whose number of tokens is a constant of the graph."""
+    dims, found = token_dims(sharding), list[str]()
+    for node, name in inputs.items():
+        value = node.meta["example_value"]
+        if name in dims and isinstance(value, Tensor) and dims[name] < value.ndim:
+            found += [name] if type(value.shape[dims[name]]) is int else []
+    return found
+
+
 def input_state(
     node: fx.Node, inputs: Mapping[fx.Node, str], sharding: Sharding, extents: Extents
 ) -> tuple[TensorState, Refusal | None]:
