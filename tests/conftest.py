@@ -12,9 +12,16 @@ settings.register_profile("default", deadline=None, suppress_health_check=list(H
 settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests with a pool run on one worker: one pool serves them all."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo processes. Mark modules that use it `xdist_group("pool")`: one pool serves them all."""
+    """Four gloo processes."""
     processes = Pool(4)
     yield processes
     processes.close()

@@ -17,8 +17,6 @@ import cp_rewrite as cp
 from cp_rewrite import agree
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 
 def batch_of(lengths: list[int]) -> dict[str, Tensor]:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]

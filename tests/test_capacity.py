@@ -162,7 +162,6 @@ def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple
     return results
 
 
-@pytest.mark.xdist_group("pool")
 def test_steps_match_one_process(pool: Pool) -> None:
     rows = [make_batch([lengths]) for lengths in ([40, 23, 1, 56], [120], [7] * 17 + [1], [60, 60])]
     for batch, (loss, grads) in zip(rows, pool.run(2, run_fixed, rows)[0], strict=True):

@@ -19,7 +19,6 @@ from tests.conformance_cells import EXCHANGES, HEADER, PACKS, TE_HOLES, Cell, ce
 from tests.pool import Pool
 from tests.refused_cells import REFUSED, Refused, refusal_lines, refusals_of
 
-pytestmark = pytest.mark.xdist_group("pool")
 TABLE = Path(__file__).parent.parent / "docs" / "conformance.md"
 
 

@@ -20,8 +20,6 @@ from tests.conformance_cells import Cell, te_cells
 from tests.gpu_cells import Outcome, failures, report, run_sweep, split_able, sweep_cells, te_sweep
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")

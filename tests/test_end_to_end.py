@@ -21,8 +21,6 @@ from tests.models import build_model
 from tests.pool import Pool
 from tests.tolerances import relative_error
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 EXCHANGES = ("all_gather", "needed", "p2p", "a2a")
@@ -102,13 +100,11 @@ def check(
         assert error <= LIMIT, f"{key}: {error:.1e} {lengths} {layout} {exchange}"
 
 
-def mostly_slow(exchanges: Sequence[str]) -> list[Any]:
-    """All pairs of an exchange and a layout; of each exchange one is not slow, of another layout each time."""
-    pairs = itertools.product(enumerate(exchanges), enumerate(LAYOUTS))
-    return [
-        pytest.param(exchange, layout, marks=[pytest.mark.slow] if (i + j) % 4 else [])
-        for (i, exchange), (j, layout) in pairs
-    ]
+def mostly_slow(*exchanges: str, slow: Sequence[str] = ()) -> list[Any]:
+    """All pairs of an exchange and a layout; of each of `exchanges` one is not slow, of another layout each time."""
+    quick = {(exchange, LAYOUTS[-1 - i]) for i, exchange in enumerate(exchanges)}
+    pairs = itertools.product((*exchanges, *slow), LAYOUTS)
+    return [pytest.param(*pair, marks=[] if pair in quick else [pytest.mark.slow]) for pair in pairs]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -117,12 +113,12 @@ def test_llama_matches_one_process(pool: Pool, layout: str, exchange: str) -> No
     check(pool, 2, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(EXCHANGES))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", "p2p", slow=["all_gather", "a2a"]))
 def test_llama_matches_on_four_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(["a2a+all_gather", "a2a+needed", "a2a+p2p"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("a2a+needed", "a2a+p2p", slow=["a2a+all_gather"]))
 def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
@@ -132,15 +128,17 @@ def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow(["needed", "p2p"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", "p2p"))
 def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
     check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
 
 
-def test_llama_with_inductor_matches_one_process(pool: Pool) -> None:
-    for exchange in ("needed", "p2p", "a2a"):
-        check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
+@pytest.mark.parametrize(
+    "exchange", ["needed", pytest.param("p2p", marks=pytest.mark.slow), pytest.param("a2a", marks=pytest.mark.slow)]
+)
+def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> None:
+    check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
 @settings(max_examples=12)

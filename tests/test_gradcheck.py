@@ -25,8 +25,6 @@ from tests.conformance_cells import EXCHANGES, Cell
 from tests.packed import make_schedule, tensors
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 ops: Any = torch.ops.cp_rewrite
 ROW = Documents.from_lengths([3, 1, 2], 7)
 MASKS = (PackedMask(window=(1, 0)), PackedMask(causal=False, window=(1, 2)))

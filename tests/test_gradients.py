@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 
 def run_rank(mesh: DeviceMesh) -> list[torch.Tensor | None]:
     sharding = cp.Sharding(mesh, {"x": 0}, cp.PositionIds("x"))

@@ -22,7 +22,6 @@ from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 from tests.test_models import difference
 
-pytestmark = pytest.mark.xdist_group("pool")
 ROWS = ([[13, 1, 7, 11]], [[5, 3, 9, 2, 6, 7]])
 """The packed row of each replica: equally many targets would hide a mean of means, so they differ."""
 

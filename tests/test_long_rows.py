@@ -19,8 +19,6 @@ from tests.packed import make_schedule, run_rank
 from tests.pool import Pool
 from tests.tolerances import assert_close
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 ROWS = {
     "unequal": Documents.from_lengths([3001, 1, 1094]),  # 4096 tokens that 2 · ranks does not divide by document
     "many": Documents.from_lengths([1, 0] * 6400, 6500),  # more documents than fit other systems' metadata

@@ -16,7 +16,6 @@ from cp_rewrite.gradients import sum_gradients
 from cp_rewrite.loss import _token_mean, token_mean
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
 VOCAB, WIDTH = 11, 5
 
 

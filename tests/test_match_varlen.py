@@ -166,7 +166,6 @@ def sharded_step(mesh: DeviceMesh, dims: int, window: tuple[int, int], exchange:
     return total.item(), {key: p.grad for key, p in model.named_parameters()}
 
 
-@pytest.mark.xdist_group("pool")
 @pytest.mark.parametrize(
     ("dims", "window", "exchange"), [(1, (-1, 0), "needed"), (2, (6, 0), "p2p"), (2, (4, 3), "a2a")]
 )

@@ -21,8 +21,6 @@ from tests.models import MODELS, RECIPES, build_model
 from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 DOCS = Path(__file__).parent.parent / "docs" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5

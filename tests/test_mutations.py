@@ -14,7 +14,6 @@ from tests.mutants import MUTANTS
 from tests.packed_model import TOKENS, judge, packed_batch
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
 REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not in (None, "padding"))
 PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
 RIGHT = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is None)

@@ -104,7 +104,6 @@ def ranges(mesh: DeviceMesh, exchange: Any) -> set[str]:
     return names
 
 
-@pytest.mark.xdist_group("pool")
 def test_profilers_see_exchange_and_attention(pool: Pool) -> None:
     moved = {"exchange", "attention", "attention_backward"}
     assert pool.run(2, ranges, "p2p") == [moved] * 2

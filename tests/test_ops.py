@@ -24,8 +24,6 @@ from tests.packed import dense_attention, make_schedule, run_rank, tensors
 from tests.pool import Pool
 from tests.tolerances import assert_close
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 MASKS = (
     PackedMask(),

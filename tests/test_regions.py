@@ -19,7 +19,6 @@ from tests.pool import Pool
 from tests.test_end_to_end import TOKENS, make_batch
 from tests.test_models import difference
 
-pytestmark = pytest.mark.xdist_group("pool")
 LENGTHS = [[13, 1, 7, 29, 31]]
 
 

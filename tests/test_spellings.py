@@ -18,8 +18,6 @@ from cp_rewrite import PackedMask
 from tests.mask_spellings import OFFSETS, SPELLINGS, Mask, make_batch
 from tests.pool import Pool
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 PROVEN = {s.name: s for s in SPELLINGS if isinstance(s.means, PackedMask)}
 WAYS = list(itertools.product(["contiguous", "head_tail", "dual_chunk", "balanced"], ["all_gather", "needed"]))
 LENGTHS = [[13, 1, 7, 29, 2, 12], [31, 33]]

@@ -124,7 +124,6 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
     return outcomes
 
 
-@pytest.mark.xdist_group("pool")
 @pytest.mark.parametrize("layout", ["balanced", "dual_chunk"])
 def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
     for outcomes in pool.run(2, local_masks, layout):

@@ -95,7 +95,7 @@ def return_rows(
 ) -> Tensor:
     """The transpose of `exchange_rows`: gradients of expanded rows (E, C), summed per row, sent home and summed there.
 
-    Sums are in fp32 and in the fixed order of the CSR lists. `size` is R. Returns (R, C) in fp32 (fp64 for fp64).
+    Sums are in fp32 and in the fixed order of their lists. `size` is R. Returns (R, C) in fp32 (fp64 for fp64).
     """
     send, recv = splits.tolist()
     partial = rows.sum_rows(dkv, sum_ptr, sum_rows, size + sum(recv))
