@@ -12,6 +12,7 @@ settings.register_profile("default", deadline=None, suppress_health_check=list(H
 settings.load_profile("default")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests with a pool run on one worker: one pool serves them all."""
     for item in items:

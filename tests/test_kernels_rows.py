@@ -56,6 +56,8 @@ def test_sum_rows(device: torch.device, dtype: torch.dtype, size: int, columns: 
     lists = np.where(lists < 0, -1, source.numpy()[lists])
     arguments = x.to(device), torch.from_numpy(ptr).int().to(device), torch.from_numpy(lists).int().to(device)
     assert torch.equal(rows.sum_rows(*arguments).cpu(), expected)
+    odd = torch.nn.functional.pad(arguments[2], (1, 0))[1:]  # no pair is aligned
+    assert torch.equal(rows.sum_rows(*arguments[:2], odd).cpu(), expected)
     assert torch.equal(rows.sum_rows(*arguments, dtype).cpu(), expected.to(dtype))
 
 

@@ -68,6 +68,8 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     out = x_EC.new_empty(size, columns, dtype=dtype)
     if out.numel() == 0:
         return out
+    # Pairs are loaded together, and lists may begin anywhere.
+    rows = rows if rows.data_ptr() % 8 == 0 else rows.clone()
     block, unroll = _SUM_FP32 if dtype == torch.float32 else _SUM
     wider: cuda.Macros = (("OUT_FP32", "1"),) if dtype == torch.float32 else ()
     macros = ((_DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll), *wider)
