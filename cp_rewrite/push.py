@@ -57,8 +57,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
     sends = np.concatenate([sends[: ends[0]], np.resize(sends[: ends[0]], more), sends[ends[0] :]])
     own = (rank << 32) + used + np.arange(more)
     targets = np.concatenate([targets[: ends[0]], own, targets[ends[0] :]])
-    senders = schedule.runs.owner[(schedule.runs.reader == rank) & (schedule.runs.owner != rank)]
-    partners = [_bits(senders), _bits(runs.reader[runs.reader != rank])]
+    partners = [_bits(schedule.received[rank]), _bits(schedule.received[:, rank])]
     tables = schedule.attention(rank)
     stages = _stages(tables, *cuts[rank])
     n, queries, keys = stages[:3].tolist()
@@ -117,5 +116,6 @@ def _sends(runs: Runs, rank: int, cuts: Int, world_size: int) -> tuple[Int, Int,
     return expand_ranges(runs.source, runs.length), targets, ends
 
 
-def _bits(ranks: Int) -> int:
-    return int(np.bitwise_or.reduce(1 << np.unique(ranks), initial=0))
+def _bits(rows: Int) -> int:
+    """A bit for each rank that has rows."""
+    return int((1 << np.flatnonzero(rows)).sum())

@@ -11,7 +11,7 @@ from cp_rewrite.refusal import Reason, Refusal
 
 from .branches import SizeBranches
 from .inputs import fake_mode
-from .locality.inputs import token_dims
+from .locality.inputs import token_sizes
 from .state import State
 
 
@@ -55,7 +55,5 @@ def _places(state: State) -> dict[Any, tuple[int, int | None]]:
 
 def _token_sizes(state: State) -> set[Any]:
     """Symbols of the token counts."""
-    dims = token_dims(state.sharding)
-    values = [(node.meta["example_value"], dims[name]) for node, name in state.source_of.items() if name in dims]
-    counts = [value.shape[dim] for value, dim in values if dim < value.ndim]
+    counts = [count for _, count in token_sizes(state.source_of, state.sharding)]
     return {symbol for count in counts if isinstance(count, SymInt) for symbol in count.node.expr.free_symbols}

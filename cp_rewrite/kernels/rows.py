@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import cuda, reference
 
-_DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 # Measured best on an H200, see examples/bench/RESULTS.md.
 _GATHER, _SUM, _SUM_FP32 = (128, 2), (64, 3), (64, 2)
 """Threads of a block, and chunks of each thread."""
@@ -56,7 +55,7 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     """
     wide = torch.promote_types(x_EC.dtype, torch.float32)
     dtype = wide if dtype is None else dtype
-    ready = x_EC.is_cuda and _compiled() and x_EC.dtype in _DTYPES and dtype in (x_EC.dtype, torch.float32)
+    ready = x_EC.is_cuda and _compiled() and x_EC.dtype in cuda.DTYPES and dtype in (x_EC.dtype, torch.float32)
     x_EC = x_EC.contiguous()
     columns = x_EC.shape[1]
     access = _access(columns * x_EC.element_size(), x_EC.data_ptr())
@@ -72,7 +71,7 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None 
     rows = rows if rows.data_ptr() % 8 == 0 else rows.clone()
     block, unroll = _SUM_FP32 if dtype == torch.float32 else _SUM
     wider: cuda.Macros = (("OUT_FP32", "1"),) if dtype == torch.float32 else ()
-    macros = ((_DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll), *wider)
+    macros = ((cuda.DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll), *wider)
     cuda.launch(
         cuda.kernel("sum_rows", x_EC.device, macros),
         -(-size * width // (block * unroll)),
@@ -132,14 +131,17 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None =
     outs_SRHD, lses_SHR = outs_SRHD.contiguous(), lses_SHR.contiguous()
     access = _access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr())
     ready = (
-        outs_SRHD.is_cuda and _compiled() and outs_SRHD.dtype in _DTYPES and dtype in (outs_SRHD.dtype, torch.float32)
+        outs_SRHD.is_cuda
+        and _compiled()
+        and outs_SRHD.dtype in cuda.DTYPES
+        and dtype in (outs_SRHD.dtype, torch.float32)
     )
     if not ready or access < outs_SRHD.element_size() or outs_SRHD.numel() == 0:
         return _merge_steps_torch(outs_SRHD, lses_SHR, dtype)
     access = access if access == 16 else outs_SRHD.element_size()
     out = outs_SRHD.new_empty(rows, heads, dim, dtype=dtype)
     lse = lses_SHR.new_empty(heads, rows)
-    macros = [(_DTYPES[outs_SRHD.dtype], "1"), ("ACCESS", str(access))]
+    macros = [(cuda.DTYPES[outs_SRHD.dtype], "1"), ("ACCESS", str(access))]
     macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
     width = dim * outs_SRHD.element_size() // access
     device = outs_SRHD.device

@@ -46,7 +46,6 @@ FULL, BESIDE = Crew(0, 16), Crew(16, 8)
 _SUM, _ONE = Crew(0, 16, remote=4), Crew(1, 1)
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
-_DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 
 
 @cache
@@ -68,7 +67,7 @@ def reasons(group: str) -> tuple[str, ...]:
 def row_reasons(dtype: torch.dtype, *columns: int) -> list[str]:
     """Why rows of these many elements (of k, and of v) can't travel so; empty: they can."""
     found: list[str] = []
-    if dtype not in _DTYPES:
+    if dtype not in cuda.DTYPES:
         found.append(f"gradients are summed in bfloat16, float16 and float32 only, got {str(dtype)[6:]}")
     if any(count * dtype.itemsize % 16 for count in columns):
         found.append(f"rows must be whole 16-byte chunks, got {columns} elements of {dtype.itemsize} bytes")
@@ -268,7 +267,7 @@ def return_rows(
     way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
     _meet(way, stream, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
     _launch(
-        cuda.kernel("return_rows", way.device, ((_DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
+        cuda.kernel("return_rows", way.device, ((cuda.DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
         _SUM,
         stream,
         way,

@@ -23,7 +23,7 @@ from cp_rewrite.passes.sites import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .inputs import fixed_inputs, input_state, read_extents
+from .inputs import input_state, read_extents, token_sizes
 from .liveness import is_attention, live_nodes, nested_body
 from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
@@ -94,7 +94,8 @@ def check_locality(
     if extents is None:
         return LocalityReport(refusals)
     if extents.static and not fixed_tokens:
-        return LocalityReport(refusals or [_why_static(extents, fixed_inputs(source_of, sharding))], static=True)
+        fixed = [name for name, size in token_sizes(source_of, sharding) if isinstance(size, int)]
+        return LocalityReport(refusals or [_why_static(extents, fixed)], static=True)
     walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
     walk.refusals += refusals
     with walk.runner.running():

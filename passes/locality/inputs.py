@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, Sharding
@@ -65,14 +65,11 @@ def read_extents(
     return Extents(count, batch, aliases, shape_env), refusals
 
 
-def fixed_inputs(inputs: Mapping[fx.Node, str], sharding: Sharding) -> list[str]:
-    """Annotated arguments whose number of tokens is a constant of the graph."""
-    dims, found = token_dims(sharding), list[str]()
-    for node, name in inputs.items():
-        value = node.meta["example_value"]
-        if name in dims and isinstance(value, Tensor) and dims[name] < value.ndim:
-            found += [name] if type(value.shape[dims[name]]) is int else []
-    return found
+def token_sizes(inputs: Mapping[fx.Node, str], sharding: Sharding) -> list[tuple[str, int | SymInt]]:
+    """(argument, its number of tokens in the graph) of the inputs that have the annotated dim."""
+    dims = token_dims(sharding)
+    values = [(name, node.meta["example_value"]) for node, name in inputs.items() if name in dims]
+    return [(name, x.shape[dims[name]]) for name, x in values if isinstance(x, Tensor) and dims[name] < x.ndim]
 
 
 def input_state(
