@@ -19,7 +19,7 @@ from .capacity import Capacity, buffers_of, fill_cu_seqlens
 from .documents import MAX_TOKENS
 from .packing import documents_of
 from .plan import BatchPlan, plan_batch
-from .sharding import CuSeqlens, Sharding
+from .sharding import CuSeqlens, Sharding, device_of, packing_args
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
@@ -45,8 +45,9 @@ def shard(
     """Cut a global batch and make its plan active for the calls inside.
 
     Token tensors are cut along their token dim in the layout's order; where a rank has fewer tokens than another its
-    part is filled up at the end with 0 (labels: -100). Everything else is handed over as it is. With a capacity, all
-    tensors are handed over in buffers that every batch shares.
+    part is filled up at the end with 0 (labels: -100). The parts, what tells documents apart and the count of targets
+    go from the CPU to the mesh's device. Everything else is handed over as it is. With a capacity, all tensors are
+    handed over in buffers that every batch shares.
 
     Args:
         sharding: the annotation.
@@ -93,6 +94,8 @@ def _local(
             _check_fill(name, values[name], fill)
     indices = plan.local_indices(sharding.rank)
     values |= {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
+    counted = ("num_items_in_batch",) if shift_labels else ()
+    values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
     if sharding.capacity is not None:
@@ -103,6 +106,13 @@ def _local(
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
     return active, values
+
+
+def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """Of these values the tensors that lie on the CPU, on the mesh's device."""
+    device = device_of(sharding)
+    tensors = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
+    return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
 
 
 def _check_fill(name: str, value: Tensor, fill: int) -> None:
@@ -211,7 +221,7 @@ def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
 def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values in buffers that keep their addresses; what is no tensor must not change."""
     buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
-    sums = (packing.arg, packing.padded_arg) if isinstance(packing, CuSeqlens) else ()
+    sums = packing_args(packing) if isinstance(packing, CuSeqlens) else ()
     for name, value in values.items():
         if isinstance(value, Tensor):
             filled = fill_cu_seqlens(value, name, capacity) if name in sums else value

@@ -290,9 +290,7 @@ def _named_speeds(speeds: object) -> Device | None:
 def _check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
     if not isinstance(packing, Packing):
         raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {packing!r}")
-    args = [packing.arg]
-    if isinstance(packing, CuSeqlens) and packing.padded_arg is not None:
-        args.append(packing.padded_arg)
+    args = packing_args(packing)
     if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"packing must name an argument, as in PositionIds('position_ids'), got {packing!r}")
     if isinstance(packing, CuSeqlens):
@@ -314,6 +312,12 @@ def split_exchange(exchange: str) -> tuple[bool, str]:
     """(are heads scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
     scattered, _, outer = exchange.rpartition("+")
     return (True, "local") if exchange == "a2a" else (bool(scattered), outer)
+
+
+def packing_args(packing: Packing) -> tuple[str, ...]:
+    """The arguments that tell documents apart."""
+    padded = packing.padded_arg if isinstance(packing, CuSeqlens) else None
+    return (packing.arg,) if padded is None else (packing.arg, padded)
 
 
 def device_of(sharding: Sharding) -> torch.device:

@@ -23,7 +23,7 @@ from .documents import Documents
 from .passes.canonicalize import Canonical, Ref
 from .passes.predicate import DROPPED_AT
 from .passes.recorded import RecordedMask, RecordedTensor
-from .sharding import CuSeqlens, Sharding
+from .sharding import CuSeqlens, Sharding, packing_args
 
 log = logging.getLogger(__name__)
 SAMPLE = 2048
@@ -108,11 +108,11 @@ def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: 
 
 
 def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
-    value: Tensor = plan.batch[name]
+    value: Tensor = plan.batch[name].to(plan.device)
     dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
     if dim is not None:
         return value.narrow(dim, start, stop - start)
-    if isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg):
+    if isinstance(packing, CuSeqlens) and name in packing_args(packing):
         return (value.clamp(start, stop) - start).to(value.dtype)
     return value
 

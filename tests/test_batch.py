@@ -35,6 +35,20 @@ def test_tokens_are_cut_and_the_rest_handed_over() -> None:
         assert local.plan.local_size == 4
 
 
+def test_a_ranks_tokens_go_to_the_meshs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cp_rewrite.batch.device_of", lambda _: torch.device("meta"))
+    cu_seqlens, kept = torch.tensor([0, 3, 8]), torch.ones(2)
+    batch = {"input_ids": torch.arange(8)[None], "cu_seqlens": cu_seqlens, "kept": kept, "length": 8}
+    with cp.Sharding(2, {"input_ids": 1}, cp.CuSeqlens("cu_seqlens")).shard(batch) as local:
+        assert [local[name].device.type for name in ("input_ids", "cu_seqlens")] == ["meta"] * 2
+        assert local["input_ids"].shape == (1, 4)
+        assert local["kept"] is kept
+        assert local["length"] == 8
+    with make_sharding().shard(make_batch(3, 5), shift_labels=True) as local:
+        assert {x.device.type for x in local.values()} == {"meta"}
+        assert "num_items_in_batch" in local
+
+
 def test_missing_tokens_are_filled_at_the_end() -> None:
     with make_sharding(layout="head_tail").shard(make_batch(3, 4)) as local:
         assert local["input_ids"].shape == (1, 4)
