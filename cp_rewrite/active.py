@@ -40,12 +40,14 @@ class PlanInput:
     @property
     def on_host(self) -> bool:
         """Read by ops on the host; all others live on the device."""
-        return self.name in ("pieces", "launches", "splits", "stages", "capacity", "expanded", "rounds")
+        return self.name in (
+            "pieces", "launches", "splits", "stages", "capacity", "expanded", "copied", "place", "rounds",
+        )  # fmt: skip
 
     @property
     def is_static(self) -> bool:
         """The size follows from the world size alone."""
-        return self.name in ("splits", "stages", "capacity", "ends", "partners")
+        return self.name in ("splits", "stages", "capacity", "ends", "partners", "place")
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:

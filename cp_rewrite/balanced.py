@@ -11,6 +11,7 @@ import numpy as np
 from .balance import Style, share_out
 from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, most_runs, needed_seconds
 from .documents import Documents
+from .intervals import Int
 from .masks import PackedMask
 from .orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .parts import Parts, part_tiles
@@ -97,7 +98,8 @@ def balanced(
     Over several nodes the cheapest, balanced or not. Never dearer than a simple layout that gives ranks equal tokens,
     as this one always does: a rank has ceil(total / world_size) tokens or (so that only the row's end is padded) fewer.
     Those that cut documents into millions of runs of keys (hundreds of ranks, thousands of documents) are not compared.
-    Pure: the same on every rank.
+    Ranks keep what needs no other rank's keys first, where kernels can read those keys in place, then the rest; with a
+    chunk size all by position. Pure: the same on every rank.
 
     Args:
         documents: the row's documents.
@@ -117,7 +119,26 @@ def balanced(
     best = _best_way(Parts.of_row(documents, mask, chunk_size), quotas, chunk_size, scale)
     for order in _simple_orders(documents, world_size, chunk_size):
         best = scale.cheaper(order, best)
-    return best.order
+    return best.order if chunk_size > 1 else _home_first(best.order, documents, mask)
+
+
+def _home_first(order: TokenOrder, documents: Documents, mask: PackedMask) -> TokenOrder:
+    """The order with every rank's pieces first whose keys it owns."""
+    schedule = build([documents], [order], mask)
+    runs, away = schedule.runs, np.zeros(len(schedule.pieces), dtype=np.bool_)
+    away[runs.piece[runs.owner != runs.reader]] = True
+    intervals: list[Int] = []
+    for rank in range(order.world_size):
+        mine = slice(*schedule.piece_bounds[rank : rank + 2])
+        by_row = np.argsort(schedule.pieces.q0[mine])
+        starts, goes_last = schedule.pieces.q0[mine][by_row], away[mine][by_row]
+        # Tokens of no piece stay behind the piece before them.
+        last = np.append(False, goes_last)[np.searchsorted(starts, np.arange(order.sizes[rank]), side="right")]
+        tokens = order.local_indices(rank)[: order.sizes[rank]]
+        tokens = np.concatenate([tokens[~last], tokens[last]])
+        bounds = np.flatnonzero(np.diff(tokens, prepend=-2, append=-2) != 1)
+        intervals.append(np.stack([tokens[bounds[:-1]], tokens[bounds[1:] - 1] + 1], axis=1))
+    return TokenOrder(order.total, tuple(intervals), order.pad_to_multiple)
 
 
 def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candidate:

@@ -193,7 +193,7 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     docs = documents if mask.packed else Documents.from_lengths([documents.total])
     if not docs.lengths.any():
         return 0.0
-    starts, stops, owners = order.segments
+    starts, stops, owners, _ = order.segments
     seen = SeenKeys(mask)
     work = seen.of(docs.lengths, docs.lengths) / TILE**2
     work_before, tokens_before = np.cumsum(work) - work, np.cumsum(docs.lengths) - docs.lengths
@@ -223,7 +223,7 @@ def most_runs(documents: Documents, order: TokenOrder, mask: PackedMask) -> int:
     Every interval of a document has keys in at most all of them.
     """
     docs = documents if mask.packed else Documents.from_lengths([documents.total])
-    starts, stops, _ = order.segments
+    starts, stops = order.segments[:2]
     first = np.searchsorted(stops, docs.starts, side="right")
     last = np.searchsorted(starts, docs.ends, side="left")
     return int((np.maximum(last - first, 0) ** 2).sum())

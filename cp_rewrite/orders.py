@@ -1,6 +1,6 @@
 """Token orders: which rank owns which tokens of a row, as run-length intervals; and those that need no search.
 
-Every rank keeps its tokens sorted by their position in the row, so an order is the set of intervals per rank:
+An order is a list of intervals per rank. In those here every rank keeps its tokens sorted by their position in the row:
 
     contiguous, 2 ranks        rank 0: 0 1 2 3          rank 1: 4 5 6 7
     head_tail, 2 ranks         rank 0: 0 1 6 7          rank 1: 2 3 4 5
@@ -27,7 +27,8 @@ class TokenOrder:
 
     Args:
         total: tokens in the row.
-        intervals: per rank, (n, 2) int64 intervals (start, stop) of the row, non-empty, ascending, not touching.
+        intervals: per rank, (n, 2) int64 intervals (start, stop) of the row, non-empty, in the order in which the rank
+            keeps them; one does not begin where the one before it ends.
         pad_to_multiple: `local_size` is rounded up to a multiple of it.
     """
 
@@ -63,16 +64,19 @@ class TokenOrder:
 
     def rank_of(self) -> Int:
         """(total,) the owner of each token."""
-        _, stops, owners = self.segments
+        _, stops, owners, _ = self.segments
         return np.repeat(owners, np.diff(stops, prepend=0))
 
     @cached_property
-    def segments(self) -> tuple[Int, Int, Int]:
-        """All intervals of all ranks in the row's order: (starts, stops, owners). They tile [0, total)."""
+    def segments(self) -> tuple[Int, Int, Int, Int]:
+        """All intervals of all ranks in the row's order: (starts, stops, owners, sources). They tile [0, total); tokens
+        [start, stop) are local tokens [source, …) of their owner."""
         parts = np.concatenate(self.intervals)
         owners = np.repeat(np.arange(self.world_size), [len(part) for part in self.intervals])
+        ends = np.cumsum(parts[:, 1] - parts[:, 0])
+        sources = ends - (parts[:, 1] - parts[:, 0]) - (np.cumsum(self.sizes) - self.sizes)[owners]
         order = np.argsort(parts[:, 0], kind="stable")
-        return parts[order, 0], parts[order, 1], owners[order]
+        return parts[order, 0], parts[order, 1], owners[order], sources[order]
 
     @classmethod
     def from_cuts(cls, bounds: Int, owners: Int, world_size: int) -> TokenOrder:

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .documents import Documents
-from .intervals import Int, expand_ranges, group_rows, overlaps, sum_lists, union
+from .intervals import Int, expand_ranges, overlaps, sum_lists, union
 from .masks import PackedMask
 from .orders import TokenOrder, common_local_size
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
 
 Int32 = NDArray[np.int32]
 D = TypeVar("D", bound=np.integer)
-ROUTES = ("local", "all_gather", "needed", "push")
+ROUTES = ("local", "all_gather", "needed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +117,6 @@ class Schedule:
         `needed`: send_rows (S,) local rows by destination; splits (2, P) rows sent to and received from each rank;
             kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows;
             return_ptr (R + 1,), return_rows into cat(own sums (R), rows that come back (S)).
-        `push`: holder_ptr (R + 1,), holders int64: the expanded rows of all ranks that hold each local row, as
-            reader << 32 | its expanded row, ascending.
         Raises:
             ValueError: an unknown exchange, or `local` with more than one rank.
         """
@@ -128,8 +126,6 @@ class Schedule:
             return self._gathered_route(rank)
         if exchange == "needed":
             return self._needed_route(rank)
-        if exchange == "push":
-            return self._push_route(rank)
         raise ValueError(f"exchange must be one of {', '.join(ROUTES)}; got {exchange!r}")
 
     def _gathered_rows(self, rank: int) -> Int:
@@ -171,12 +167,6 @@ class Schedule:
         starts, stops = union(slots, slots + runs.length)
         rows = expand_ranges(starts, stops - starts)
         return rows % self.rows, np.bincount(rows // self.rows, minlength=self.world_size)
-
-    def _push_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
-        runs = self.runs.take(self.runs.owner == rank)
-        holders = expand_ranges((runs.reader << 32) + runs.row, runs.length)
-        ptr, members = group_rows(expand_ranges(runs.source, runs.length), self.rows)
-        return {"holder_ptr": _index(ptr), "holders": at_least(holders[members], 2, 0)}
 
     @cached_property
     def received(self) -> Int:
@@ -234,12 +224,7 @@ def _segments(orders: Sequence[TokenOrder], local_size: int) -> Segments:
     total = orders[0].total
     parts: list[Segments] = []
     for b, order in enumerate(orders):
-        starts, stops, owners = order.segments
-        by_owner = np.argsort(owners, kind="stable")
-        lengths = (stops - starts)[by_owner]
-        before = np.concatenate([[0], np.cumsum(order.sizes)])
-        sources = np.empty_like(starts)
-        sources[by_owner] = np.cumsum(lengths) - lengths - before[owners[by_owner]]
+        starts, stops, owners, sources = order.segments
         parts.append((starts + b * total, stops + b * total, owners, sources + b * local_size))
     starts, stops, owners, sources = (np.concatenate(column) for column in zip(*parts, strict=True))
     return starts, stops, owners, sources

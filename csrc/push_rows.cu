@@ -2,7 +2,7 @@
 // ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row; own
 // expanded rows come first, then what peers need at once (EARLY), then the rest (LATE); `ends` tells where each ends.
 //
-// A call is two launches, in any order or at once. One copies own rows, waits for nobody, and counts the calls that this
+// A call is two launches, in any order or at once. One copies own rows but for the first `skip`, waits for nobody, and counts the calls that this
 // rank's main stream has seen. The other tells the peers that they may write here (ARRIVED), sends the rest, tells them
 // after each part, and its last block waits for what comes. Blocks wait until they may write: where there are many,
 // `meet.cu` waits before.
@@ -34,8 +34,8 @@ __device__ __forceinline__ void copy_row(const Source& own, u32 row, chunk* into
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) push_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
-    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, const u64* peers, u32* state, int rank,
-    int world) {
+    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* peers, u32* state,
+    int rank, int world) {
   const Meeting meeting = {peers, state, rank, world};
   const Source own = {k, v, k_stride, v_stride, k_width, width};
   const u32 call = meeting.call(), lane = threadIdx.x % 32, step = WARPS * gridDim.x;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) push_rows(
     }
   }
   for (u32 part = to_peers ? EARLY : OWN; part <= (to_peers ? LATE : OWN); ++part) {
-    const u32 begin = part ? ends[part - 1] : 0, end = ends[part];
+    const u32 begin = part ? ends[part - 1] : skip, end = ends[part];
     // A warp's next 32 entries are read at once, one per lane.
     for (u32 first = begin + threadIdx.x / 32 * gridDim.x + blockIdx.x; first < end; first += 32 * step) {
       const u32 mine = first + lane * step;

@@ -3,6 +3,8 @@
 // order: bitwise repeatable. One warp per row; REMOTE_WARPS of a block take the rows with contributions from peers, the
 // others the rest: more warps on the links make them slower (measured), memory wants more.
 //
+// Local rows that were read in place [source, source + count) hold the gradient of that already, and add it first.
+//
 // The ranks meet before: see `meet.cu`.
 #include "symm.cuh"
 
@@ -23,18 +25,27 @@ struct Share {
 
 struct Gradients {
   chunk *dk, *dv;
-  u32 width, k_width;
+  u32 width, k_width, source, count;
+  __device__ __forceinline__ bool in_place(u32 row) const { return row - source < count; }
+  __device__ __forceinline__ chunk* at(u32 row, u32 c) const {
+    return c < k_width ? dk + (u64)row * k_width + c : dv + (u64)row * (width - k_width) + c - k_width;
+  }
 };
 
 __device__ __forceinline__ void sum_row(
     const Meeting& meeting, const Gradients& grads, const i64* holders, int begin, int end, u32 row, u32 lane) {
-  const u32 width = grads.width, v_width = width - grads.k_width;
+  const u32 width = grads.width;
   for (u32 c0 = lane; c0 < width; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
 #pragma unroll
     for (int u = 0; u < IN_FLIGHT; ++u)
 #pragma unroll
       for (int i = 0; i < PER_CHUNK; ++i) sum[u][i] = 0.f;
+    if (grads.in_place(row)) {
+#pragma unroll
+      for (int u = 0; u < IN_FLIGHT; ++u)
+        if (c0 + 32 * u < width) accumulate(*grads.at(row, c0 + 32 * u), sum[u]);
+    }
     for (int j = begin; j < end; ++j) {
       const i64 holder = holders[j];
       const chunk* from = meeting.rows((int)(holder >> 32)) + (u64)(u32)holder * width;
@@ -49,29 +60,28 @@ __device__ __forceinline__ void sum_row(
 #pragma unroll
     for (int u = 0; u < IN_FLIGHT; ++u) {
       const u32 c = c0 + 32 * u;
-      if (c >= width) continue;
-      if (c < grads.k_width) grads.dk[(u64)row * grads.k_width + c] = rounded(sum[u]);
-      else grads.dv[(u64)row * v_width + c - grads.k_width] = rounded(sum[u]);
+      if (c < width) *grads.at(row, c) = rounded(sum[u]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
-    const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, const u64* peers,
-    u32* state, int rank, int world) {
+    const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source,
+    u32 count, const u64* peers, u32* state, int rank, int world) {
   const Meeting meeting = {peers, state, rank, world};
   const u32 call = meeting.call();
-  const Gradients grads = {dk, dv, width, k_width};
+  const Gradients grads = {dk, dv, width, k_width, source, count};
   const Share mine;
   for (u32 batch = mine.first; batch * BATCH < rows; batch += mine.step) {
     const u32 candidate = batch * BATCH + mine.lane;
     int begin = 0, end = 0;
     bool remote = false;
-    const bool there = mine.lane < BATCH && candidate < rows;
+    bool there = mine.lane < BATCH && candidate < rows;
     if (there) {
       begin = ptr[candidate];
       end = ptr[candidate + 1];
       for (int j = begin; j < end; ++j) remote |= (int)(holders[j] >> 32) != rank;
+      there = begin < end || !grads.in_place(candidate);
     }
     u32 todo = __ballot_sync(0xffffffffu, there && remote == mine.remote);
     for (; todo; todo &= todo - 1) {

@@ -22,6 +22,7 @@ from cp_rewrite.kernels.launches import launches_of
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
+from cp_rewrite.push import push_route
 from tests.models import build_model
 from tests.packed import make_schedule
 from tests.packs import batches
@@ -93,11 +94,12 @@ def check_push(schedule: Any, rank: int, routes: list[Any], indices: Any) -> Non
     assert (mine // schedule.rows == rank).all()
     assert (np.concatenate(indices[rank])[mine % schedule.rows] >= 0).all()
     assert (got[filled:] == -1).all()
-    tight, route = schedule.route("push", rank), routes[rank]
+    tight, route = push_route(schedule, rank, cut=False), routes[rank]
     np.testing.assert_array_equal(route["holder_ptr"], tight["holder_ptr"])
     sums = slice(tight["holder_ptr"][-1])
     np.testing.assert_array_equal(route["holders"][sums], tight["holders"][sums])
-    assert len(route["expanded"]) == route["capacity"][0] == ROOM.rows
+    assert len(route["expanded"]) == len(route["copied"]) == route["capacity"][0] == ROOM.rows
+    assert not route["place"].any()
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -41,7 +41,7 @@ def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.Monkey
     before = dict(vars(library))
     monkeypatch.setattr(fa4, "_interface", lambda: library)
     x = torch.zeros(2, 1, 8)
-    beside = Beside(x, lambda: told.append("keys needed"), lambda: told.append("gradients written"))
+    beside = Beside((x, x), lambda: told.append("keys needed"), lambda: told.append("gradients written"))
     launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
     for each, expected in ((None, APART), (beside, BESIDE), (None, APART)):
         told.clear()

@@ -115,6 +115,8 @@ BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
     ([5000, 3000], "contiguous", PackedMask(True, (700, 0)), (8, 1)),
     ([5000, 3000], "dual_chunk", PackedMask(False, (300, 200)), (8, 1)),  # several launches
     ([1024] * 8, "balanced", PackedMask(), (16, 4)),  # no row travels
+    ([1500, 100, 4000, 2700, 1200], "contiguous", PackedMask(), (8, 2)),  # in place at the end of a rank's rows
+    ([700] * 9 + [1234], "balanced", PackedMask(), (8, 2)),
     ([100] * 40 + [1100], "contiguous", PackedMask(), (16, 4)),  # few rows: no cut
 )
 
@@ -152,6 +154,8 @@ def _check_beside(
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
         same(expected, beside(call > 1), call)
+    for call in range(2):
+        same(expected, beside(call > 0, *(torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v))), "rows that lie apart")
     # Rows with holes travel as copies; deterministic torch fills new memory first.
     with_holes = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     torch.use_deterministic_algorithms(True)

@@ -63,8 +63,8 @@ def _kernel(*arguments: Any) -> None:
     launch.beside.gradients_written()
 
 
-def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
-    """(the second stream, how many copies each launch reads), from now on."""
+def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
+    """(the second stream, how many copies each launch reads, these copies), from now on."""
     main, side, current = Stream(), Stream(), list[Stream]()
     copies = Copies(monkeypatch)
     seen: list[int] = []
@@ -103,15 +103,16 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int]]:
         (pushed, "load", lambda _: SimpleNamespace(forward=forward, backward=backward)),
     ):
         monkeypatch.setattr(where, name, value)
-    return side, seen
+    return side, seen, copies
 
 
-def test_copies_outlive_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    side, seen = _play(monkeypatch)
+@pytest.mark.parametrize("rank", [0, 1], ids=["in place", "copied"])
+def test_copies_outlive_the_second_stream(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, seen, copies = _play(monkeypatch)
     documents = Documents.from_lengths([40, 24])
-    case = make_case(documents, PackedMask())
-    schedule, _ = make_schedule([documents], 2, "balanced", PackedMask())
-    route = [torch.from_numpy(array) for array in push_route(schedule, 0).values()]
+    case = make_case(documents, PackedMask(), world_size=2, rank=rank, layout="contiguous")
+    schedule, _ = make_schedule([documents], 2, "contiguous", PackedMask())
+    route = [torch.from_numpy(array) for array in push_route(schedule, rank).values()]
     rows = schedule.rows
     k, v = (torch.zeros(HEADS, rows, DIM).transpose(0, 1) for _ in range(2))  # heads outside: rows are not dense
     lse = torch.zeros(case.q.shape[1], rows)
@@ -119,12 +120,15 @@ def test_copies_outlive_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> No
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
     numbers = 0.1, 0.0, "fa4", True
     ops.pushed_attention.default(case.q, k, v, *inputs, *numbers, True, "group", None)
-    assert seen == [2, 2]  # k and v for peers, and for this rank
+    # k and v for peers, and for this rank; a meeting, if that waits for peers at once.
+    assert seen == [2, 2, *[0] * rank]
     assert not side.reads
     seen.clear()
+    copies.tensors.clear()
     ops.pushed_attention_backward.default(case.dout, case.q, k, v, None, case.q, lse, *inputs, *numbers, "group")
-    # A meeting; k and v; a meeting; and, when gradients are written, a meeting and the sum.
-    assert seen == [0, 2, 2, 0, 0, 0]
+    # A meeting, where many blocks could keep peers out; k and v; a meeting; and, when gradients are written, a meeting
+    # and the sum.
+    assert seen == [*[0] * rank, 2, 2, 0, 0, 0]
     assert not side.reads
 
 

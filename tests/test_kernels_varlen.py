@@ -105,11 +105,19 @@ def test_parts_give_what_one_piece_gives(
     n = data.draw(st.integers(1, len(cu_q) - 1))
     cut, early = (n, int(cu_q[n]), int(cu_k[n])), data.draw(st.integers(0, 1))
     several = len(launches_of(case.tables, case.q.shape[0])) > 1  # is never cut
-    stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]))
-    got = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS, stages)
+    # What the early part reads may lie elsewhere.
+    keys, near = (case.k, case.v), None
+    if not several and 0 < cut[2] < int(cu_k[-1]) and data.draw(st.booleans()):
+        part = slice(cut[2], None) if early else slice(cut[2])
+        near, keys = tuple(x[part].clone() for x in keys), tuple(x.clone() for x in keys)
+        for x in keys:
+            x[part] = torch.nan
+    stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), None, near)
+    got = varlen.run_forward(_forward, case.q, keys[0], keys[1], case.tables, PARAMS, stages)
     told: list[str] = []
-
-    rows = torch.full((case.k.shape[0], case.k[0].numel() + case.v[0].numel()), torch.nan, dtype=case.k.dtype)
+    columns = case.k[0].numel()
+    rows = torch.full((case.k.shape[0], columns + case.v[0].numel()), torch.nan, dtype=case.k.dtype)
+    grads = rows[:, :columns].view(case.k.shape), rows[:, columns:].view(case.v.shape)
     used = int(case.tables.pieces[:, 3].max())
 
     def written() -> None:
@@ -117,10 +125,10 @@ def test_parts_give_what_one_piece_gives(
         assert torch.equal(rows[:used], torch.cat([x.flatten(1) for x in expected[3:]], 1)[:used])
         assert rows[used:].isnan().all()  # peers may still read there
 
-    beside = Beside(rows, lambda: told.append("needed"), written)
-    grads = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
+    beside = Beside(grads, lambda: told.append("needed"), written)
+    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
     assert told == ["needed", "written"]
-    for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, grads[0]), strict=True):
+    for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):
         assert torch.equal(found, want), name
 
 

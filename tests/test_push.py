@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,30 +35,79 @@ def written(routes: list[Route], rank: int, last: int) -> NDArray[np.int64]:
     return held
 
 
-@given(batches(), masks(), st.integers(1, 5), LAYOUTS)
+def read(routes: list[Route], rank: int, last: int, total: int) -> NDArray[np.int64]:
+    """The rank's `total` expanded rows as `written`, or in place where all are."""
+    source, _, whole = routes[rank]["place"].tolist()
+    held = written(routes, rank, last)
+    if whole:
+        assert (whole, (held == -1).all()) == (total, True)
+        return rank << 32 | np.arange(source, source + whole)
+    assert (held[total:] == -1).all()
+    return held[:total]
+
+
+@contextmanager
+def any_worth(number: int) -> Generator[None]:
+    """Rows are read in place, and come beside work, from so many on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push, "_LAG", 0)
+        patch.setattr(push, "_WORTH", number)
+        yield
+
+
+@given(batches(), masks(), st.integers(1, 5), LAYOUTS, st.sampled_from((1, 1024)))
 def test_push_and_return_reach_every_row(
-    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str, worth: int
 ) -> None:
     schedule, _ = make_schedule(rows, world_size, layout, mask)
     size = schedule.rows
-    routes = [push_route(schedule, rank) for rank in range(world_size)]
+    with any_worth(worth):
+        routes = [push_route(schedule, rank) for rank in range(world_size)]
+    gathered = [schedule.route("all_gather", rank)["kv_rows"] for rank in range(world_size)]
+    held: list[list[int]] = [[] for _ in range(world_size * size)]
     for rank, route in enumerate(routes):
         assert tuple(route) == NAMES
         assert all(len(array) >= 2 for name, array in route.items() if not PlanInput(name).is_static)
-        expanded, held = int(schedule.expanded[rank]), written(routes, rank, 2)
-        got = np.where(held < 0, -1, (held >> 32) * size + (held & 0xFFFFFFFF))
-        np.testing.assert_array_equal(got[:expanded], schedule.route("all_gather", rank)["kv_rows"][:expanded])
-        assert (got[expanded:] == -1).all()
-        assert len(route["expanded"]) == max(2, expanded)
-        owners = set((held[:expanded] >> 32).tolist()) - {rank}
+        total, (source, early, whole) = int(schedule.expanded[rank]), route["place"].tolist()
+        got = read(routes, rank, 2, total)
+        np.testing.assert_array_equal((got >> 32) * size + (got & 0xFFFFFFFF), gathered[rank][:total])
+        assert (len(route["expanded"]), len(route["copied"])) == (max(2, total), 2 if whole else max(2, total))
+        # The rows that are read in place as well are the first to be sent, so that they can be left out.
+        keys, part = route["stages"][2:4].tolist()
+        in_place = slice(keys, None) if part else slice(keys)
+        assert early in (0, len(got[:total][in_place]))
+        assert route["sends"][:early].tolist() == list(range(source, source + early))
+        assert (route["targets"][:early] & 0xFFFFFFFF).tolist() == list(range(total))[in_place][:early]
+        owners = set((got >> 32).tolist()) - {rank}
         readers = set((route["targets"][: route["ends"][2]] >> 32).tolist()) - {rank}
         for found, partners in zip((owners, readers), route["partners"].view(np.uint32).tolist(), strict=True):
             assert found == {peer for peer in range(world_size) if partners >> peer & 1}
         assert (route["targets"][: route["ends"][0]] >> 32 == rank).all()
-        for row in range(size):
-            for holder in route["holders"][slice(*route["holder_ptr"][row : row + 2])].tolist():
-                kv_rows = schedule.route("all_gather", holder >> 32)["kv_rows"]
-                assert kv_rows[holder & 0xFFFFFFFF] == rank * size + row
+        for row, slot in enumerate([] if whole else gathered[rank][:total].tolist()):
+            held[slot].append(rank << 32 | row)
+    for rank, route in enumerate(routes):
+        found = [route["holders"][low:high].tolist() for low, high in pairwise(route["holder_ptr"].tolist())]
+        assert found == held[rank * size : (rank + 1) * size]
+
+
+def test_rows_are_read_in_place() -> None:
+    """Whole documents are, before or after what another rank's document needs; where all are, nothing is copied."""
+    whole, _ = make_schedule([Documents.from_lengths([2048] * 4)], 2, "contiguous", PackedMask())
+    for rank in range(2):
+        route = push_route(whole, rank)
+        assert route["place"].tolist() == [0, 0, 4096]
+        assert (len(route["copied"]), route["capacity"][0], route["ends"].tolist()) == (2, 0, [0, 0, 0])
+        assert route["stages"].tolist() == [0, 0, 0, 0, 0]
+        assert not route["holder_ptr"].any()
+    cut, _ = make_schedule([Documents.from_lengths([1500, 4000, 2692])], 2, "contiguous", PackedMask())
+    first, second = (push_route(cut, rank) for rank in range(2))
+    assert first["place"].tolist() == [0, 0, 4096]
+    assert second["place"].tolist() == [1404, 2692, 0]
+    assert second["stages"].tolist() == [1, 1404, 4000, 1, 0]
+    assert (len(first["copied"]), len(second["copied"])) == (2, 6692)
+    assert first["capacity"] == second["capacity"] == 6692
+    assert first["holder_ptr"][-1] == 2596  # of the document that the other rank ends
+    assert second["holder_ptr"][-1] == 4096
 
 
 def test_nobody_is_written_to_by_all() -> None:
@@ -78,21 +131,22 @@ def test_early_entries_have_their_rows_early(
     rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str
 ) -> None:
     schedule, _ = make_schedule(rows, world_size, layout, mask)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push, "_LAG", 0)
-        patch.setattr(push, "_WORTH", 1)
+    with any_worth(1):
         routes = [push_route(schedule, rank) for rank in range(world_size)]
     for rank, route in enumerate(routes):
         tables = schedule.attention(rank)
         cu_q, cu_k = tables["cu_seqlens_q"], tables["cu_seqlens_k"]
         n, queries, keys, part, awaited = route["stages"].tolist()
-        early, everything = (written(routes, rank, last)[: schedule.expanded[rank]] >= 0 for last in (1, 2))
+        total, (_, some, whole) = int(schedule.expanded[rank]), route["place"].tolist()
+        early, everything = (read(routes, rank, last, total) >= 0 for last in (1, 2))
         assert everything.all()
-        own = written(routes, rank, 0)[: schedule.expanded[rank]] >= 0
+        own = read(routes, rank, 0, total) >= 0
         assert awaited == (early & ~own).sum()
         if n == 0:
             assert (queries, keys) == (0, 0)
             assert early.all()  # what is needed at once goes first
+            assert some == 0
+            assert whole in (0, total)
             continue
         assert 0 < n < len(cu_q) - 1
         assert (queries, keys) == (cu_q[n], cu_k[n])
@@ -101,12 +155,16 @@ def test_early_entries_have_their_rows_early(
         np.testing.assert_array_equal(route["rest_cu_seqlens_k"], cu_k[n:] - keys)
         sides = early[:keys], early[keys:]
         assert sides[part].all()
+        assert whole == 0
         assert not sides[1 - part].all()  # something arrives beside it
+        if some:
+            assert some == len(sides[part])
+            assert own.sum() >= some
 
 
 def test_what_arrives_beside_work() -> None:
-    """The second rank's head of a long document needs the first rank's only; its tail waits for the rest. The last
-    rank's chunks are neighbours: one piece, which needs all its rows at once."""
+    """The first rank has all of its head of a long document, the second rank's needs the first rank's; their tails wait
+    for the rest. The last rank's chunks are neighbours: one piece, which needs all its rows at once."""
     schedule, _ = make_schedule([Documents.from_lengths([32768])], 4, "balanced", PackedMask())
     routes = [push_route(schedule, rank) for rank in range(4)]
     for rank, route in enumerate(routes):
@@ -114,6 +172,7 @@ def test_what_arrives_beside_work() -> None:
         assert route["stages"].tolist() == [*((1, 4096, 4096 * (rank + 1)) if rank < 3 else (0, 0, 0)), 0, awaited]
         own, early, everything = ((written(routes, rank, last) >= 0).sum() for last in range(3))
         assert everything == schedule.expanded[rank] == (36864 if rank < 3 else 20480)
+        assert route["place"].tolist() == [0, 4096 if rank == 0 else 0, 0]
         assert early == own + awaited
 
 

@@ -107,26 +107,9 @@ def play(exchange: str, routes: list[Tables], local: NDArray[np.float64], grads:
     ranks, size = local.shape
     if exchange == "needed":
         return play_needed(routes, local, grads)
-    if exchange == "push":
-        return play_push(routes, local, grads)
     gathered = [local.reshape(-1)[route["kv_rows"]] for route in routes]
     sums = [sum_rows(grad, route["sum_ptr"], route["sum_rows"]) for grad, route in zip(grads, routes, strict=True)]
     return gathered, list(np.stack(sums).reshape(ranks, ranks, size).sum(0))
-
-
-def play_push(routes: list[Tables], local: NDArray[np.float64], grads: list[NDArray[np.float64]]) -> Moved:
-    held = [np.full_like(grad, np.nan) for grad in grads]
-    back: list[NDArray[np.float64]] = []
-    for owner, route in enumerate(routes):
-        ptr, holders = route["holder_ptr"], route["holders"][: route["holder_ptr"][-1]]
-        assert all((np.diff(part) > 0).all() for part in np.split(holders, ptr[1:-1]))
-        back.append(np.zeros(len(ptr) - 1))
-        for holder, source in zip(holders.tolist(), np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), strict=True):
-            reader, row = holder >> 32, holder & 0xFFFFFFFF
-            assert np.isnan(held[reader][row])
-            held[reader][row] = local[owner, source]
-            back[-1][source] += grads[reader][row]
-    return held, back
 
 
 def play_needed(routes: list[Tables], local: NDArray[np.float64], grads: list[NDArray[np.float64]]) -> Moved:

@@ -92,6 +92,9 @@ MUTANTS = {
     "no fence before a block is counted": Mutant(
         "symm.cuh", "return false;\n    __threadfence_system();\n    if", "return false;\n    if"
     ),
+    "gradients in place are overwritten": Mutant("return_rows.cu", "if (grads.in_place(row))", "if (false)"),
+    "peers' part of rows in place is lost": Mutant("return_rows.cu", "begin < end || !grads", "!grads"),
+    "a row too many is left out": Mutant("push_rows.cu", ": skip, end", ": skip + (skip > 0), end"),
     "call numbers do not wrap": Mutant("symm.cuh", "(int)(seen - call) >= 0", "seen >= call"),
 }
 
@@ -113,13 +116,13 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
         schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
         for filling in (0, FILLING):
             ranks = [push_route(schedule, rank, cut=not filling, filling=filling) for rank in range(world_size)]
-            lines = [f"{world_size}\n{schedule.rows} {int(schedule.expanded.max()) + filling}"]
+            lines = [f"{world_size}\n{schedule.rows} {int(ranks[0]['capacity'][0]) + filling}"]
             for rank, route in enumerate(ranks):
-                used = int(schedule.expanded[rank])
+                used = 0 if route["place"][2] else int(schedule.expanded[rank])
                 gathered = schedule.route("all_gather", rank)["kv_rows"][:used]
                 arrays = [route[name] for name in ("sends", "targets", "ends")]
                 arrays += [route["partners"].view(np.uint32)]
-                arrays += [route[name] for name in ("holder_ptr", "holders", "stages")]
+                arrays += [route[name] for name in ("holder_ptr", "holders", "stages", "place")]
                 arrays += [sources(route, gathered, rank * schedule.rows)]
                 lines += [str(used), *map(line, arrays)]
             yield "\n".join(lines) + "\n", ranks
@@ -135,10 +138,13 @@ def all_routes() -> Routes:
 
 
 def test_routes_are_of_many_kinds(all_routes: Routes) -> None:
-    """Rows that must come first and rows that may come late, both early parts, ranks without partners."""
-    found = [tuple(int(x) for x in route["stages"][[0, 3, 4]]) for _, ranks in all_routes for route in ranks]
-    kinds = {(n > 0, early, awaited > 0) for n, early, awaited in found}
-    assert kinds >= {(True, 0, True), (True, 0, False), (True, 1, False), (False, 0, True), (False, 0, False)}
+    """Rows that must come first and rows that may come late, both early parts, in place or copied, ranks without
+    partners, and batches of which no row is copied."""
+    every = [(route["stages"].tolist(), route["place"][1:].any()) for _, ranks in all_routes for route in ranks]
+    kinds = {(n > 0, early, awaited > 0, bool(in_place)) for (n, _, _, early, awaited), in_place in every}
+    assert kinds >= {(True, early, False, True) for early in (0, 1)} | {(False, 0, False, True)}
+    assert kinds >= {(True, 0, True, False), (False, 0, True, False), (False, 0, False, False)}
+    assert not all(ranks[0]["capacity"][0] for _, ranks in all_routes)
     several = [[int(x) for route in ranks for x in route["partners"]] for _, ranks in all_routes if len(ranks) == 4]
     assert any(not any(partners) for partners in several)
     assert any(0 in partners and any(partners) for partners in several)

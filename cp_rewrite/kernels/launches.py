@@ -23,18 +23,23 @@ _SOME = 256
 """The least length told to a kernel: FA4 compiles other variants for shorter ones, to no gain here."""
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """Rows that travel beside a backward, which calls each once, when its stream is told all that comes before.
+    """Where a backward writes gradients of keys, and rows that travel beside it. It calls each once, when its stream is
+    told all that comes before.
 
     Args:
-        rows: (E, C), where dk and dv go. keys_needed: from here on keys and values are read, and dk and dv written.
-        gradients_written: they are.
+        grads: (dk, dv), of the keys that it is given.
+        keys_needed: from here on keys and values are read, and dk and dv written. gradients_written: they are.
     """
 
-    rows: Tensor
-    keys_needed: Callable[[], None]
-    gradients_written: Callable[[], None]
+    grads: tuple[Tensor, Tensor]
+    keys_needed: Callable[[], None] = _nothing
+    gradients_written: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, eq=False)

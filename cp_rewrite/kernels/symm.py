@@ -172,7 +172,8 @@ class Push:
     order. All ranks make it, in the same order.
 
     Args:
-        k_RHD, v_RHV: `dense_rows`. sends, targets, ends, expanded, partners, capacity: of `push.push_route`.
+        k_RHD, v_RHV: `dense_rows`. sends, targets, ends, copied, partners, capacity: of `push.push_route`; capacity
+            is not 0.
     Attributes:
         rows: (E, C), the expanded rows, in memory that the next call overwrites.
     """
@@ -184,7 +185,7 @@ class Push:
         sends: Tensor,
         targets: Tensor,
         ends: Tensor,
-        expanded: Tensor,
+        copied: Tensor,
         partners: Tensor,
         capacity: Tensor,
         group: str,
@@ -192,7 +193,7 @@ class Push:
         k_width, size = _chunks(k_RHD), k_RHD.element_size()
         width = k_width + _chunks(v_RHV)
         self._way = channel(group, "push", int(capacity) * width * 16, k_RHD.device)
-        self.rows = self._way.rows(expanded.shape[0], k_RHD, width * 16 // size)
+        self.rows = self._way.rows(copied.shape[0], k_RHD, width * 16 // size)
         self._senders, self._receivers = partners, partners[1:]
         self._arguments = (
             k_RHD.data_ptr(),
@@ -221,17 +222,17 @@ class Push:
             _meet(self._way, stream, _ARRIVED, told=_ARRIVED, ranks=self._receivers)
         self._launch(crew, stream, to_peers=True)
 
-    def own_rows(self) -> None:
-        """Rows of this rank to itself, on the current stream."""
-        self._launch(FULL, None, to_peers=False)
+    def own_rows(self, skip: int = 0) -> None:
+        """Rows of this rank to itself but for the first `skip`, on the current stream."""
+        self._launch(FULL, None, to_peers=False, skip=skip)
 
     def early_rows(self) -> None:
         """Wait, on the current stream, for what this rank needs at once; after `own_rows`."""
         _meet(self._way, None, _SENT_EARLY, ranks=self._senders, beside=True)
 
-    def _launch(self, crew: Crew, stream: torch.cuda.Stream | None, *, to_peers: bool) -> None:
+    def _launch(self, crew: Crew, stream: torch.cuda.Stream | None, *, to_peers: bool, skip: int = 0) -> None:
         kernel = cuda.kernel("push_rows", self._way.device, _macros(crew))
-        _launch(kernel, crew, stream, self._way, *self._arguments, cuda.u32(to_peers))
+        _launch(kernel, crew, stream, self._way, *self._arguments, cuda.u32(to_peers), cuda.u32(skip))
 
 
 def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: torch.cuda.Stream | None = None) -> Tensor:
@@ -247,23 +248,24 @@ def return_rows(
     grad_EC: Tensor,
     partners: Tensor,
     capacity: Tensor,
+    here: slice,
     holder_ptr: Tensor,
     holders: Tensor,
-    heads: int,
-    dims: tuple[int, int],
+    dk_RHD: Tensor,
+    dv_RHV: Tensor,
     group: str,
     stream: torch.cuda.Stream | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dk (R, Hkv, D) and dv (R, Hkv, V) in the gradient's dtype: fp32 sums, in a fixed order, over all ranks' expanded
-    rows. The transpose of a `Push`; all ranks call it, in the same order.
+) -> None:
+    """Write dk and dv: fp32 sums, in a fixed order, over all ranks' expanded rows. The transpose of a `Push`; all ranks
+    call it, in the same order.
 
     Args:
         grad_EC: (E, C), of `gradient_rows`, written.
-        partners, capacity, holder_ptr, holders: of `push.push_route`.
-        heads, dims: Hkv and (D, V). stream: as of `Push.to_peers`.
+        partners, capacity, holder_ptr, holders: of `push.push_route`, whose capacity is not 0.
+        here: these rows of dk and dv hold a gradient, which is added.
+        dk_RHD, dv_RHV: contiguous, in the gradient's dtype. stream: as of `Push.to_peers`.
     """
-    rows, width = holder_ptr.shape[0] - 1, _chunks(grad_EC)
-    dk, dv = (grad_EC.new_empty(rows, heads, dim) for dim in dims)
+    width = _chunks(grad_EC)
     way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
     _meet(way, stream, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
     _launch(
@@ -273,13 +275,14 @@ def return_rows(
         way,
         holder_ptr.data_ptr(),
         holders.data_ptr(),
-        cuda.u32(rows),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        cuda.u32(_chunks(dk)),
+        cuda.u32(dk_RHD.shape[0]),
+        dk_RHD.data_ptr(),
+        dv_RHV.data_ptr(),
+        cuda.u32(_chunks(dk_RHD)),
         cuda.u32(width),
+        cuda.u32(here.start),
+        cuda.u32(here.stop - here.start),
     )
-    return dk, dv
 
 
 def _meet(

@@ -37,12 +37,14 @@ class Stages:
         cut: (entries, query rows, expanded rows) before the cut. early: the part (0 or 1) whose keys are here.
         rest: (cu_seqlens_q, cu_seqlens_k) of the entries after the cut, from 0.
         stream: after what it is told so far, all keys are here; None: they are.
+        near: (k, v) of the early part, if they lie elsewhere than those of the late one.
     """
 
     cut: tuple[int, int, int]
     early: int
     rest: tuple[Tensor, Tensor]
     stream: torch.cuda.Stream | None = None
+    near: tuple[Tensor, ...] | None = None
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Both parts; the late one fills the GPU up as the early one ends."""
@@ -59,20 +61,18 @@ class Stages:
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
-    def of(self, launch: Launch) -> tuple[tuple[Launch, slice, slice], ...]:
-        """(launch, query rows, expanded rows) of both parts."""
-        n, rows, keys = self.cut
+    def of(self, launch: Launch, keys: tuple[Tensor, ...]) -> tuple[tuple[Launch, slice, tuple[Tensor, ...]], ...]:
+        """(launch, query rows, its part of the keys) of both parts."""
+        n, rows, cut = self.cut
         more = launch.cu_seqlens_q.shape[0] - n
         cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
         rest_q, rest_k = (cu[:more] for cu in self.rest)
-        return (
-            (replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows), slice(rows), slice(keys)),
-            (
-                replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows),
-                slice(rows, launch.stop),
-                slice(keys, None),
-            ),
-        )
+        parts = [tuple(x[:cut] for x in keys), tuple(x[cut:] for x in keys)]
+        if self.near is not None:
+            parts[self.early] = self.near
+        first = replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows)
+        last = replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows)
+        return (first, slice(rows), parts[0]), (last, slice(rows, launch.stop), parts[1])
 
 
 def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -96,6 +96,7 @@ def run_forward(
     launches = launches_of(tables, rows)
     # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
     if stages is not None and stages.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
+        assert stages.near is None
         stages.join()
         stages = None
     for number, launch in enumerate(launches):
@@ -107,8 +108,8 @@ def run_forward(
             out.index_copy_(0, launch.rows, part[0])
             lse.index_copy_(1, launch.rows, part[1])
         elif stages is not None:
-            parts = stages.of(launch)
-            stages.run([_over(kernel, q_RHD[q], k[e], v[e], out[q], lse[:, q], part, params) for part, q, e in parts])
+            parts = stages.of(launch, (k, v))
+            stages.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
         elif launch.stop:
             seen = slice(launch.stop)
             _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
@@ -143,8 +144,8 @@ def run_backward(
     params: Params,
     beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer.
-    `beside` is for kernels that know `Launch.beside`; rows of dk and dv that no piece reads are then left alone."""
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer or
+    those of `beside`, which is for kernels that know `Launch.beside`; rows that no piece reads are then left alone."""
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     launches = launches_of(tables, rows)
@@ -153,7 +154,7 @@ def run_backward(
         launches = (replace(launches[0], beside=beside),)
     elif beside is not None:
         beside.keys_needed()
-    dk, dv = _grad_rows(k_EHD, v_EHV, None if beside is None else beside.rows)
+    dk, dv = _grad_rows(k_EHD, v_EHV) if beside is None else beside.grads
     last = max((launch.keys[1] for launch in launches), default=0)
     if beside is None and last < dk.shape[0]:
         dk[last:], dv[last:] = 0, 0
@@ -189,7 +190,7 @@ def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:
     return x
 
 
-def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def _grad_rows(k_EHD: Tensor, v_EHV: Tensor) -> tuple[Tensor, Tensor]:
     k_width, v_width = k_EHD.shape[1] * k_EHD.shape[2], v_EHV.shape[1] * v_EHV.shape[2]
-    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width) if rows is None else rows
+    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width)
     return buffer[:, :k_width].view(k_EHD.shape), buffer[:, k_width:].view(v_EHV.shape)

@@ -1,11 +1,14 @@
 """Packed attention whose rows travel through symmetric memory while the kernel works on what needs none of them.
-It reads them, and writes their gradients, where they travel to and from: nothing is copied.
+It reads them, and writes their gradients, where they travel to and from: nothing is copied. Keys that lie side by side
+in the local rows are not even sent (`push.py`).
 
     forward     own rows      | early entries' kernel   | late entries' kernel, as the GPU empties
                 rows for them | rows of the late entries
 
     backward    own rows, sums of out * dout | kernel | rounding of dq
                 rows of peers                |        | gradients go home
+
+Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
 
 Only for kernels that run in parts (`select.in_parts`); others exchange first (`packed_attention`). Results are the same
 bit for bit: the same kernels read the same rows. Shapes: R local rows, E expanded rows, C = Hkv * (D + V).
@@ -14,8 +17,9 @@ bit for bit: the same kernels read the same rows. Shapes: R local rows, E expand
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +32,12 @@ from cp_rewrite.nvtx import nvtx
 from cp_rewrite.push import NAMES
 
 from .merge import add_sinks, sinks_gradient
-from .push import PUSHED, RETURNED, STAGES
+from .push import PUSHED, RETURNED, STAGES, zero_others
 from .rows import split_kv
 from .saved import Saved, fake_results, no_gradients
+
+if TYPE_CHECKING:
+    from cp_rewrite.kernels.symm import Crew
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -54,33 +61,38 @@ def pushed_attention(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_attention` with its exchange: (out, lse, kv). `route` is in the order of `push.NAMES`; kv (E, C) are the
-    expanded rows with `keep_kv`, else (0, C): they are pushed again in the backward."""
+    expanded rows with `keep_kv` (not where all is in place), else (0, C): they are pushed again in the backward."""
     from cp_rewrite.kernels import symm
     from cp_rewrite.kernels.varlen import Stages
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     cut, *rest = route[STAGES]
     *where, early, awaited = cut.tolist()
+    copied, _, capacity, place, *_ = route[RETURNED]
+    source, some, whole = place.tolist()
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     # Copies, where rows have holes, must outlive what the second stream does.
     k, v = symm.dense_rows(k), symm.dense_rows(v)
-    with nvtx("exchange"):
-        push = symm.Push(k, v, *route[PUSHED], group=group)
-        # Blocks that go beside the kernel must be there before it is.
-        push.to_peers(symm.BESIDE, side)
-        push.own_rows()
-        kv = push.rows.new_empty(len(push.rows) if keep_kv else 0, push.rows.shape[1])
-        if keep_kv:
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                kv.copy_(push.rows)
-        if awaited:
-            push.early_rows()
-    stages = Stages(tuple(where), early, (rest[0], rest[1]), side) if where[0] else None
+    keys = near = k[source : source + some + whole], v[source : source + some + whole]
+    kv = k.new_empty(copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
+    if int(capacity):
+        with nvtx("exchange"):
+            push = symm.Push(k, v, *route[PUSHED], group=group)
+            # Blocks that go beside the kernel must be there before it is.
+            push.to_peers(symm.BESIDE, side)
+            push.own_rows(0 if keep_kv else some)
+            if keep_kv:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    kv.copy_(push.rows)
+            if awaited:
+                push.early_rows()
+        keys = near if whole else split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
+    stages = Stages(tuple(where), early, (rest[0], rest[1]), side, near if some else None) if where[0] else None
     with nvtx("attention"):
-        keys, values = split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
-        out, lse = load(kernel).forward(q, keys, values, tables, params, stages)
-    main.wait_stream(side)
+        out, lse = load(kernel).forward(q, *keys, tables, params, stages)
+    if int(capacity):
+        main.wait_stream(side)
     return (out, lse, kv) if sinks is None else (*add_sinks(out, lse, sinks), kv)
 
 
@@ -102,7 +114,7 @@ def _(
     group: str,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = route[NAMES.index("expanded")].shape[0] if keep_kv else 0
+    rows = route[NAMES.index("copied")].shape[0] if keep_kv else 0
     return *fake_results(q, v), k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
 
 
@@ -131,28 +143,50 @@ def pushed_attention_backward(
     from cp_rewrite.kernels.launches import Beside
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
-    heads, dims = k.shape[1], (k.shape[2], v.shape[2])
+    _, partners, capacity, place, holder_ptr, holders = route[RETURNED]
+    source, _, whole = place.tolist()
+    here = slice(source, source + whole)
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    if kv is None:
-        k, v = symm.dense_rows(k), symm.dense_rows(v)
-        with nvtx("exchange"):
-            push = symm.Push(k, v, *route[PUSHED], group=group)
-            push.to_peers(symm.FULL, side)
-            push.own_rows()
-            kv = push.rows
-    partners, capacity, holder_ptr, holders = route[RETURNED]
-    rows = symm.gradient_rows(kv, capacity, group, side)
-    sums: list[Tensor] = []
+    k, v = symm.dense_rows(k), symm.dense_rows(v)
+    rows: Tensor | None = None
+    if int(capacity):
+        kv = _push_again(k, v, route, symm.BESIDE if whole else symm.FULL, group, side) if kv is None else kv
+        rows = symm.gradient_rows(kv, capacity, group, side)
+    if rows is None or whole:
+        sums = [x.new_empty(x.shape) for x in (k, v)]
+        keys, beside = (k[here], v[here]), Beside((sums[0][here], sums[1][here]))
+    else:
+        sums = []  # made when the kernel has given its memory back
+        keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, rows))
+        beside = Beside(grads, partial(main.wait_stream, side))
 
-    def send_home() -> None:
+    def send_home(rows: Tensor) -> None:
+        sums.extend(x.new_empty(x.shape) for x in (k, v)[len(sums) :])
         with nvtx("exchange_backward"):
-            sums.extend(symm.return_rows(rows, partners, capacity, holder_ptr, holders, heads, dims, group, side))
+            symm.return_rows(rows, partners, capacity, here, holder_ptr, holders, sums[0], sums[1], group, side)
 
-    beside = Beside(rows, partial(main.wait_stream, side), send_home)
+    if rows is None:
+        zero_others(sums, here)
+    else:
+        beside = replace(beside, gradients_written=partial(send_home, rows))
     with nvtx("attention_backward"):
-        dq, _, _ = load(kernel).backward(dout, q, *split_kv(kv, heads, *dims), out, lse, tables, params, beside)
-    main.wait_stream(side)
-    return dq, *sums
+        dq, _, _ = load(kernel).backward(dout, q, *keys, out, lse, tables, params, beside)
+    if rows is not None:
+        main.wait_stream(side)
+    return dq, sums[0], sums[1]
+
+
+def _push_again(
+    k: Tensor, v: Tensor, route: Sequence[Tensor], crew: Crew, group: str, side: torch.cuda.Stream
+) -> Tensor:
+    """The expanded rows; those of peers are here when `side` is waited for."""
+    from cp_rewrite.kernels import symm
+
+    with nvtx("exchange"):
+        push = symm.Push(k, v, *route[PUSHED], group=group)
+        push.to_peers(crew, side)
+        push.own_rows()
+        return push.rows
 
 
 @pushed_attention_backward.register_fake

@@ -47,11 +47,11 @@ struct Host {
     });
   }
 
-  void push(Stream stream, const char* name, u32 blocks, u32 to_peers) {
+  void push(Stream stream, const char* name, u32 blocks, u32 to_peers, u32 skip = 0) {
     if (stream == SIDE) wait(SIDE, MAIN);
-    tell(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers] {
+    tell(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers, skip] {
       push_rows(c->k[rank].data(), c->v[rank].data(), c->k_stride, c->v_stride, c->k_width, c->width(), t->sends.data(),
-                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, peers[PUSH].data(),
+                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, skip, peers[PUSH].data(),
                 states[PUSH][rank].data(), rank, world);
     });
   }
@@ -62,7 +62,7 @@ struct Host {
     push(stream, "to_peers", blocks, 1);
   }
 
-  void own_rows() { push(MAIN, "own_rows", FULL, 0); }
+  void own_rows(u32 skip = 0) { push(MAIN, "own_rows", FULL, 0, skip); }
 
   void read(Stream stream, const char* what, i64 from, i64 to) {
     tell(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to] {
@@ -71,7 +71,10 @@ struct Host {
   }
 
   void gradients() {
-    tell(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] { write_gradients(*c, rank); });
+    tell(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] {
+      write_gradients(*c, rank);
+      write_in_place(*c, rank);
+    });
   }
 
   void gradient_rows(Stream stream) { meet(RETURN, stream, "meet LEFT", -1, LEFT, nullptr, CALLS, 0); }
@@ -81,37 +84,40 @@ struct Host {
     if (stream == SIDE) wait(SIDE, MAIN);
     tell(stream, "return_rows", FULL, THREADS, [c = &call, t = &table, rank = rank] {
       return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                  c->width(), peers[RETURN].data(), states[RETURN][rank].data(), rank, world);
+                  c->width(), t->place[0], t->place[2], peers[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
     if (stream == SIDE) wait(MAIN, SIDE);
     tell(MAIN, "sums", 1, 1, [c = &call, rank = rank] { check_sums(*c, rank); });
   }
 
+  i64 all() const { return table.place[2] ? 0 : (i64)table.sources.size(); }
+
   // `pushed_attention`; in_one: the kernel makes no cut after all.
   void forward(bool keep, bool in_one) {
-    const i64 all = (i64)table.sources.size(), keys = table.stages[2];
+    const i64 keys = table.stages[2], in_place = table.place[1];
     const bool cut = table.stages[0] > 0, second = table.stages[3];
     to_peers(SIDE, BESIDE);
-    own_rows();
-    if (keep) wait(SIDE, MAIN), read(SIDE, "kept rows", 0, all);
+    own_rows(keep ? 0 : in_place);
+    if (keep) wait(SIDE, MAIN), read(SIDE, "kept rows", 0, all());
     if (table.stages[4]) meet(PUSH, MAIN, "meet SENT_EARLY", -1, SENT_EARLY, table.partners.data(), SEEN, 0);
-    if (cut && !in_one) {
+    if (cut && (in_place || !in_one)) {
       wait(SIDE, MAIN);
-      read(MAIN, "early part", second ? keys : 0, second ? all : keys);
-      read(SIDE, "late part", second ? 0 : keys, second ? keys : all);
+      if (!in_place) read(MAIN, "early part", second ? keys : 0, second ? all() : keys);
+      read(SIDE, "late part", second ? 0 : keys, second ? keys : all());
     } else {
       if (cut) wait(MAIN, SIDE);
-      read(MAIN, "attention", 0, all);
+      read(MAIN, "attention", 0, all());
     }
     wait(MAIN, SIDE);
   }
 
   // `pushed_attention_backward`.
   void backward(bool kept) {
-    if (!kept) to_peers(SIDE, FULL), own_rows();
+    const bool in_place = table.place[2];
+    if (!kept) to_peers(SIDE, in_place ? BESIDE : FULL), own_rows();
     gradient_rows(SIDE);
-    wait(MAIN, SIDE);
-    if (!kept) read(MAIN, "attention backward", 0, (i64)table.sources.size());
+    if (!in_place) wait(MAIN, SIDE);
+    if (!kept) read(MAIN, "attention backward", 0, all());
     gradients();
     return_to_owners(SIDE);
   }
@@ -120,7 +126,7 @@ struct Host {
   void exchange() {
     to_peers(MAIN, FULL);
     own_rows();
-    read(MAIN, "clone", 0, (i64)table.sources.size());
+    read(MAIN, "copy", 0, all());
   }
 
   void exchange_back() {
@@ -149,6 +155,7 @@ void tell_hosts(Call& call) {
   const u32 kind = below(6), choice = below(2), in_one = below(6) == 0;
   for (int rank = 0; rank < world; ++rank) {
     Host host = {call, rank};
+    if (!call.route->capacity) continue;  // no row travels
     if (kind < 2) host.forward(choice, in_one);
     else if (kind < 4) host.backward(choice);
     else if (kind == 4) host.exchange();

@@ -8,19 +8,21 @@
 
 extern "C" void push_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
-    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, const u64* peers, u32* state, int rank,
-    int world);
+    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* peers, u32* state,
+    int rank, int world);
 extern "C" void meet(
     int told, int awaited, u32 word, u32 ahead, const u32* ranks, const u64* peers, u32* state, int rank, int world);
 extern "C" void return_rows(
-    const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, const u64* peers,
-    u32* state, int rank, int world);
+    const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source, u32 count,
+    const u64* peers, u32* state, int rank, int world);
 
-struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row, of which `used` count
+struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row that is copied, of which
+// `used` count
   std::vector<int> sends, ptr;
-  std::vector<i64> targets, holders, stages, sources;
+  std::vector<i64> targets, holders, stages, place, sources;
   std::vector<u32> ends, partners;
   u32 used;
+  bool in_place(i64 row) const { return row >= place[0] && row < place[0] + place[2]; }
 };
 
 struct Route {
@@ -60,7 +62,7 @@ inline Route read_route(std::ifstream& file, int ranks) {
     Table& t = route.tables[rank];
     file >> t.used;
     read(file, t.sends), read(file, t.targets), read(file, t.ends), read(file, t.partners), read(file, t.ptr);
-    read(file, t.holders), read(file, t.stages), read(file, t.sources);
+    read(file, t.holders), read(file, t.stages), read(file, t.place), read(file, t.sources);
     if (!file) fail("the file of routes ends too soon");
     for (u32 e = 0; e < t.used; ++e) route.readers[t.sources[e]].push_back((i64)rank << 32 | e);
   }
@@ -69,7 +71,8 @@ inline Route read_route(std::ifstream& file, int ranks) {
 
 inline chunk* rows_of(Way way, int rank) { return (chunk*)(peers[way][rank] + HEADER); }
 
-// Elements of rows (owner, row) and of gradients (reader, expanded row): others in every call.
+// Elements of rows (owner, row) and of gradients (reader, expanded row; IN_PLACE + local row): others in every call.
+constexpr i64 IN_PLACE = 1 << 20;
 inline float element(const Call& call, Way way, i64 rank, i64 row, u32 column) {
   const u64 key = mixed(seed * 64 + call.number * 2 + way + 1) + (u64)(rank << 40 | row << 16 | column);
   return (float)(mixed(key) & 0xfff);
@@ -112,10 +115,21 @@ inline void write_gradients(const Call& call, int rank) {
       rows_of(RETURN, rank)[e * call.width() + c] = drawn(call, RETURN, rank, e, c);
 }
 
+inline void write_in_place(Call& call, int rank) {
+  const Table& table = call.route->tables[rank];
+  for (i64 row = table.place[0] + blockIdx.x; row < table.place[0] + table.place[2]; row += gridDim.x)
+    for (u32 c = 0; c < call.width(); ++c)
+      (c < call.k_width ? call.dk[rank][row * call.k_width + c]
+                        : call.dv[rank][row * call.v_width + c - call.k_width]) =
+          drawn(call, RETURN, rank, IN_PLACE + row, c);
+}
+
 inline void check_sums(const Call& call, int rank) {
   for (u32 row = 0; row < call.size(); ++row)
     for (u32 c = 0; c < call.width(); ++c) {
       float sum[4] = {0, 0, 0, 0};
+      if (call.route->tables[rank].in_place(row))
+        for (u32 i = 0; i < 4; ++i) sum[i] += element(call, RETURN, rank, IN_PLACE + row, 4 * c + i);
       for (const i64 reader : call.route->readers[rank * call.size() + row])
         for (u32 i = 0; i < 4; ++i) sum[i] += element(call, RETURN, reader >> 32, (u32)reader, 4 * c + i);
       const chunk& found = c < call.k_width ? call.dk[rank][row * call.k_width + c]
