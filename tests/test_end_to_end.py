@@ -113,7 +113,7 @@ def test_llama_matches_one_process(pool: Pool, layout: str, exchange: str) -> No
     check(pool, 2, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", "p2p", slow=["all_gather", "a2a"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", slow=["p2p", "all_gather", "a2a"]))
 def test_llama_matches_on_four_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
@@ -123,12 +123,14 @@ def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> Non
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize("exchange", ["a2a", "p2p", "a2a+p2p"])
+@pytest.mark.parametrize(
+    "exchange", ["a2a+p2p", pytest.param("a2a", marks=pytest.mark.slow), pytest.param("p2p", marks=pytest.mark.slow)]
+)
 def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", "p2p"))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", slow=["p2p"]))
 def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
     check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
