@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .balance import Style, share_out
 from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, most_runs, needed_seconds
@@ -127,18 +128,30 @@ def _home_first(order: TokenOrder, documents: Documents, mask: PackedMask) -> To
     schedule = build([documents], [order], mask)
     runs, away = schedule.runs, np.zeros(len(schedule.pieces), dtype=np.bool_)
     away[runs.piece[runs.owner != runs.reader]] = True
-    intervals: list[Int] = []
-    for rank in range(order.world_size):
+    intervals = list(order.intervals)
+    for rank, tokens in enumerate(order.intervals):
         mine = slice(*schedule.piece_bounds[rank : rank + 2])
         by_row = np.argsort(schedule.pieces.q0[mine])
         starts, goes_last = schedule.pieces.q0[mine][by_row], away[mine][by_row]
-        # Tokens of no piece stay behind the piece before them.
-        last = np.append(False, goes_last)[np.searchsorted(starts, np.arange(order.sizes[rank]), side="right")]
-        tokens = order.local_indices(rank)[: order.sizes[rank]]
-        tokens = np.concatenate([tokens[~last], tokens[last]])
-        bounds = np.flatnonzero(np.diff(tokens, prepend=-2, append=-2) != 1)
-        intervals.append(np.stack([tokens[bounds[:-1]], tokens[bounds[1:] - 1] + 1], axis=1))
+        if (goes_last[:-1] & ~goes_last[1:]).any():
+            intervals[rank] = _parted(tokens, starts, goes_last)
     return TokenOrder(order.total, tuple(intervals), order.pad_to_multiple)
+
+
+def _parted(tokens: Int, starts: Int, goes_last: NDArray[np.bool_]) -> Int:
+    """A rank's intervals with those parts last that go last; part i begins at local token starts[i], and what is before
+    the first one stays there."""
+    ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
+    begins = ends - (tokens[:, 1] - tokens[:, 0])
+    cuts = np.union1d(begins, starts)
+    inside = np.searchsorted(begins, cuts, side="right") - 1
+    start = tokens[inside, 0] + cuts - begins[inside]
+    stop = start + np.diff(cuts, append=ends[-1])
+    last = np.append(False, goes_last)[np.searchsorted(starts, cuts, side="right")]
+    by_part = np.argsort(last, kind="stable")
+    start, stop = start[by_part], stop[by_part]
+    new = np.append(True, start[1:] != stop[:-1])
+    return np.stack([start[new], stop[np.append(new[1:], True)]], axis=1)
 
 
 def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candidate:
