@@ -108,13 +108,13 @@ def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: 
 
 
 def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
-    value: Tensor = plan.batch[name].to(plan.device)
+    value: Tensor = plan.batch[name]
     dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
     if dim is not None:
-        return value.narrow(dim, start, stop - start)
-    if isinstance(packing, CuSeqlens) and name in packing_args(packing):
-        return (value.clamp(start, stop) - start).to(value.dtype)
-    return value
+        value = value.narrow(dim, start, stop - start)
+    elif isinstance(packing, CuSeqlens) and name in packing_args(packing):
+        value = (value.clamp(start, stop) - start).to(value.dtype)
+    return value.to(plan.device)
 
 
 def _clip(documents: Documents, start: int, stop: int) -> Documents:
