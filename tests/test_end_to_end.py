@@ -143,7 +143,7 @@ def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> N
     check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1

@@ -36,7 +36,7 @@ pytestmark = [
 HERE = Path(__file__).parent / "emulated"
 KERNELS = ("rows.cuh", "symm.cuh", "push_rows.cu", "meet.cu", "return_rows.cu")
 MACROS = ("-DWARPS=2", "-DREMOTE_WARPS=1", "-DIN_FLIGHT=2", "-DDTYPE_FP32")
-SEEDS, SEEDS_FOR_MUTANTS = 2000, 400
+SEEDS, SEEDS_FOR_MUTANTS = 1200, 400
 
 CASES: tuple[tuple[list[int], str, PackedMask], ...] = (
     ([24], "balanced", PackedMask()),
