@@ -14,7 +14,7 @@ from .cost import Device, Model, all_gather_seconds, least_seconds, load_of, mos
 from .documents import Documents
 from .intervals import Int
 from .masks import PackedMask
-from .orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
+from .orders import TokenOrder, contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail, joined
 from .parts import Parts, part_tiles
 from .schedule import build
 from .tiles import TILE, Float, imbalance
@@ -148,10 +148,7 @@ def _parted(tokens: Int, starts: Int, goes_last: NDArray[np.bool_]) -> Int:
     start = tokens[inside, 0] + cuts - begins[inside]
     stop = start + np.diff(cuts, append=ends[-1])
     last = np.append(False, goes_last)[np.searchsorted(starts, cuts, side="right")]
-    by_part = np.argsort(last, kind="stable")
-    start, stop = start[by_part], stop[by_part]
-    new = np.append(True, start[1:] != stop[:-1])
-    return np.stack([start[new], stop[np.append(new[1:], True)]], axis=1)
+    return joined(np.stack([start, stop], axis=1)[np.argsort(last, kind="stable")])
 
 
 def _best_way(parts: Parts, quotas: list[int], unit: int, scale: Scale) -> Candidate:

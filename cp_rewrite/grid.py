@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .masks import PackedMask
-from .orders import TokenOrder
+from .orders import TokenOrder, joined
 from .plan import BatchPlan
 from .schedule import Schedule, build
 
@@ -56,9 +56,4 @@ def row_order(plan: BatchPlan, place: int, inner: int) -> dict[str, NDArray[np.i
 def _merged(parts: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
     """Disjoint intervals of several ranks as those of one: ascending, neighbours joined."""
     intervals = np.concatenate(parts)
-    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    new = np.diff(intervals[:, 0], prepend=-1) != 0
-    new[1:] = intervals[1:, 0] != intervals[:-1, 1]
-    first = np.flatnonzero(new)
-    last = np.append(first[1:], len(intervals))[: len(first)] - 1
-    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1)
+    return joined(intervals[np.argsort(intervals[:, 0], kind="stable")])

@@ -189,6 +189,14 @@ def even_head_tail(spans: Int, world_size: int, unit: int = 1, *, near: bool = F
     return TokenOrder.from_cuts(bounds, np.concatenate([ranks, ranks[::-1]]), world_size)
 
 
+def joined(intervals: Int) -> Int:
+    """(n, 2) intervals, those that begin where the one before them ends joined to it."""
+    new = np.ones(len(intervals), dtype=np.bool_)
+    new[1:] = intervals[1:, 0] != intervals[:-1, 1]
+    ends = np.append(new[1:], True)[: len(intervals)]
+    return np.stack([intervals[new, 0], intervals[ends, 1]], axis=1)
+
+
 def common_local_size(orders: Sequence[TokenOrder]) -> int:
     """Tokens of a local row of a batch whose rows are laid out by `orders`."""
     return max(order.local_size for order in orders)

@@ -88,11 +88,9 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
     copied = np.where([each.whole for each in cuts], 0, schedule.expanded)
     runs = schedule.runs.take(copied[schedule.runs.reader] > 0)
     runs = runs.take(runs.owner == rank)
-    sends, targets, ends = _sends(runs, rank, cuts, schedule.world_size)
-    more = filling if ends[0] else 0
-    sends = np.concatenate([sends[: ends[0]], np.resize(sends[: ends[0]], more), sends[ends[0] :]])
-    own = (rank << 32) + copied[rank] + np.arange(more)
-    targets = np.concatenate([targets[: ends[0]], own, targets[ends[0] :]])
+    sends, targets, ends = _with_filling(
+        rank, filling, int(copied[rank]), *_sends(runs, rank, cuts, schedule.world_size)
+    )
     partners = [_bits(schedule.received[rank]), _bits(schedule.received[:, rank])]
     tables = schedule.attention(rank)
     mine = cuts[rank]
@@ -102,7 +100,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         np.zeros(max(2, int(schedule.expanded[rank])), dtype=np.int8),
         at_least(sends.astype(np.int32), 2, 0),
         at_least(targets, 2, 0),
-        (ends + more).astype(np.int32),
+        ends.astype(np.int32),
         np.zeros(max(2, int(copied[rank])), dtype=np.int8),
         np.array(partners, dtype=np.uint32).view(np.int32),
         np.array([max(2, int(copied.max())) if copied.any() else 0], dtype=np.int64),
@@ -186,6 +184,14 @@ def _sends(runs: Runs, rank: int, cuts: list[Cut], world_size: int) -> tuple[Int
     ends = np.cumsum(np.bincount(stage, runs.length, 3)).astype(np.int64)
     targets = expand_ranges((runs.reader << 32) + runs.row, runs.length)
     return expand_ranges(runs.source, runs.length), targets, ends
+
+
+def _with_filling(rank: int, filling: int, used: int, sends: Int, targets: Int, ends: Int) -> tuple[Int, Int, Int]:
+    """The same with own rows that fill `filling` of this rank's rows after the first `used`, if it has own ones."""
+    own = int(ends[0])
+    more = filling if own else 0
+    rows, into = np.resize(sends[:own], more), (rank << 32) + used + np.arange(more)
+    return np.insert(sends, own, rows), np.insert(targets, own, into), ends + more
 
 
 def _holders(runs: Runs, rows: int) -> tuple[NDArray[np.int32], Int]:

@@ -2,10 +2,10 @@
 // ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row; own
 // expanded rows come first, then what peers need at once (EARLY), then the rest (LATE); `ends` tells where each ends.
 //
-// A call is two launches, in any order or at once. One copies own rows but for the first `skip`, waits for nobody, and counts the calls that this
-// rank's main stream has seen. The other tells the peers that they may write here (ARRIVED), sends the rest, tells them
-// after each part, and its last block waits for what comes. Blocks wait until they may write: where there are many,
-// `meet.cu` waits before.
+// A call is two launches, in any order or at once. One copies own rows but for the first `skip`, waits for nobody, and
+// counts the calls that this rank's main stream has seen. The other tells the peers that they may write here (ARRIVED),
+// sends the rest, tells them after each part, and its last block waits for what comes. Blocks wait until they may write:
+// where there are many, `meet.cu` waits before.
 #include "symm.cuh"
 
 enum Part { OWN, EARLY, LATE };

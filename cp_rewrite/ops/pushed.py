@@ -37,7 +37,7 @@ from .rows import split_kv
 from .saved import Saved, fake_results, no_gradients
 
 if TYPE_CHECKING:
-    from cp_rewrite.kernels.symm import Crew
+    from cp_rewrite.kernels.symm import Crew, Push
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -77,10 +77,7 @@ def pushed_attention(
     kv = k.new_empty(copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
     if int(capacity):
         with nvtx("exchange"):
-            push = symm.Push(k, v, *route[PUSHED], group=group)
-            # Blocks that go beside the kernel must be there before it is.
-            push.to_peers(symm.BESIDE, side)
-            push.own_rows(0 if keep_kv else some)
+            push = _push(k, v, route, symm.BESIDE, group, side, 0 if keep_kv else some)
             if keep_kv:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
@@ -150,7 +147,9 @@ def pushed_attention_backward(
     k, v = symm.dense_rows(k), symm.dense_rows(v)
     rows: Tensor | None = None
     if int(capacity):
-        kv = _push_again(k, v, route, symm.BESIDE if whole else symm.FULL, group, side) if kv is None else kv
+        if kv is None:
+            with nvtx("exchange"):
+                kv = _push(k, v, route, symm.BESIDE if whole else symm.FULL, group, side).rows
         rows = symm.gradient_rows(kv, capacity, group, side)
     if rows is None or whole:
         sums = [x.new_empty(x.shape) for x in (k, v)]
@@ -176,17 +175,17 @@ def pushed_attention_backward(
     return dq, sums[0], sums[1]
 
 
-def _push_again(
-    k: Tensor, v: Tensor, route: Sequence[Tensor], crew: Crew, group: str, side: torch.cuda.Stream
-) -> Tensor:
-    """The expanded rows; those of peers are here when `side` is waited for."""
+def _push(
+    k: Tensor, v: Tensor, route: Sequence[Tensor], crew: Crew, group: str, side: torch.cuda.Stream, skip: int = 0
+) -> Push:
+    """An exchange on its way; rows of peers are here when `side` is waited for. Own rows but for the first `skip`."""
     from cp_rewrite.kernels import symm
 
-    with nvtx("exchange"):
-        push = symm.Push(k, v, *route[PUSHED], group=group)
-        push.to_peers(crew, side)
-        push.own_rows()
-        return push.rows
+    push = symm.Push(k, v, *route[PUSHED], group=group)
+    # Blocks that go beside the kernel must be there before it is.
+    push.to_peers(crew, side)
+    push.own_rows(skip)
+    return push
 
 
 @pushed_attention_backward.register_fake
