@@ -4,6 +4,7 @@
 // others the rest: more warps on the links make them slower (measured), memory wants more.
 //
 // Local rows that were read in place [source, source + count) hold the gradient of that already, and add it first.
+// What is summed is of DTYPE, or MXINT15 (`rows.cuh`).
 //
 // The ranks meet before: see `meet.cu`.
 #include "symm.cuh"
@@ -44,7 +45,7 @@ __device__ __forceinline__ void sum_row(
     if (grads.in_place(row)) {
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) accumulate(*grads.at(row, c0 + 32 * u), sum[u]);
+        if (c0 + 32 * u < width) accumulate_part(*grads.at(row, c0 + 32 * u), sum[u]);
     }
     for (int j = begin; j < end; ++j) {
       const i64 holder = holders[j];
@@ -55,7 +56,7 @@ __device__ __forceinline__ void sum_row(
         if (c0 + 32 * u < width) held[u] = load_once(from + c0 + 32 * u);
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) accumulate(held[u], sum[u]);
+        if (c0 + 32 * u < width) accumulate_part(held[u], sum[u]);
     }
 #pragma unroll
     for (int u = 0; u < IN_FLIGHT; ++u) {

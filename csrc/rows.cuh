@@ -69,6 +69,41 @@ __device__ __forceinline__ chunk rounded(const float* sum) {
 }
 #endif
 
+#if defined(MXINT15)
+// Parts of bf16 gradients on their way to be summed: 8 neighbours share an exponent, as in the OCP's microscaling formats
+// (MX), and have 15 bits each, of which the largest uses all. The lowest bit of each 16 is one of the exponent's. NaN and
+// infinities make all 8 NaN; below 2^-113 numbers are of steps of 2^-126.
+constexpr u32 STEPS = 140;  // the exponent that has steps of 1
+
+__device__ __forceinline__ chunk to_mxint15(const float* part) {
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) largest = max(largest, __float_as_uint(part[i]) & 0x7fffffffu);
+  const u32 exponent = max(largest >> 23, 14u);
+  const float per_step = __uint_as_float((127 + STEPS - exponent) << 23);
+  lanes x;
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) {
+    const int steps = exponent < 255 ? max(-0x3fff, min(__float2int_rn(part[i] * per_step), 0x3fff)) : 0;
+    x.at[i] = (elem)(steps * 2 | (exponent >> i & 1));
+  }
+  return x.bits;
+}
+
+__device__ __forceinline__ void accumulate_part(chunk bits, float* sum) {
+  lanes x;
+  x.bits = bits;
+  u32 exponent = 0;
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) exponent |= (x.at[i] & 1u) << i;
+  const float step = __uint_as_float(exponent < 255 ? (127 + exponent - STEPS) << 23 : 0x7fffffffu);
+#pragma unroll
+  for (int i = 0; i < PER_CHUNK; ++i) sum[i] += (float)((short)x.at[i] >> 1) * step;
+}
+#elif defined(DTYPE_BF16) || defined(DTYPE_FP16) || defined(DTYPE_FP32)
+__device__ __forceinline__ void accumulate_part(chunk bits, float* sum) { accumulate(bits, sum); }
+#endif
+
 // Data that is read once and data that nothing here reads again should not push the rest out of the caches.
 __device__ __forceinline__ chunk load_once(const chunk* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(chunk* p, chunk x) { __stcs(p, x); }

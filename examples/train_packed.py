@@ -48,7 +48,7 @@ def main() -> None:
     console.print(str(report), highlight=False, markup=False)
     console.rule("graph diff")
     console.print(report.diff, highlight=False, markup=False, soft_wrap=True)
-    lengths = cp.Documents.from_position_ids(batch["position_ids"][0].numpy()).lengths
+    lengths = cp.Documents.from_position_ids(batch["position_ids"][0].numpy()).lengths.tolist()
     plan = cp.plan(lengths, args.world_size, layout=args.layout, heads=(8, 2), head_dim=16)
     console.rule("plan")
     console.print(str(plan), highlight=False, markup=False)

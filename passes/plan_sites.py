@@ -11,7 +11,7 @@ from cp_rewrite import capacity
 from cp_rewrite.choose import choose_exchange
 from cp_rewrite.cost import Device, Model
 from cp_rewrite.heads import HeadDeal
-from cp_rewrite.kernels import symm
+from cp_rewrite.kernels import symm_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts, in_parts
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, split_exchange
@@ -104,7 +104,7 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         exchange, why = choice.exchange, choice.reason
     if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
-        against = [*symm.row_reasons(spec.dtype, *columns), *symm.reasons(sharding.group_name)]
+        against = [*symm_reasons.row_reasons(spec.dtype, *columns), *symm_reasons.reasons(sharding.group_name)]
         if not against:
             return "push", f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_rewrite.kernels import cuda, symm
+from cp_rewrite.kernels import cuda, fa4_sums, symm
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings")
@@ -21,7 +21,9 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "dual_chunk.cu": [()],
     "meet.cu": [()],
     "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm.BESIDE)],
-    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES],
+    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES]
+    + [((DTYPES[0], "1"), *cuda.MXINT15, *symm._macros(symm._SUM))],
+    "round_sums.cu": [((DTYPES[0], "1"), *cuda.MXINT15, *pairs) for pairs in ((), fa4_sums._IN_PAIRS)],
 }
 
 

@@ -16,17 +16,17 @@ LIBRARY = """
 def _bwd_preprocess(out, *, fake_mode):
     told.append("sums of out * dout")
 
-def _bwd_postprocess_convert(accumulated, output, scale, *, fake_mode):
+def _bwd_postprocess_convert(accumulated, output, scale, cu_seqlens, *, fake_mode):
     told.append(f"round {accumulated}")
 
 def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dk=None, dv=None,
                     grouped=True, **_):
     _bwd_preprocess(out, fake_mode=False)
     told.append("kernel")
-    _bwd_postprocess_convert("dq", dq, softmax_scale, fake_mode=False)
+    _bwd_postprocess_convert("dq", dq, softmax_scale, "cu_q", fake_mode=False)
     if grouped:
-        _bwd_postprocess_convert("dk", dk, softmax_scale, fake_mode=False)
-        _bwd_postprocess_convert("dv", dv, 1.0, fake_mode=False)
+        _bwd_postprocess_convert("dk", dk, softmax_scale, "cu_k", fake_mode=False)
+        _bwd_postprocess_convert("dv", dv, 1.0, "cu_k", fake_mode=False)
 """
 APART = ["sums of out * dout", "kernel", "round dq", "round dk", "round dv"]
 BESIDE = ["sums of out * dout", "keys needed", "kernel", "round dk", "round dv", "gradients written", "round dq"]
@@ -49,3 +49,28 @@ def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.Monkey
         fa4._backward(x, x, x, x, x, x, x.clone(), x.clone(), x.clone(), now, Params(0.3))
         assert told == [step for step in expected if grouped or step not in ("round dk", "round dv")]
     assert vars(library) == before
+
+
+def test_parts_of_sums_are_rounded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of dk and dv: the library's rounding is handed over, and rounds dq."""
+    told: list[str] = []
+    library = ModuleType("interface")
+    vars(library)["told"] = told
+    exec(LIBRARY, vars(library))
+    rounding = vars(library)["_bwd_postprocess_convert"]
+
+    def round_sums(convert: Any, sums: str, out: torch.Tensor, scale: float, *more: Any, **options: Any) -> None:
+        assert convert is rounding
+        assert options == {"fake_mode": False}
+        assert scale == (1.0 if sums == "dv" else 0.3)
+        assert more == ("cu_k", ptr)
+        told.append(f"parts of {sums}")
+
+    monkeypatch.setattr(fa4, "_interface", lambda: library)
+    monkeypatch.setattr(fa4, "round_sums", round_sums)
+    x, ptr = torch.zeros(2, 1, 8), torch.zeros(3, dtype=torch.int32)
+    launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
+    beside = Beside((x, x), mxint15=True, holder_ptr=ptr)
+    now: Launch = SimpleNamespace(**launch, cu_seqlens_k=x, beside=beside)  # type: ignore[assignment]
+    fa4._backward(x, x, x, x, x, x, x.clone(), x.clone(), x.clone(), now, Params(0.3))
+    assert told == ["sums of out * dout", "kernel", "parts of dk", "parts of dv", "round dq"]

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from cp_rewrite.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import fa4
+from cp_rewrite.kernels.launches import Beside
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import device_facts, in_parts
 from cp_rewrite.kernels.tables import Tables
@@ -23,6 +24,7 @@ from cp_rewrite.push import NAMES, push_route
 from cp_rewrite.schedule import Schedule
 from tests.packed import make_schedule
 from tests.test_conformance_gpu import free_port
+from tests.tolerances import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -41,10 +43,10 @@ def _rank(rank: int, world_size: int, port: int) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
-    from cp_rewrite.kernels import symm
+    from cp_rewrite.kernels import symm_reasons
 
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    assert symm.reasons(name) == ()
+    assert symm_reasons.reasons(name) == ()
     for lengths, layout, mask in (
         ([3000, 70, 1, 900], "balanced", PackedMask()),
         ([5000], "dual_chunk", PackedMask()),  # grows the channels
@@ -124,7 +126,8 @@ BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
 def _check_beside(
     lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
 ) -> None:
-    """Rows that travel beside the kernel: bit for bit what exchanges before and after it give, eager and replayed."""
+    """Rows that travel beside the kernel: bit for bit what exchanges before and after it give, eager and replayed; but
+    for gradients of grouped heads, of which finer parts travel: bit for bit what these give after it."""
     schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
     route = _tensors(schedule, rank)
     arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
@@ -139,7 +142,14 @@ def _check_beside(
         keys = split_kv(push_kv(k, v, route, group), heads[1], 128, 128)
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
-        return out, lse, dq, *return_kv(as_rows(dk, dv, *keys), k, v, route, group)
+        grads = return_kv(as_rows(dk, dv, *keys), k, v, route, group)
+        named: dict[str, torch.Tensor] = dict(zip(NAMES, route, strict=True))
+        if heads[0] == heads[1] or not int(named["capacity"]):
+            return out, lse, dq, *grads
+        finer = _finer(lambda beside: fa4.backward(dout, q, *keys, out, lse, tables, params, beside), keys, k, v, named)
+        for x, y in zip(grads, finer, strict=True):
+            assert relative_error(y, x) < 2**-8
+        return out, lse, dq, *finer
 
     def beside(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
         out, lse, kv = _ops.pushed_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
@@ -171,6 +181,27 @@ def _check_beside(
         for _ in range(3):
             graph.replay()
         same(apart(), captured, "replayed")
+
+
+def _finer(
+    backward: Any, keys: tuple[torch.Tensor, ...], k: torch.Tensor, v: torch.Tensor, route: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """dk and dv, of which parts are MXINT15, in plain steps; those of rows in place are written there."""
+    from cp_rewrite.kernels import symm
+
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    source, _, count = route["place"].tolist()
+    here = slice(source, source + count)
+    sums = [torch.empty_like(x) for x in (k, v)]
+    buffer = torch.empty_like(as_rows(*keys, *keys))
+    ptr = route["holder_ptr"][source : source + count + 1] if count else None
+    grads = (sums[0][here], sums[1][here]) if count else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
+    backward(Beside(grads, mxint15=True, holder_ptr=ptr))
+    rows = symm.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
+    rows.copy_(buffer[: route["copied"].shape[0]])
+    lists = [route[name] for name in ("holder_ptr", "holders")]
+    symm.return_rows(rows, route["partners"], route["capacity"], here, *lists, *sums, group=group, mxint15=True)
+    return sums
 
 
 def _replay(rank: int, world_size: int, group: str) -> None:

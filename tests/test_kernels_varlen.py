@@ -55,8 +55,15 @@ def _backward(
     launch: Launch,
     params: Params,
 ) -> None:
-    if launch.beside is not None:
-        launch.beside.keys_needed()
+    beside = launch.beside
+    if beside is not None:
+        beside.keys_needed()
+        # Of exactly the keys that the launch gets.
+        assert beside.mxint15
+        assert [x.shape[0] for x in beside.grads] == [dk.shape[0]] * 2
+        assert beside.holder_ptr is not None
+        assert beside.holder_ptr.shape[0] == dk.shape[0] + 1
+        assert int(beside.holder_ptr[0]) == min(launch.keys[0], launch.keys[1])
     # A tile of such rows would poison its neighbours.
     assert not q.isnan().any()
     assert not dout.isnan().any()
@@ -125,7 +132,8 @@ def test_parts_give_what_one_piece_gives(
         assert torch.equal(rows[:used], torch.cat([x.flatten(1) for x in expected[3:]], 1)[:used])
         assert rows[used:].isnan().all()  # peers may still read there
 
-    beside = Beside(grads, lambda: told.append("needed"), written)
+    holder_ptr = torch.arange(rows.shape[0] + 1, dtype=torch.int32)
+    beside = Beside(grads, lambda: told.append("needed"), written, True, holder_ptr)
     dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
     assert told == ["needed", "written"]
     for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):

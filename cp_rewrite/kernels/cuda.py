@@ -25,9 +25,12 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 """The macro that names the elements, for kernels that do arithmetic (`csrc/rows.cuh`)."""
 Macros = tuple[tuple[str, str], ...]
+MXINT15: Macros = (("MXINT15", "1"),)
+"""Parts of sums are of that format instead."""
 u32 = ctypes.c_uint32
 u64 = ctypes.c_uint64
 i32 = ctypes.c_int32
+f32 = ctypes.c_float
 
 
 def reasons() -> list[str]:
@@ -75,8 +78,8 @@ def kernel(name: str, device: torch.device, macros: Macros = (), file: str | Non
 
 
 def launch(compiled: Any, grid: int | tuple[int, ...], block: int, device: torch.device, *args: Any) -> None:
-    """Run a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other integers
-    are of the ctypes type that the kernel takes (`u32`, `u64`, `i32`)."""
+    """Run a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other numbers
+    are of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
     from cuda.core import launch as cuda_launch
 
     cuda_launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)

@@ -14,9 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from . import varlen
+from .fa4_sums import keeps_sums, round_sums
 from .launches import Beside, Launch
 from .params import Params
 from .select import AttentionSpec, DeviceFacts
+
+__all__ = ["backward", "forward", "in_parts", "keeps_sums", "reasons"]
 
 
 def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
@@ -116,17 +119,20 @@ def _backward_in_parts(dq: Tensor, beside: Beside) -> Callable[..., None]:
     """
     backward: Any = _interface()._flash_attn_bwd
     library = backward.__globals__
+    rounding = library["_bwd_postprocess_convert"]
     late: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def preprocess(*args: Any, **kwargs: Any) -> None:
         library["_bwd_preprocess"](*args, **kwargs)
         beside.keys_needed()
 
-    def convert(accumulated: Tensor, output: Tensor, *args: Any, **kwargs: Any) -> None:
+    def convert(sums: Tensor, output: Tensor, scale: float, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> None:
         if output is dq:
-            late.append(((accumulated, output, *args), kwargs))
+            late.append(((sums, output, scale, cu_seqlens, *args), kwargs))
+        elif beside.mxint15:
+            round_sums(rounding, sums, output, scale, cu_seqlens, beside.holder_ptr, *args, **kwargs)
         else:
-            library["_bwd_postprocess_convert"](accumulated, output, *args, **kwargs)
+            rounding(sums, output, scale, cu_seqlens, *args, **kwargs)
 
     helpers = {"_bwd_preprocess": preprocess, "_bwd_postprocess_convert": convert}
     inner = FunctionType(backward.__code__, library | helpers, backward.__name__, backward.__defaults__)
@@ -135,7 +141,7 @@ def _backward_in_parts(dq: Tensor, beside: Beside) -> Callable[..., None]:
         inner(*args, **kwargs)
         beside.gradients_written()
         for positional, named in late:
-            library["_bwd_postprocess_convert"](*positional, **named)
+            rounding(*positional, **named)
 
     return run
 

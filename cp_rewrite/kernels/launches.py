@@ -35,11 +35,23 @@ class Beside:
     Args:
         grads: (dk, dv), of the keys that it is given.
         keys_needed: from here on keys and values are read, and dk and dv written. gradients_written: they are.
+        mxint15: dk and dv are parts of sums, written as MXINT15 (`csrc/rows.cuh`), where the kernel `keeps_sums`.
+        holder_ptr: (E + 1,) int32, of `push.push_route`: keys that nobody holds a part of are not; None: all are.
     """
 
     grads: tuple[Tensor, Tensor]
     keys_needed: Callable[[], None] = _nothing
     gradients_written: Callable[[], None] = _nothing
+    mxint15: bool = False
+    holder_ptr: Tensor | None = None
+
+    def of_keys(self, keys: slice, *, told: bool) -> Beside:
+        """The same for one launch over some of the keys, which calls nothing unless `told`."""
+        stop = min(keys.stop, self.grads[0].shape[0])
+        grads = self.grads[0][keys], self.grads[1][keys]
+        ptr = None if self.holder_ptr is None else self.holder_ptr[keys.start : stop + 1]
+        calls = (self.keys_needed, self.gradients_written) if told else (_nothing, _nothing)
+        return Beside(grads, *calls, self.mxint15, ptr)
 
 
 @dataclass(frozen=True, eq=False)

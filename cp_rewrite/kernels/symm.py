@@ -11,7 +11,6 @@ Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +23,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from . import cuda
 
 _HEADER = 1024
-_MAX_RANKS = 32
 _CALLS, _SEEN = 0, 3
 _ARRIVED, _SENT_EARLY, _WRITTEN, _LEFT = 0, 1, 0, 1
 """Words and flags of `csrc/symm.cuh`."""
@@ -46,46 +44,6 @@ FULL, BESIDE = Crew(0, 16), Crew(16, 8)
 _SUM, _ONE = Crew(0, 16, remote=4), Crew(1, 1)
 _ROOM = 1.25
 """A channel grows with room to spare: growing stops all ranks."""
-
-
-@cache
-def reasons(group: str) -> tuple[str, ...]:
-    """Why rows of this group can't travel through symmetric memory; empty: they can. The same on all ranks.
-
-    A collective call of all ranks of the group, the first time.
-    """
-    process_group = _resolve_process_group(group)
-    mine = _own_reasons(process_group)
-    everyone: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(everyone, (mine, socket.gethostname()), group=process_group)
-    found = {reason for why, _ in everyone for reason in why}
-    if len({host for _, host in everyone}) > 1:
-        found.add("the ranks are on several hosts")
-    return tuple(sorted(found))
-
-
-def row_reasons(dtype: torch.dtype, *columns: int) -> list[str]:
-    """Why rows of these many elements (of k, and of v) can't travel so; empty: they can."""
-    found: list[str] = []
-    if dtype not in cuda.DTYPES:
-        found.append(f"gradients are summed in bfloat16, float16 and float32 only, got {str(dtype)[6:]}")
-    if any(count * dtype.itemsize % 16 for count in columns):
-        found.append(f"rows must be whole 16-byte chunks, got {columns} elements of {dtype.itemsize} bytes")
-    return found
-
-
-def _own_reasons(group: dist.ProcessGroup) -> list[str]:
-    if group.size() > _MAX_RANKS:
-        return [f"more than {_MAX_RANKS} ranks"]
-    found = cuda.reasons()
-    if found:
-        return found
-    here = torch.cuda.current_device()
-    peers = [i for i in range(torch.cuda.device_count()) if i != here]
-    # With one visible device per process nothing is known about the others; mapping them tells.
-    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in peers):
-        found.append("a GPU can't map another one's memory")
-    return found
 
 
 @dataclass(eq=False)
@@ -255,6 +213,7 @@ def return_rows(
     dv_RHV: Tensor,
     group: str,
     stream: torch.cuda.Stream | None = None,
+    mxint15: bool = False,
 ) -> None:
     """Write dk and dv: fp32 sums, in a fixed order, over all ranks' expanded rows. The transpose of a `Push`; all ranks
     call it, in the same order.
@@ -264,12 +223,14 @@ def return_rows(
         partners, capacity, holder_ptr, holders: of `push.push_route`, whose capacity is not 0.
         here: these rows of dk and dv hold a gradient, which is added.
         dk_RHD, dv_RHV: contiguous, in the gradient's dtype. stream: as of `Push.to_peers`.
+        mxint15: what is summed is MXINT15 (`csrc/rows.cuh`), in place of bf16.
     """
     width = _chunks(grad_EC)
     way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
     _meet(way, stream, _WRITTEN, told=_WRITTEN, ranks=partners[1:])
+    dtypes = ((cuda.DTYPES[grad_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
     _launch(
-        cuda.kernel("return_rows", way.device, ((cuda.DTYPES[grad_EC.dtype], "1"), *_macros(_SUM))),
+        cuda.kernel("return_rows", way.device, (*dtypes, *_macros(_SUM))),
         _SUM,
         stream,
         way,

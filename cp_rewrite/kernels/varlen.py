@@ -150,9 +150,7 @@ def run_backward(
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     launches = launches_of(tables, rows)
     inside = beside is not None and len(launches) == 1 and launches[0].stop > 0
-    if inside:
-        launches = (replace(launches[0], beside=beside),)
-    elif beside is not None:
+    if beside is not None and not inside:
         beside.keys_needed()
     dk, dv = _grad_rows(k_EHD, v_EHV) if beside is None else beside.grads
     last = max((launch.keys[1] for launch in launches), default=0)
@@ -161,6 +159,7 @@ def run_backward(
     for number, launch in enumerate(launches):
         keys = slice(*launch.keys)
         outputs = dk[keys], dv[keys]
+        launch = replace(launch, beside=beside and beside.of_keys(keys, told=inside))
         q, dout = _clean(q_RHD, tables, launch), _clean(dout_RHV, tables, launch)
         out, lse, grad = out_RHV, lse_HR, dq
         if launch.rows is not None:

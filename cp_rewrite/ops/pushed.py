@@ -11,7 +11,10 @@ in the local rows are not even sent (`push.py`).
 Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
 
 Only for kernels that run in parts (`select.in_parts`); others exchange first (`packed_attention`). Results are the same
-bit for bit: the same kernels read the same rows. Shapes: R local rows, E expanded rows, C = Hkv * (D + V).
+bit for bit, for the same kernels read the same rows, but for gradients of keys that a kernel sums in fp32
+(`keeps_sums`): parts of them travel as MXINT15 (`csrc/rows.cuh`) and come out nearer to those of one GPU.
+
+Shapes: R local rows, E expanded rows, C = Hkv * (D + V).
 """
 
 from __future__ import annotations
@@ -145,6 +148,7 @@ def pushed_attention_backward(
     here = slice(source, source + whole)
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     k, v = symm.dense_rows(k), symm.dense_rows(v)
+    mxint15 = bool(int(capacity)) and load(kernel).keeps_sums(q, k)
     rows: Tensor | None = None
     if int(capacity):
         if kv is None:
@@ -153,16 +157,19 @@ def pushed_attention_backward(
         rows = symm.gradient_rows(kv, capacity, group, side)
     if rows is None or whole:
         sums = [x.new_empty(x.shape) for x in (k, v)]
-        keys, beside = (k[here], v[here]), Beside((sums[0][here], sums[1][here]))
+        holders_here = holder_ptr[source : source + whole + 1]
+        keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
+        beside = Beside(grads, mxint15=mxint15, holder_ptr=holders_here)
     else:
         sums = []  # made when the kernel has given its memory back
         keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, rows))
-        beside = Beside(grads, partial(main.wait_stream, side))
+        beside = Beside(grads, partial(main.wait_stream, side), mxint15=mxint15)
 
     def send_home(rows: Tensor) -> None:
         sums.extend(x.new_empty(x.shape) for x in (k, v)[len(sums) :])
         with nvtx("exchange_backward"):
-            symm.return_rows(rows, partners, capacity, here, holder_ptr, holders, sums[0], sums[1], group, side)
+            lists = partners, capacity, here, holder_ptr, holders
+            symm.return_rows(rows, *lists, sums[0], sums[1], group, side, mxint15)
 
     if rows is None:
         zero_others(sums, here)

@@ -96,7 +96,7 @@ def rates(rank: int, world_size: int, rows: int, spread: bool, group: str, crew:
 
     def back() -> None:
         symm.gradient_rows(grad, capacity, group)
-        symm.return_rows(grad, partners, capacity, holder_ptr, holders, 8, (128, 128), group)
+        symm.return_rows(grad, partners, capacity, slice(0, 0), holder_ptr, holders, k, v, group)
 
     return pushed, nbytes / milliseconds(back, 10) / 1e6
 

@@ -1,0 +1,68 @@
+// Kernels without meetings, one thread after the other: see `test_round_sums.py`.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+using std::max, std::min;
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct Index {
+  uint32_t x, y;
+};
+static Index threadIdx, blockIdx;
+
+static uint32_t __float_as_uint(float x) {
+  uint32_t y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+static float __uint_as_float(uint32_t x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+static int __float2int_rn(float x) { return (int)std::nearbyint(x); }
+// Of the PTX statement: to the nearest, to even, of what is no NaN.
+static uint16_t to_bf16(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+template <class T>
+T __ldcs(const T* at) {
+  return *at;
+}
+template <class T>
+void __stcs(T* at, T value) {
+  *at = value;
+}
+
+#include "round_sums.cu"
+
+extern "C" void round_all(
+    u32 groups, u32 heads, const float* sums, u64 per_head, float scale, const int* cu_seqlens, u32 entries, u32 tile,
+    u32 width, const void* order, u32 chunks, void* out, u64 stride, const int* holder_ptr) {
+  for (blockIdx.y = 0; blockIdx.y < heads; ++blockIdx.y)
+    for (blockIdx.x = 0; blockIdx.x < groups; ++blockIdx.x)
+      for (threadIdx.x = 0; threadIdx.x < BLOCK; ++threadIdx.x)
+        round_sums(
+            sums, per_head, scale, cu_seqlens, entries, tile, width, (const chunk*)order, chunks, (chunk*)out, stride,
+            holder_ptr);
+}
+
+extern "C" void add_parts(u32 chunks, const chunk* parts, float* sums) {
+  for (u32 i = 0; i < chunks; ++i) accumulate_part(parts[i], sums + 8 * i);
+}
+
+extern "C" void there_and_back(u32 chunks, const float* x, float* sums) {
+  for (u32 i = 0; i < chunks; ++i) accumulate_part(to_mxint15(x + 8 * i), sums + 8 * i);
+}
