@@ -4,7 +4,7 @@
 // others the rest: more warps on the links make them slower (measured), memory wants more.
 //
 // Local rows that were read in place [source, source + count) hold the gradient of that already, and add it first.
-// What is summed is of DTYPE, or MXINT15 (`rows.cuh`).
+// What is summed is of DTYPE, or MXINT15 (`rows.cuh`); the results are of DTYPE.
 //
 // The ranks meet before: see `meet.cu`.
 #include "symm.cuh"

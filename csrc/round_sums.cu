@@ -1,8 +1,8 @@
-// FlashAttention 4's fp32 sums of gradients of keys, as rows of 16 bits: scaled, and in the order of rows and columns.
+// FlashAttention 4's fp32 sums of gradients of keys, as rows: scaled, and in the order of rows and columns.
 //
 // The sums of a head are tiles of `tile` x `width`; those of an entry begin at a tile of their own, and `order` tells
-// where in a tile a row's columns are. Rows that are parts of sums become MXINT15 (`rows.cuh`), others DTYPE: with
-// holder_ptr those that someone holds a part of (`return_rows.cu`), without it all are parts.
+// where in a tile a row's columns are. With OUT_FP32 rows stay as they are. Otherwise parts of further sums become MXINT15
+// (`rows.cuh`), others DTYPE: with holder_ptr the parts are rows that someone holds (`return_rows.cu`), without it all.
 //
 // A block takes GROUP rows of one head. Neighbour lanes take neighbour rows: that is nearest to the order of tensor
 // cores, where 32 bytes hold 4 columns of two rows. IN_PAIRS: columns 2 i and 2 i + 1 lie side by side, 8 bytes of them.
@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 entry_at(const int* cu_seqlens, u32 entries, u32 
 
 extern "C" __global__ void __launch_bounds__(BLOCK) round_sums(
     const float* sums, u64 per_head, float scale, const int* cu_seqlens, u32 entries, u32 tile, u32 width,
-    const chunk* order, u32 chunks, chunk* out, u64 stride, const int* holder_ptr) {
+    const chunk* order, u32 chunks, void* out, u64 stride, const int* holder_ptr) {
   const u32 first = blockIdx.x * GROUP, head = blockIdx.y;
   const u32 entry = entry_at(cu_seqlens, entries, tile, first);
   const u32 begin = cu_seqlens[entry], end = cu_seqlens[entry + 1];
@@ -50,8 +50,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK) round_sums(
 #pragma unroll
     for (int k = 0; k < PER_CHUNK; ++k) sum[k] = scale * from[place.at[k]];
 #endif
-    chunk* target = out + row * stride + head * chunks + c;
+    const u64 at = row * stride + head * chunks + c;
+#if defined(OUT_FP32)
+    ((float4*)out)[2 * at] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    ((float4*)out)[2 * at + 1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+#else
     const bool whole = holder_ptr && holder_ptr[row] == holder_ptr[row + 1];
-    *target = whole ? rounded(sum) : to_mxint15(sum);
+    ((chunk*)out)[at] = whole ? rounded(sum) : to_mxint15(sum);
+#endif
   }
 }

@@ -70,9 +70,9 @@ __device__ __forceinline__ chunk rounded(const float* sum) {
 #endif
 
 #if defined(MXINT15)
-// Parts of bf16 gradients on their way to be summed: 8 neighbours share an exponent, as in the OCP's microscaling formats
-// (MX), and have 15 bits each, of which the largest uses all. The lowest bit of each 16 is one of the exponent's. NaN and
-// infinities make all 8 NaN; below 2^-113 numbers are of steps of 2^-126.
+// Parts of gradients on their way to be summed, of 16 bits: 8 neighbours share an exponent, as in the OCP's microscaling
+// formats (MX), and have 15 bits each, of which the largest uses all. The lowest bit of each 16 is one of the exponent's.
+// NaN and infinities make all 8 NaN; below 2^-113 numbers are of steps of 2^-126.
 constexpr u32 STEPS = 140;  // the exponent that has steps of 1
 
 __device__ __forceinline__ chunk to_mxint15(const float* part) {

@@ -31,9 +31,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXCHANGES = ("push", "needed", "all_gather", "p2p", "a2a")
 GRID_EXCHANGES = ("a2a+p2p", "a2a+needed", "a2a+all_gather")
 ROWS = ("out", "dq", "dk", "dv")
+WHOLE = ("push", "needed", "all_gather")
+"""Exchanges under which a query's keys are all there at once."""
 SINGLE_GPU_RATIO = 1.2
-"""How much larger an error may be than that of the same kernel over the whole row on one GPU, where parts of sums
-are finer than the result."""
+"""How much larger an error may be than that of the same kernel over the whole row on one GPU, where `sums_travel`."""
 
 # mask, padding, heads, head dims, dtype, further fields of Cell. 16/4 heads stay 4 to 1 when scattered over 4 ranks.
 PROBLEMS: tuple[tuple[PackedMask, str, tuple[int, int], tuple[int, int], torch.dtype, dict[str, float]], ...] = (
@@ -87,9 +88,9 @@ def te_sweep(world_size: int) -> list[Cell]:
 
 
 def sums_travel(cell: Cell) -> bool:
-    """Are gradients of keys summed in fp32 by the kernel, and parts on their way finer than bf16 (`keeps_sums`)?"""
+    """Are gradients of keys summed in fp32 by the kernel, and parts of these not rounded before (`keeps_sums`)?"""
     grouped = cell.heads[0] != cell.heads[1]
-    return cell.kernel == "fa4" and cell.exchange == "push" and grouped and cell.dtype == BF16
+    return cell.kernel == "fa4" and cell.exchange in WHOLE and grouped
 
 
 def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
@@ -204,7 +205,7 @@ def report(world_size: int, outcomes: Sequence[Outcome], left_out: Sequence[tupl
     """Lines: a table by kernel and exchange, the cells that no kernel of that name runs, and every failure."""
     groups: dict[tuple[str, str], dict[Cell, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
-        exchange = outcome.cell.exchange + ", mxint15" * sums_travel(outcome.cell)
+        exchange = outcome.cell.exchange + ", sums" * sums_travel(outcome.cell)
         groups[outcome.cell.kernel, exchange][outcome.cell].append(outcome)
     yield f"{world_size} ranks; error: worst over its limit; ratio: worst over one process with the same kernel"
     yield f"{'kernel':<11}{'exchange':<16}{'cells':>6}{'pass':>6}{'error':>7}{'ratio':>7}{'seconds':>9}  worst ratio at"

@@ -22,8 +22,13 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "meet.cu": [()],
     "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm.BESIDE)],
     "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES]
-    + [((DTYPES[0], "1"), *cuda.MXINT15, *symm._macros(symm._SUM))],
-    "round_sums.cu": [((DTYPES[0], "1"), *cuda.MXINT15, *pairs) for pairs in ((), fa4_sums._IN_PAIRS)],
+    + [((dtype, "1"), *cuda.MXINT15, *symm._macros(symm._SUM)) for dtype in DTYPES[:2]],
+    "round_sums.cu": [
+        ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
+        for dtype in DTYPES[:2]
+        for pairs in ((), fa4_sums._IN_PAIRS)
+        for out in ((), fa4_sums._OUT_FP32)
+    ],
 }
 
 

@@ -21,6 +21,7 @@ def _bwd_postprocess_convert(accumulated, output, scale, cu_seqlens, *, fake_mod
 
 def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dk=None, dv=None,
                     grouped=True, **_):
+    assert q.dtype == dk.dtype == dv.dtype and k.shape == dk.shape and v.shape == dv.shape
     _bwd_preprocess(out, fake_mode=False)
     told.append("kernel")
     _bwd_postprocess_convert("dq", dq, softmax_scale, "cu_q", fake_mode=False)
@@ -40,7 +41,7 @@ def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.Monkey
     exec(LIBRARY.replace("grouped=True", f"grouped={grouped}"), vars(library))
     before = dict(vars(library))
     monkeypatch.setattr(fa4, "_interface", lambda: library)
-    x = torch.zeros(2, 1, 8)
+    x = torch.zeros(2, 1, 8).bfloat16()
     beside = Beside((x, x), lambda: told.append("keys needed"), lambda: told.append("gradients written"))
     launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
     for each, expected in ((None, APART), (beside, BESIDE), (None, APART)):
@@ -51,7 +52,8 @@ def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.Monkey
     assert vars(library) == before
 
 
-def test_parts_of_sums_are_rounded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wide", [True, False])
+def test_parts_of_sums_are_written_here(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of dk and dv: the library's rounding is handed over, and rounds dq."""
     told: list[str] = []
     library = ModuleType("interface")
@@ -59,18 +61,24 @@ def test_parts_of_sums_are_rounded_here(monkeypatch: pytest.MonkeyPatch) -> None
     exec(LIBRARY, vars(library))
     rounding = vars(library)["_bwd_postprocess_convert"]
 
-    def round_sums(convert: Any, sums: str, out: torch.Tensor, scale: float, *more: Any, **options: Any) -> None:
+    def round_sums(
+        convert: Any, sums: str, rounded: torch.Tensor, out: torch.Tensor, scale: float, *more: Any, **options: Any
+    ) -> None:
+        assert rounded.dtype == x.dtype
         assert convert is rounding
         assert options == {"fake_mode": False}
         assert scale == (1.0 if sums == "dv" else 0.3)
         assert more == ("cu_k", ptr)
+        assert out is grads[sums == "dv"]
         told.append(f"parts of {sums}")
 
     monkeypatch.setattr(fa4, "_interface", lambda: library)
     monkeypatch.setattr(fa4, "round_sums", round_sums)
-    x, ptr = torch.zeros(2, 1, 8), torch.zeros(3, dtype=torch.int32)
+    x, ptr = torch.zeros(2, 1, 8).bfloat16(), torch.zeros(3, dtype=torch.int32)
+    rows = torch.zeros(2, 16)
+    grads = (rows[:, :8].view(2, 1, 8), rows[:, 8:].view(2, 1, 8)) if wide else (x.clone(), x.clone())
     launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
-    beside = Beside((x, x), mxint15=True, holder_ptr=ptr)
+    beside = Beside(grads, mxint15=not wide, holder_ptr=ptr)
     now: Launch = SimpleNamespace(**launch, cu_seqlens_k=x, beside=beside)  # type: ignore[assignment]
-    fa4._backward(x, x, x, x, x, x, x.clone(), x.clone(), x.clone(), now, Params(0.3))
+    fa4._backward(x, x, x, x, x, x, x.clone(), *grads, now, Params(0.3))
     assert told == ["sums of out * dout", "kernel", "parts of dk", "parts of dv", "round dq"]

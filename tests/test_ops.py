@@ -72,7 +72,7 @@ def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, sinks: Tensor
     opcheck(ops.packed_attention.default, (q, k, v, kv, *tables, route, *attributes))
     out, lse = ops.packed_attention(q, k, v, kv, *tables, route, *attributes)
     saved = [x.detach() for x in (out, q, kv, out, lse)]
-    opcheck(ops.packed_attention_backward.default, (*saved, *tables, 2, 6, 0.3, 0.0, "reference", False))
+    opcheck(ops.packed_attention_backward.default, (*saved, *tables, 2, 6, 0.3, 0.0, "reference", False, True))
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])

@@ -31,8 +31,13 @@ def in_pairs(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["16 bits", "fp32"])
+def out_fp32(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def library(in_pairs: bool, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(in_pairs: bool, out_fp32: bool, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = tmp_path_factory.mktemp("round_sums")
     for file in ("rows.cuh", "round_sums.cu"):
@@ -48,6 +53,7 @@ def library(in_pairs: bool, tmp_path_factory: pytest.TempPathFactory) -> ctypes.
         "-DMXINT15",
         f"-I{folder}",
         *["-DIN_PAIRS"] * in_pairs,
+        *["-DOUT_FP32"] * out_fp32,
     )
     command = [COMPILER, *flags, str(HERE / "round_sums.cpp"), "-o", str(folder / "round_sums.so")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -108,6 +114,7 @@ def test_what_is_not_finite_is_nan(bad: float, library: ctypes.CDLL) -> None:
 def test_rows_are_the_scaled_sums(
     library: ctypes.CDLL,
     in_pairs: bool,
+    out_fp32: bool,
     lengths: list[int],
     heads: int,
     columns: tuple[int, int],
@@ -133,7 +140,7 @@ def test_rows_are_the_scaled_sums(
             sums[:, at // tile, order[at % tile].astype(np.int64)] = rows[cu_seqlens[entry] + i]
     holder_ptr = np.concatenate([[5], 5 + np.cumsum(random.integers(0, 2, total))]).astype(np.int32) if hold else None
     stride = heads * dim + 16
-    out = np.full((total + 2, stride), 7, np.uint16)
+    out = np.full((total + 2, stride), 7, np.float32 if out_fp32 else np.uint16)
     library.round_all(
         *(ctypes.c_uint32(n) for n in (padded // 16, heads)),
         pointer(sums),
@@ -150,15 +157,16 @@ def test_rows_are_the_scaled_sums(
     assert (out[:, heads * dim :] == 7).all()
     assert (out[total:] == 7).all()
     scaled = np.float32(0.3) * rows
-    final = torch.from_numpy(scaled).bfloat16().float().numpy()
-    parts = nearest(scaled).astype(np.float32)
+    found = np.ascontiguousarray(out[:total, : heads * dim]).reshape(scaled.shape)
+    if out_fp32:
+        assert (found == scaled).all()
+        return
     held = np.ones(total, bool) if holder_ptr is None else holder_ptr[1:] > holder_ptr[:-1]
-    found = np.ascontiguousarray(out[:total, : heads * dim])
-    got = np.zeros((total, heads, dim), np.float32)
-    library.add_parts(ctypes.c_uint32(got.size // 8), pointer(found), pointer(got))
-    as_bf16 = (found.astype(np.uint32) << 16).view(np.float32).reshape(got.shape)
-    assert (got == parts)[held].all()
-    assert (as_bf16 == final)[~held].all()
+    parts = np.zeros_like(scaled)
+    library.add_parts(ctypes.c_uint32(parts.size // 8), pointer(found), pointer(parts))
+    assert (parts == nearest(scaled))[held].all()
+    as_bf16 = (found.astype(np.uint32) << 16).view(np.float32)
+    assert (as_bf16 == torch.from_numpy(scaled).bfloat16().float().numpy())[~held].all()
 
 
 def rounding_of(order: Order) -> Callable[..., None]:

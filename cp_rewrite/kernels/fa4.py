@@ -93,7 +93,9 @@ def _backward(
     launch: Launch,
     params: Params,
 ) -> None:
-    run = _interface()._flash_attn_bwd if launch.beside is None else _backward_in_parts(dq, launch.beside)
+    if dk.dtype != q.dtype:  # the library wants its own dtype, and does not write there
+        dk, dv = (x.view(q.dtype)[..., : x.shape[2]] for x in (dk, dv))
+    run = _interface()._flash_attn_bwd if launch.beside is None else _backward_in_parts(dq, dk, launch.beside)
     run(
         q,
         k,
@@ -111,7 +113,7 @@ def _backward(
     )
 
 
-def _backward_in_parts(dq: Tensor, beside: Beside) -> Callable[..., None]:
+def _backward_in_parts(dq: Tensor, dk: Tensor, beside: Beside) -> Callable[..., None]:
     """The library's backward, with what it does before it needs keys and after their gradients beside other work.
 
     It sums out * dout and clears its fp32 dq first, and rounds dq last: long for many rows of many heads. Its function
@@ -129,8 +131,9 @@ def _backward_in_parts(dq: Tensor, beside: Beside) -> Callable[..., None]:
     def convert(sums: Tensor, output: Tensor, scale: float, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> None:
         if output is dq:
             late.append(((sums, output, scale, cu_seqlens, *args), kwargs))
-        elif beside.mxint15:
-            round_sums(rounding, sums, output, scale, cu_seqlens, beside.holder_ptr, *args, **kwargs)
+        elif beside.mxint15 or beside.wide:
+            into = beside.grads[0 if output is dk else 1]
+            round_sums(rounding, sums, output, into, scale, cu_seqlens, beside.holder_ptr, *args, **kwargs)
         else:
             rounding(sums, output, scale, cu_seqlens, *args, **kwargs)
 

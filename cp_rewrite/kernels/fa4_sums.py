@@ -1,5 +1,5 @@
-"""FlashAttention 4's fp32 sums of gradients of keys, where several query heads share them: rounded by a kernel of ours
-instead of the library's, so that parts of a sum, which go to the keys' owners in bf16 otherwise, lose half as much.
+"""FlashAttention 4's fp32 sums of gradients of keys, where several query heads share them: written out by a kernel of
+ours instead of the library's, which rounds to half precision what is only a part of a sum.
 
 The library's kernels keep the sums of a tile in an order of their own. It is read off what the library's rounding does
 to a tile of known numbers.
@@ -21,20 +21,21 @@ Convert = Callable[..., None]
 _GROUP, _BLOCK = 16, 128
 """Of `csrc/round_sums.cu`."""
 _BASE = 256
-"""Whole numbers below are exact in bf16."""
+"""Whole numbers below are exact in half precision."""
 _IN_PAIRS: cuda.Macros = (("IN_PAIRS", "1"),)
+_OUT_FP32: cuda.Macros = (("OUT_FP32", "1"),)
 _orders: dict[tuple[Any, ...], tuple[Tensor, cuda.Macros]] = {}
 
 
-def keeps_sums(q_RHD: Tensor, k_EHD: Tensor) -> bool:
-    """Are there such sums, of bf16 gradients? The same on all GPUs of one kind."""
-    grouped = q_RHD.shape[1] != k_EHD.shape[1]
-    return grouped and q_RHD.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q_RHD.device)[0] == 9
+def keeps_sums(q_RHD: Tensor, heads_kv: int) -> bool:
+    """Are there such sums? The same on all GPUs of one kind."""
+    return q_RHD.shape[1] != heads_kv and torch.cuda.get_device_capability(q_RHD.device)[0] == 9
 
 
 def round_sums(
     convert: Convert,
     sums: Tensor,
+    rounded_EHD: Tensor,
     out_EHD: Tensor,
     scale: float,
     cu_seqlens: Tensor,
@@ -42,21 +43,24 @@ def round_sums(
     *rest: Any,
     **options: Any,
 ) -> None:
-    """Write MXINT15 (`csrc/rows.cuh`) rows of `scale` times the sums.
+    """Write rows of `scale` times the sums.
 
     Args:
         convert, rest, options: the library's rounding, and its further arguments.
-        sums: (Hkv, …) fp32. out_EHD: bf16, rows of 16-byte chunks without holes. cu_seqlens: (n + 1,) int32.
-        holder_ptr: (E + 1,) int32; rows whose part of it is empty are rounded to bf16 for good. None: none are.
+        sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32. rounded_EHD: what the library would write.
+        out_EHD: fp32, or of that dtype, which then holds MXINT15 (`csrc/rows.cuh`); its rows have no holes.
+        holder_ptr: (E + 1,) int32; rows whose part of it is empty are rounded for good. None: none are.
 
     Raises:
         RuntimeError: the library's order within a tile is not understood.
     """
-    order, in_pairs = _order(convert, out_EHD, *rest, **options)
+    order, in_pairs = _order(convert, rounded_EHD, *rest, **options)
     tile, heads, columns = order.shape[0], out_EHD.shape[1], out_EHD.shape[2]
     width = _width(columns, options)
+    wide = _OUT_FP32 * (out_EHD.dtype == torch.float32)
+    macros = ((cuda.DTYPES[rounded_EHD.dtype], "1"), *cuda.MXINT15, *in_pairs, *wide)
     cuda.launch(
-        cuda.kernel("round_sums", sums.device, ((cuda.DTYPES[out_EHD.dtype], "1"), *cuda.MXINT15, *in_pairs)),
+        cuda.kernel("round_sums", sums.device, macros),
         (sums.shape[1] // width // _GROUP, heads),
         _BLOCK,
         sums.device,
@@ -81,14 +85,13 @@ def _width(columns: int, options: dict[str, Any]) -> int:
     return -(-columns // multiple) * multiple
 
 
-def _order(convert: Convert, out_EHD: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, cuda.Macros]:
+def _order(convert: Convert, rounded_EHD: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, cuda.Macros]:
     """(tile, D) int16: where in a tile of sums each row's columns are; and whether these lie in pairs. Read once, and
     looked at on the host, then kept."""
-    columns, key = out_EHD.shape[2], (out_EHD.device, out_EHD.shape[2], out_EHD.dtype, rest, *sorted(options.items()))
-    key = (*key[:4], *(pair for pair in key[4:] if pair[0] != "cu_total_m_blocks"))
+    fixed = (pair for pair in sorted(options.items()) if pair[0] != "cu_total_m_blocks")
+    key = rounded_EHD.device, rounded_EHD.shape[2], rounded_EHD.dtype, rest, *fixed
     if key not in _orders:
-        tile = int(rest[4])
-        order = _read_order(convert, out_EHD.new_empty(tile, 2, columns), rest, options)
+        order = _read_order(convert, rounded_EHD.new_empty(int(rest[4]), 2, rounded_EHD.shape[2]), rest, options)
         first, second = order[:, ::2], order[:, 1::2]
         in_pairs = bool((first % 2 == 0).all()) and torch.equal(first + 1, second)
         _orders[key] = order, _IN_PAIRS if in_pairs else ()

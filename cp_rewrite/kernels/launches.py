@@ -45,6 +45,11 @@ class Beside:
     mxint15: bool = False
     holder_ptr: Tensor | None = None
 
+    @property
+    def wide(self) -> bool:
+        """Gradients are fp32, not rounded at all."""
+        return self.grads[0].dtype == torch.float32
+
     def of_keys(self, keys: slice, *, told: bool) -> Beside:
         """The same for one launch over some of the keys, which calls nothing unless `told`."""
         stop = min(keys.stop, self.grads[0].shape[0])

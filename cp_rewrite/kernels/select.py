@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ORDER = ("fa4", "fa3", "aten_flash", "reference")
 """Backends, best first: modules of this package with `reasons`, `forward` and `backward`. `reference` takes all."""
@@ -112,6 +113,11 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 def in_parts(name: str) -> bool:
     """Whether a kernel knows `Stages` and `Beside`: rows can travel while it works on what needs none of them."""
     return name == "fa4" and bool(load(name).in_parts())
+
+
+def keeps_sums(name: str, q_RHD: Tensor, heads_kv: int) -> bool:
+    """Whether a kernel's gradients of keys can be had before they are rounded: parts of sums need not be."""
+    return in_parts(name) and bool(load(name).keeps_sums(q_RHD, heads_kv))
 
 
 def load(name: str) -> Any:

@@ -223,7 +223,7 @@ def return_rows(
         partners, capacity, holder_ptr, holders: of `push.push_route`, whose capacity is not 0.
         here: these rows of dk and dv hold a gradient, which is added.
         dk_RHD, dv_RHV: contiguous, in the gradient's dtype. stream: as of `Push.to_peers`.
-        mxint15: what is summed is MXINT15 (`csrc/rows.cuh`), in place of bf16.
+        mxint15: what is summed is MXINT15 (`csrc/rows.cuh`).
     """
     width = _chunks(grad_EC)
     way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import load
+from cp_rewrite.kernels.select import keeps_sums, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
 from cp_rewrite.push import NAMES
@@ -148,7 +148,7 @@ def pushed_attention_backward(
     here = slice(source, source + whole)
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     k, v = symm.dense_rows(k), symm.dense_rows(v)
-    mxint15 = bool(int(capacity)) and load(kernel).keeps_sums(q, k)
+    mxint15 = bool(int(capacity)) and keeps_sums(kernel, q, k.shape[1])
     rows: Tensor | None = None
     if int(capacity):
         if kv is None:

@@ -24,7 +24,7 @@ from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import load
+from cp_rewrite.kernels.select import keeps_sums, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.nvtx import nvtx
 
@@ -123,6 +123,7 @@ def ring_attention_backward(
     ring = _Ring(group, world_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     saved = [_as_exact(x, kernel) for x in (dout, q, out)]
+    options = {"wide": True} if keeps_sums(kernel, q, k.shape[1]) else {}
     dq = q.new_zeros(q.shape, dtype=wide)
     held = pack_kv(k, v)
     dkv, returning = held.new_zeros(held.shape, dtype=wide), ()
@@ -132,7 +133,7 @@ def ring_attention_backward(
         for r in steps.get(step, ()):
             keys, values = _keys(held, r, k, v, kernel)
             with nvtx("attention_backward"):
-                dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
+                dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params, **options)
             dq += dq_part
             part += rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
         _finish(returning)

@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_rewrite.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import load
+from cp_rewrite.kernels.select import keeps_sums, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
@@ -119,9 +119,9 @@ class Ours:
         return self.out
 
     def backward(self) -> object:
-        dq, dk, _ = self.setup.module.backward(
-            self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, self.setup.params
-        )
+        sums = self.where[0] != "push" and keeps_sums(self.setup.kernel, self.q, self.setup.heads_kv)
+        inputs = self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, self.setup.params
+        dq, dk, _ = self.setup.module.backward(*inputs, **({"wide": True} if sums else {}))
         if self.kv is not None:
             return dq
         dk, dv = return_kv(dk._base, self.k, self.v, self.route, *self.where)

@@ -16,6 +16,10 @@ struct uint4 {
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index {
   uint32_t x, y;
 };
