@@ -118,7 +118,7 @@ def test_llama_matches_on_four_ranks(pool: Pool, exchange: str, layout: str) -> 
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
 
-@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("a2a+needed", "a2a+p2p", slow=["a2a+all_gather"]))
+@pytest.mark.parametrize(("exchange", "layout"), mostly_slow("a2a+needed", slow=["a2a+p2p", "a2a+all_gather"]))
 def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> None:
     check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
 
@@ -143,7 +143,7 @@ def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> N
     check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1

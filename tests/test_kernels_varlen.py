@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,6 +82,7 @@ def _run(case: Case) -> tuple[Tensor, ...]:
     return out, lse, *grads
 
 
+@settings(max_examples=60)
 @given(documents(60), masks(), st.integers(1, 3), st.data())
 def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
@@ -102,6 +103,7 @@ def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size
     assert (lse[:, case.padding] == -torch.inf).all()
 
 
+@settings(max_examples=60)
 @given(documents(60), masks(), st.integers(1, 3), st.data())
 def test_parts_give_what_one_piece_gives(
     row: Documents, mask: PackedMask, world_size: int, data: st.DataObject

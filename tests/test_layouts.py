@@ -19,7 +19,7 @@ def order_of(lengths: list[int], world_size: int, layout: str, total: int | None
     return order_tokens(Documents.from_lengths(lengths, total), world_size, layout, PackedMask())
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     order = order_tokens(rows[0], world_size, layout, mask)
@@ -39,7 +39,7 @@ def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask
     assert order.padding_rows == (everyone < 0).sum()
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8))
 def test_balanced_gives_equal_tokens(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
     order = order_tokens(rows[0], world_size, "balanced", mask)

@@ -279,7 +279,7 @@ def assert_equal(
         assert not difference.any(), f"{text} was read as {meaning}, documents {docs[row].lengths}"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
 @given(cases())
 def test_accepted_masks_equal_brute_force(case: Any) -> None:
     check(case)
