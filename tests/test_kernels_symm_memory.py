@@ -100,7 +100,7 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),
-        (pushed, "load", lambda _: SimpleNamespace(forward=forward, backward=backward, keeps_sums=lambda *_: False)),
+        (pushed, "load", lambda _: SimpleNamespace(forward=forward, backward=backward)),
     ):
         monkeypatch.setattr(where, name, value)
     return side, seen, copies

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,9 @@ from numpy.typing import NDArray
 
 from cp_rewrite.kernels import fa4_sums
 from cp_rewrite.kernels.cuda import SOURCES
+from tests.emulated import COMPILER, HERE, compile_cpp
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-HERE = Path(__file__).parent / "emulated"
 Order = NDArray[np.int16]
 
 
@@ -38,27 +35,14 @@ def out_fp32(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def library(in_pairs: bool, out_fp32: bool, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    assert COMPILER is not None
     folder = tmp_path_factory.mktemp("round_sums")
     for file in ("rows.cuh", "round_sums.cu"):
         text = re.sub(r'asm\("cvt\.rn\.bf16[^;]*;"[^;]*\);', "y = to_bf16(x);", (SOURCES / file).read_text())
         (folder / file).write_text(re.sub(r'asm\("cvt[^;]*;"[^;]*\);', "", text))
-    flags = (
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-DDTYPE_BF16",
-        "-DMXINT15",
-        f"-I{folder}",
-        *["-DIN_PAIRS"] * in_pairs,
-        *["-DOUT_FP32"] * out_fp32,
-    )
-    command = [COMPILER, *flags, str(HERE / "round_sums.cpp"), "-o", str(folder / "round_sums.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "round_sums.so"))
+    macros = ["-DDTYPE_BF16", "-DMXINT15", *["-DIN_PAIRS"] * in_pairs, *["-DOUT_FP32"] * out_fp32]
+    built = folder / "round_sums.so"
+    compile_cpp("-shared", "-fPIC", *macros, f"-I{folder}", HERE / "round_sums.cpp", "-o", built)
+    return ctypes.CDLL(str(built))
 
 
 def there_and_back(library: ctypes.CDLL, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -102,6 +86,43 @@ def test_what_is_not_finite_is_nan(bad: float, library: ctypes.CDLL) -> None:
     assert np.isnan(there_and_back(library, x)).tolist() == [[False] * 8, [True] * 8, [False] * 8]
 
 
+def in_tiles(rows: NDArray[np.float32], cu_seqlens: NDArray[np.int32], order: Order, width: int) -> NDArray[np.float32]:
+    """(heads, tiles, tile * width): rows (E, heads, D) as FlashAttention keeps them; NaN elsewhere."""
+    tile, entries = len(order), len(cu_seqlens) - 1
+    sums = np.full((rows.shape[1], (len(rows) + (entries + 1) * tile - 1) // tile, tile * width), np.nan, np.float32)
+    for entry, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        for row in range(begin, end):
+            at = begin // tile * tile + entry * tile + row - begin
+            sums[:, at // tile, order[at % tile].astype(np.int64)] = rows[row]
+    return sums
+
+
+def round_all(
+    library: ctypes.CDLL,
+    sums: NDArray[np.float32],
+    cu_seqlens: NDArray[np.int32],
+    order: Order,
+    holder_ptr: NDArray[np.int32] | None,
+    out: NDArray[Any],
+) -> None:
+    """All blocks of the kernel, one after the other, scaling by 0.3."""
+    heads, tiles, size = sums.shape
+    tile, dim = order.shape
+    library.round_all(
+        *(ctypes.c_uint32(n) for n in (tiles * tile // 16, heads)),
+        pointer(sums),
+        ctypes.c_uint64(tiles * size),
+        ctypes.c_float(0.3),
+        pointer(cu_seqlens),
+        *(ctypes.c_uint32(n) for n in (len(cu_seqlens) - 1, tile, size // tile)),
+        pointer(order),
+        ctypes.c_uint32(dim // 8),
+        pointer(out),
+        ctypes.c_uint64(out.shape[1] // 8),
+        pointer(holder_ptr),
+    )
+
+
 @needs_compiler
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 32, 33]) | st.integers(0, 100), min_size=1, max_size=9),
@@ -132,28 +153,11 @@ def test_rows_are_the_scaled_sums(
         order = random.permutation(tile * width)
     order = order.reshape(tile, width)[:, :dim].astype(np.int16)
     rows = random.standard_normal((total, heads, dim)).astype(np.float32)
-    padded = (total + (len(lengths) + 1) * tile - 1) // tile * tile
-    sums = random.standard_normal((heads, padded // tile, tile * width)).astype(np.float32)
-    for entry, length in enumerate(lengths):
-        for i in range(length):
-            at = int(cu_seqlens[entry]) // tile * tile + entry * tile + i
-            sums[:, at // tile, order[at % tile].astype(np.int64)] = rows[cu_seqlens[entry] + i]
+    sums = in_tiles(rows, cu_seqlens, order, width)
     holder_ptr = np.concatenate([[5], 5 + np.cumsum(random.integers(0, 2, total))]).astype(np.int32) if hold else None
     stride = heads * dim + 16
     out = np.full((total + 2, stride), 7, np.float32 if out_fp32 else np.uint16)
-    library.round_all(
-        *(ctypes.c_uint32(n) for n in (padded // 16, heads)),
-        pointer(sums),
-        ctypes.c_uint64(padded * width),
-        ctypes.c_float(0.3),
-        pointer(cu_seqlens),
-        *(ctypes.c_uint32(n) for n in (len(lengths), tile, width)),
-        pointer(order),
-        ctypes.c_uint32(dim // 8),
-        pointer(out),
-        ctypes.c_uint64(stride // 8),
-        pointer(holder_ptr),
-    )
+    round_all(library, sums, cu_seqlens, order, holder_ptr, out)
     assert (out[:, heads * dim :] == 7).all()
     assert (out[total:] == 7).all()
     scaled = np.float32(0.3) * rows

@@ -8,7 +8,6 @@ the host tells its streams is written down once more in `emulated/driver.cpp`.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,16 +23,15 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.cuda import SOURCES
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.push import push_route
+from tests.emulated import COMPILER, HERE, compile_cpp
 from tests.packed import make_schedule
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="fibers are made as Linux allows"),
     pytest.mark.xdist_group("symm_emulated"),
 ]
 
-HERE = Path(__file__).parent / "emulated"
 KERNELS = ("rows.cuh", "symm.cuh", "push_rows.cu", "meet.cu", "return_rows.cu")
 MACROS = ("-DWARPS=2", "-DREMOTE_WARPS=1", "-DIN_FLIGHT=2", "-DDTYPE_FP32")
 SEEDS, SEEDS_FOR_MUTANTS = 1200, 400
@@ -151,13 +149,6 @@ def test_routes_are_of_many_kinds(all_routes: Routes) -> None:
     assert any(all(partners) for partners in several)
 
 
-def compile_cpp(*arguments: str | Path) -> None:
-    assert COMPILER is not None
-    flags = ("-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", *MACROS, f"-I{HERE}")
-    done = subprocess.run([COMPILER, *flags, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def write_kernels(folder: Path, mutant: Mutant | None = None) -> None:
     """The kernels' sources with calls for their PTX statements."""
     for file in KERNELS:
@@ -180,7 +171,7 @@ class Built:
 
     def run(self, folder: Path, seeds: int, mutant: Mutant | None = None) -> subprocess.CompletedProcess[str]:
         write_kernels(folder, mutant)
-        compile_cpp(f"-I{folder}", HERE / "kernels.cpp", self.driver, "-o", folder / "emulated")
+        compile_cpp(*MACROS, f"-I{folder}", HERE / "kernels.cpp", self.driver, "-o", folder / "emulated")
         command = [folder / "emulated", self.routes, "1", str(seeds)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -189,7 +180,7 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory, all_routes: Routes) -> Built:
     folder = tmp_path_factory.mktemp("emulated")
     write_kernels(folder)
-    compile_cpp(f"-I{folder}", "-c", HERE / "driver.cpp", "-o", folder / "driver.o")
+    compile_cpp(*MACROS, f"-I{folder}", "-c", HERE / "driver.cpp", "-o", folder / "driver.o")
     (folder / "routes.txt").write_text("".join(text for text, _ in all_routes))
     return Built(folder / "driver.o", folder / "routes.txt")
 

@@ -93,9 +93,11 @@ def _backward(
     launch: Launch,
     params: Params,
 ) -> None:
+    beside = launch.beside
     if dk.dtype != q.dtype:  # the library wants its own dtype, and does not write there
+        beside = beside or Beside((dk, dv))
         dk, dv = (x.view(q.dtype)[..., : x.shape[2]] for x in (dk, dv))
-    run = _interface()._flash_attn_bwd if launch.beside is None else _backward_in_parts(dq, dk, launch.beside)
+    run = _interface()._flash_attn_bwd if beside is None else _backward_in_parts(dq, dk, beside)
     run(
         q,
         k,

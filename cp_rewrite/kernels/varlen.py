@@ -143,26 +143,24 @@ def run_backward(
     tables: Tables,
     params: Params,
     beside: Beside | None = None,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer or
-    those of `beside`, which is for kernels that know `Launch.beside`; rows that no piece reads are then left alone.
-    wide: dk and dv in fp32, where the kernel `keeps_sums`."""
+    those of `beside`, which is for kernels that know `Launch.beside`; rows that no piece reads are then left alone."""
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     launches = launches_of(tables, rows)
     inside = beside is not None and len(launches) == 1 and launches[0].stop > 0
     if beside is not None and not inside:
         beside.keys_needed()
-    dk, dv = _grad_rows(k_EHD, v_EHV, wide) if beside is None else beside.grads
+    dk, dv = _grad_rows(k_EHD, v_EHV, params.wide) if beside is None else beside.grads
     last = max((launch.keys[1] for launch in launches), default=0)
     if beside is None and last < dk.shape[0]:
         dk[last:], dv[last:] = 0, 0
     for number, launch in enumerate(launches):
         keys = slice(*launch.keys)
         outputs = dk[keys], dv[keys]
-        if beside is not None or wide:
-            launch = replace(launch, beside=(beside or Beside((dk, dv))).of_keys(keys, told=inside))
+        if beside is not None:
+            launch = replace(launch, beside=beside.of_keys(keys, told=inside))
         q, dout = _clean(q_RHD, tables, launch), _clean(dout_RHV, tables, launch)
         out, lse, grad = out_RHV, lse_HR, dq
         if launch.rows is not None:

@@ -96,22 +96,19 @@ def packed_attention_backward(
     deterministic: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's, or with `wide` in fp32 where the kernel `keeps_sums`; exact
+    """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's, or with `wide` (where the kernel `keeps_sums`) in fp32; exact
     zeros in rows of no piece."""
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
-    options = {"wide": True} if wide and keeps_sums(kernel, q, heads_kv) else {}
-    params = Params(scale, softcap, deterministic)
+    params = Params(scale, softcap, deterministic, wide)
     with nvtx("attention_backward"):
-        dq, dk, dv = load(kernel).backward(dout, q, keys, values, out, lse, tables, params, **options)
+        dq, dk, dv = load(kernel).backward(dout, q, keys, values, out, lse, tables, params)
     return dq, as_rows(dk, dv, keys, values)
 
 
 @packed_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, kv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    heads_kv, _, _, _, kernel, _, wide = args[6:]
-    dtype = torch.float32 if wide and keeps_sums(kernel, q, heads_kv) else kv.dtype
-    return q.new_empty(q.shape), kv.new_empty(kv.shape, dtype=dtype)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape, dtype=torch.float32 if args[-1] else None)
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
         ctx.softcap,
         ctx.kernel,
         ctx.deterministic,
-        ctx.where[0] != "local",
+        ctx.where[0] != "local" and keeps_sums(ctx.kernel, x.q, x.k.shape[1]),
     )
     dk, dv = return_kv(dkv, x.k, x.v, x.route, *ctx.where)
     return dq, dk.to(x.k.dtype), dv.to(x.v.dtype), *([None] * 5), no_gradients(ctx), *([None] * 8), dsinks

@@ -119,11 +119,10 @@ def ring_attention_backward(
     Every owner's gradients are summed in the order in which its rows go round, so two runs are bitwise equal.
     """
     steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
-    run, params = load(kernel), Params(scale, softcap, deterministic)
+    run, params = load(kernel), Params(scale, softcap, deterministic, keeps_sums(kernel, q, k.shape[1]))
     ring = _Ring(group, world_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     saved = [_as_exact(x, kernel) for x in (dout, q, out)]
-    options = {"wide": True} if keeps_sums(kernel, q, k.shape[1]) else {}
     dq = q.new_zeros(q.shape, dtype=wide)
     held = pack_kv(k, v)
     dkv, returning = held.new_zeros(held.shape, dtype=wide), ()
@@ -133,7 +132,7 @@ def ring_attention_backward(
         for r in steps.get(step, ()):
             keys, values = _keys(held, r, k, v, kernel)
             with nvtx("attention_backward"):
-                dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params, **options)
+                dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
             dq += dq_part
             part += rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
         _finish(returning)

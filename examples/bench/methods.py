@@ -6,7 +6,7 @@ Shapes: R local rows, E expanded rows, P ranks, H query heads, K key heads, D he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,8 +120,10 @@ class Ours:
 
     def backward(self) -> object:
         sums = self.where[0] != "push" and keeps_sums(self.setup.kernel, self.q, self.setup.heads_kv)
-        inputs = self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, self.setup.params
-        dq, dk, _ = self.setup.module.backward(*inputs, **({"wide": True} if sums else {}))
+        params = replace(self.setup.params, wide=sums)
+        dq, dk, _ = self.setup.module.backward(
+            self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, params
+        )
         if self.kv is not None:
             return dq
         dk, dv = return_kv(dk._base, self.k, self.v, self.route, *self.where)
