@@ -1,17 +1,18 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
+from cp_rewrite.batch.capacity import Capacity
+from cp_rewrite.batch.gradients import sum_gradients
+from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.diagnose.check import CheckReport, check
+from cp_rewrite.diagnose.compare_masks import MaskMismatch
+from cp_rewrite.diagnose.explain import explain
+from cp_rewrite.planning.plan import Plan, plan
+
 from .backend import backend, context_parallel
-from .capacity import Capacity
-from .check import CheckReport, check
 from .documents import Documents
-from .gradients import sum_gradients
-from .loss import token_mean
 from .masks import PackedMask
-from .plan import Plan, plan
 from .refusal import Reason, Refusal, RewriteRefused
-from .report import explain
 from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
-from .verify import MaskMismatch
 
 __all__ = [
     "Capacity",

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cost import DEVICES
-from .layouts import LAYOUTS
+from cp_rewrite.planning.cost import DEVICES
+from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
+from cp_rewrite.planning.plan import compare, plan
+
 from .masks import PackedMask
-from .plan import compare, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from .calibrate import measure
+    from cp_rewrite.diagnose.calibrate import measure
 
     if not Path(arguments.output).absolute().parent.is_dir():
         raise ValueError(f"--output must be a file in a folder that there is, got {arguments.output!r}")

@@ -13,14 +13,17 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from . import agree, observe, passes
-from .active import ActivePlan, active_plan, number_tokens
-from .passes.diff import graph_lines
-from .passes.locality.inputs import token_dims
-from .passes.sources import argument_names
+from cp_rewrite.batch.active import ActivePlan, active_plan, number_tokens
+from cp_rewrite.diagnose.compare_masks import check_masks
+from cp_rewrite.passes.graph.diff import graph_lines
+from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.locality.inputs import token_dims
+
+from . import passes
+from .batch import agree
+from .diagnose import observe
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, device_of, require_sharding
-from .verify import check_masks
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_rewrite.batch.capacity import Capacity
+from cp_rewrite.planning.cost import Device
+
 from .arguments import checked_dims, checked_ops
-from .capacity import Capacity
-from .cost import Device
 from .masks import PackedMask
 
 if TYPE_CHECKING:
-    from .batch import LocalBatch
+    from cp_rewrite.batch.shard import LocalBatch
 
 Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
@@ -219,13 +220,13 @@ class Sharding:
         label_arg: str = "labels",
     ) -> AbstractContextManager[LocalBatch]:
         """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
-        from .batch import shard
+        from cp_rewrite.batch.shard import shard
 
         return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Rows of all ranks in their original order, differentiably. See `cp_rewrite.batch.unshard`."""
-        from .batch import unshard
+        from cp_rewrite.batch.shard import unshard
 
         return unshard(self, x, dim)
 

@@ -11,15 +11,16 @@ from dataclasses import replace
 
 from torch import SymInt
 
-from .locality import check_locality
-from .locality.inputs import token_dims
-from .match import match_sites
+from cp_rewrite.passes.graph.sources import module_numbers
+from cp_rewrite.passes.locality.inputs import token_dims
+from cp_rewrite.passes.locality.walk import check_locality
+from cp_rewrite.passes.match.find_sites import match_sites
+from cp_rewrite.passes.values.state import State
+
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite import rewrite_sites
 from .size_branches import check_size_branches
-from .sources import module_numbers
-from .state import State
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable
 
 import torch.fx as fx
 
-from .inputs import Inputs
-from .writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+
+from .plan_inputs import Inputs
 
 
 def erase_dead(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> None:

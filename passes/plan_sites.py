@@ -7,17 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_rewrite import capacity
-from cp_rewrite.choose import choose_exchange
-from cp_rewrite.cost import Device, Model
-from cp_rewrite.heads import HeadDeal
-from cp_rewrite.kernels import symm_reasons
+from cp_rewrite.batch import capacity
+from cp_rewrite.kernels.peers import symm_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts, in_parts
+from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Decision, State
+from cp_rewrite.planning.choose_exchange import choose_exchange
+from cp_rewrite.planning.cost import Device, Model
+from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, split_exchange
-
-from .sites import Site
-from .state import Decision, State
 
 
 def plan_sites(state: State) -> State:

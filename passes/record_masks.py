@@ -11,16 +11,15 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
+from cp_rewrite.passes.graph.regions import Scope, nested_scopes, resolve
+from cp_rewrite.passes.locality.inputs import token_dims
+from cp_rewrite.passes.match.flex import block_lists, flex_arguments, is_flex, mask_function
+from cp_rewrite.passes.match.prove_masks import Prover, reader_of
+from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
+from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import source_line
-
-from .canonicalize import Canonical, CanonicalizeError
-from .locality.inputs import token_dims
-from .match.flex import block_lists, flex_arguments, is_flex, mask_function
-from .match.prove_masks import Prover, reader_of
-from .recorded import RecordedMask, RecordedTensor
-from .scopes import Scope, nested_scopes, resolve
-from .sites import Site
-from .state import State
 
 
 def record_masks(state: State) -> State:

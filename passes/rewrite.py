@@ -12,18 +12,18 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.active import PlanInput
-from cp_rewrite.heads import HeadDeal
+from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.passes.locality.liveness import live_nodes
+from cp_rewrite.passes.locality.walk import PositionGenerator
+from cp_rewrite.passes.values.state import Decision, State
+from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import split_exchange
 
 from .erase import erase_dead
-from .inputs import Inputs
-from .locality import PositionGenerator
-from .locality.liveness import live_nodes
+from .plan_inputs import Inputs
 from .plan_sites import spec_of
-from .state import Decision, State
 
 _ROW_INDEX = PlanInput("row_index")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import SymInt, Tensor
 
+from cp_rewrite.passes.locality.inputs import token_sizes
+from cp_rewrite.passes.values.size_conditions import SizeBranches
+from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 
-from .branches import SizeBranches
-from .inputs import fake_mode
-from .locality.inputs import token_sizes
-from .state import State
+from .plan_inputs import fake_mode
 
 
 def check_size_branches(state: State) -> State:

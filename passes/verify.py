@@ -6,8 +6,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from .operands import expression
-from .state import State
+from cp_rewrite.passes.graph.operands import expression
+from cp_rewrite.passes.values.state import State
 
 
 def verify_graph(state: State) -> State:

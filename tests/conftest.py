@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 # Examples that compile or talk to other processes have no steady duration.
 settings.register_profile("default", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-
-from .packs import batches, masks
+from tests.helpers.packs import batches, masks
 
 
 @given(batches(max_rows=1, max_total=24), masks())

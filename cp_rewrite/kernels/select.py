@@ -122,7 +122,8 @@ def keeps_sums(name: str, q_RHD: Tensor, heads_kv: int) -> bool:
 
 def load(name: str) -> Any:
     """The module that implements a kernel; imported when asked for, so that schemas need none of its libraries."""
-    return importlib.import_module(f"cp_rewrite.kernels.{name}")
+    folder = "cp_rewrite.kernels" if name == "reference" else "cp_rewrite.kernels.flash"
+    return importlib.import_module(f"{folder}.{name}")
 
 
 @cache

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.heads import HeadDeal
+from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import in_parts, keeps_sums, load
 from cp_rewrite.kernels.tables import Tables
-from cp_rewrite.nvtx import nvtx
+from cp_rewrite.planning.routes.head_deal import HeadDeal
 
 from .exchange import exchange_kv, return_kv
 from .heads import gather_heads, own_sinks, scatter_heads

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
-from cp_rewrite.nvtx import nvtx
-from cp_rewrite.push import NAMES as PUSH_NAMES
-from cp_rewrite.ring_schedule import ROUTE as RING_NAMES
+from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.planning.routes.push import NAMES as PUSH_NAMES
+from cp_rewrite.planning.routes.ring import ROUTE as RING_NAMES
 
-from . import push, rows
+from . import push_rows as push
+from . import rows
 from .rows import pack_kv, split_kv
 
 ROUTES: dict[str, tuple[str, ...]] = {

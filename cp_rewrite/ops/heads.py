@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives  # registers the collectives' g
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.heads import HeadDeal
+from cp_rewrite.planning.routes.head_deal import HeadDeal
 
 from . import rows
 

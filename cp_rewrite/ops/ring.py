@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import keeps_sums, load
 from cp_rewrite.kernels.tables import Tables
-from cp_rewrite.nvtx import nvtx
 
 from . import rows
 from .merge import add_sinks, merge_parts, sinks_gradient

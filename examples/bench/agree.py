@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite import agree
+from cp_rewrite.batch import agree
 
 PACKS = {"27 documents, 32K tokens": [1213] * 27, "129 documents, 128K tokens": [1016] * 129}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
-from cp_rewrite.active import PlanInput
+from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import keeps_sums, load
@@ -23,9 +23,9 @@ from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
 from cp_rewrite.ops.rows import split_kv
-from cp_rewrite.plan import plan_batch
-from cp_rewrite.push import push_route
-from cp_rewrite.schedule import Schedule
+from cp_rewrite.planning.plan import plan_batch
+from cp_rewrite.planning.routes.push import push_route
+from cp_rewrite.planning.schedule import Schedule
 
 _ops: Any = torch.ops.cp_rewrite
 CAUSAL = PackedMask()

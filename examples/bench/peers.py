@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symmetric
 from attention import HEAD_START, slowest
 from torch import Tensor
 
-from cp_rewrite.kernels import symm
+from cp_rewrite.kernels.peers import symm
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cp_rewrite.cost import padding_seconds
 from cp_rewrite.documents import Documents
-from cp_rewrite.layouts import order_tokens
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.plan import Plan, plan
+from cp_rewrite.planning.cost import padding_seconds
+from cp_rewrite.planning.layouts.order_tokens import order_tokens
+from cp_rewrite.planning.plan import Plan, plan
 
 MIXES = ("web_mix", "prolong", "long_tail")
 SIMPLE = ("contiguous", "head_tail", "dual_chunk")

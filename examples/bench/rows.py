@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cp_rewrite.intervals import sum_lists
 from cp_rewrite.kernels import rows
+from cp_rewrite.planning.intervals import sum_lists
 
 SETS = 4
 """Payloads take turns, so that no run finds its data in the L2 cache."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
+from .arithmetic import broadcast
 from .call import Call
-from .ops import broadcast
-from .sorted import put_by_order
+from .experts import put_by_order
 from .state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
 from .state import T as TOKEN
 from .views import refuse_axis

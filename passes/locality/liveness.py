@@ -9,8 +9,8 @@ from typing import Any
 import torch.fx as fx
 from torch._ops import HigherOrderOperator
 
-from cp_rewrite.passes.sites import Site
-from cp_rewrite.passes.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.values.site import Site
 
 
 def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:

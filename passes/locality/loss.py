@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cp_rewrite.refusal import Reason
 
+from .arithmetic import broadcast, pointwise, sum_over_tokens
 from .call import Call
-from .ops import broadcast, pointwise, sum_over_tokens
 from .state import MEAN_HINT, REPLICATED, Mixes, Partial, Rows, TensorState, checked, has, merge
 from .state import T as TOKEN
 from .views import refuse_axis

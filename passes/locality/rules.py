@@ -10,11 +10,9 @@ from functools import lru_cache
 import torch
 from torch._ops import OpOverload
 
-from . import index as index
-from . import loss as loss
-from . import ops as ops
-from . import sorted as ordered
-from . import views as views
+from . import arithmetic as ops
+from . import experts as ordered
+from . import index, loss, views
 from .call import GROUPED_PRODUCTS, FoundRule, Rule, op_name
 
 FROM_SIZES: dict[str, Rule] = {

@@ -15,8 +15,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_rewrite.passes.operands import needs_gradient, value_of
-from cp_rewrite.passes.writes import memory_of
+from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.refusal import Reason
 
 from .state import REPLICATED, UNKNOWN, Mixes, TensorState

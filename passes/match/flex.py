@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.canonicalize import Canonical, CanonicalizeError
-from cp_rewrite.passes.operands import expression, op_name, shape_of, times_constant
-from cp_rewrite.passes.scopes import Scope, resolve
+from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
+from cp_rewrite.passes.graph.operands import expression, op_name, shape_of, times_constant
+from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.refusal import Reason, Refusal
 
 from .prove_masks import Prover, reader_of

@@ -10,12 +10,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.operands import expression, needs_gradient
+from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
+from cp_rewrite.passes.graph.operands import expression, needs_gradient
+from cp_rewrite.passes.graph.regions import Scope
+from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.passes.predicate.aten import Evaluator, Leaf
 from cp_rewrite.passes.predicate.values import ZERO
-from cp_rewrite.passes.scopes import Scope
-from cp_rewrite.passes.writes import writers_between
 
 _METHODS = frozenset(
     "__getitem__ unsqueeze expand expand_as reshape view repeat_interleave repeat contiguous clone flatten unflatten "

@@ -10,12 +10,12 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
+from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
+from cp_rewrite.passes.graph.operands import expression, same_size
+from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.passes.locality.inputs import token_dims
-from cp_rewrite.passes.operands import expression, same_size
-from cp_rewrite.passes.predicate import prove
 from cp_rewrite.passes.predicate.aten import Evaluator
-from cp_rewrite.passes.scopes import Scope, resolve
+from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 

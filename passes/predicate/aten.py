@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.documents import MAX_ID, MAX_TOKENS
-from cp_rewrite.passes.canonicalize import Call, Canonical, Ref
+from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
 
 from .exact import Inexact, compared, held
 from .rules_dims import DIMS

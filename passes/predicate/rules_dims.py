@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from . import views as views
+from . import views
 from .values import ZERO, Index, RepeatIndex, RunningMax, RunningSum, SumOver, SymTensor, Value, compare, numeric, truth
 from .views import Undecidable, choose
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from . import views as views
+from . import views
 from .rules_values import cast
 from .values import ONE, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric, truth
 from .views import Undecidable, choose

@@ -1,0 +1,228 @@
+"""The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.exchange import ROUTES
+from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.routes.grid import outer_schedule, row_order
+from cp_rewrite.planning.routes.push import push_route
+from cp_rewrite.planning.routes.ring import ring_tables
+from cp_rewrite.sharding import Sharding, split_exchange
+
+from .capacity import buffers_of, fixed_route, fixed_tables
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """One extra input of a rewritten graph: tensor `name` of the schedule of `mask`, as `exchange` needs it.
+
+    `row_index` is the (T_l,) int64 index in the global row of each local token; it belongs to no mask or exchange.
+    """
+
+    name: str
+    mask: PackedMask | None = None
+    exchange: str | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Read by ops on the host; all others live on the device."""
+        return self.name in (
+            "pieces", "launches", "splits", "stages", "capacity", "expanded", "copied", "place", "rounds",
+        )  # fmt: skip
+
+    @property
+    def is_static(self) -> bool:
+        """The size follows from the world size alone."""
+        return self.name in ("splits", "stages", "capacity", "ends", "partners", "place")
+
+    @staticmethod
+    def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
+        """What `packed_attention` reads: its tables, then its route."""
+        tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
+        scattered, outer = split_exchange(exchange)
+        # A ring has tables for each of its steps, a grid of ranks those of its outer places.
+        whose = exchange if scattered or outer == "p2p" else None
+        route = ROUTES[outer] + (("row_order", "row_inverse") if scattered else ())
+        return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
+            PlanInput(name, mask, exchange) for name in route
+        )
+
+
+@dataclass(eq=False)
+class ActivePlan:
+    """The plan of one batch on one rank, with its tensors made once and shared by all layers."""
+
+    sharding: Sharding
+    plan: BatchPlan
+    device: torch.device
+    batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The global batch, for masks that are compared on it; empty once the batch's block has ended."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Of the batch, in this process."""
+    _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
+    _examples: dict[PlanInput, Arrays] = field(default_factory=dict[PlanInput, Arrays])
+    """Rank 0's arrays of each mask and exchange, under a key that names none of them."""
+
+    def tensor(self, key: PlanInput) -> Tensor:
+        """The tensor of one extra input, on the device unless the host reads it."""
+        if key not in self._tensors:
+            if key.name == "row_index":
+                self._keep(key, self._row_index())
+            else:
+                for name, array in self._arrays(key, self.sharding.rank).items():
+                    self._keep(PlanInput(name, key.mask, key.exchange), array)
+        return self._tensors[key]
+
+    def refill(self) -> None:
+        """With a capacity: put this batch into every tensor that graphs already read."""
+        for key in buffers_of(self.sharding).keys:
+            if isinstance(key, PlanInput):
+                self.tensor(key)
+
+    def example(self, key: PlanInput) -> Tensor:
+        """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
+        for the backward, in which order to run), and must decide the same on all ranks."""
+        if key.mask is None:
+            return self.tensor(key)
+        route = replace(key, name="")
+        if route not in self._examples:
+            self._examples[route] = self._arrays(key, 0)
+        array = self._examples[route][key.name]
+        device = torch.device("cpu") if key.on_host else self.device
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+
+    @property
+    def missing(self) -> int:
+        """Rows without a token that fill up the ranks, of one row of the batch."""
+        return self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
+
+    def check_full(self, sums: Sequence[str]) -> None:
+        """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
+        if self.missing:
+            raise ValueError(
+                f"{sums[0]} sums over tokens, and the {self.missing} rows that fill up this batch's ranks would be "
+                f"counted: pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} "
+                "tokens, or mask the sum"
+            )
+
+    def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:
+        """Raise unless a call's argument, of `size` tokens at `dim`, can be this rank's part of this batch."""
+        number = batch_number(value)
+        if size == self.plan.local_size and number in (None, self.number):
+            return
+        found = "is of another batch" if size == self.plan.local_size else f"has {size} tokens at dim {dim}"
+        raise ValueError(
+            f"{name} {found}, but the model is called inside a batch whose parts have {self.plan.local_size} tokens a "
+            "rank: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
+        )
+
+    def indices(self) -> NDArray[np.int64]:
+        """(B, T_l): index in the global row of each local token, -1 where there is none."""
+        return self.plan.local_indices(self.sharding.rank)
+
+    def _arrays(self, key: PlanInput, rank: int) -> Arrays:
+        assert key.mask is not None
+        capacity = self.sharding.capacity
+        if capacity is not None:
+            schedule = self.plan.schedule(key.mask)
+            if key.exchange is None:
+                return fixed_tables(schedule, rank, key.mask, capacity)
+            return fixed_route(schedule, rank, key.exchange, capacity)
+        if key.exchange is None:
+            return self.plan.schedule(key.mask).attention(rank)
+        scattered, outer = split_exchange(key.exchange)
+        inner = self.sharding.grid[1] if scattered else 1
+        place = rank // inner
+        schedule = outer_schedule(self.plan, key.mask, inner) if scattered else self.plan.schedule(key.mask)
+        order = row_order(self.plan, place, inner) if scattered else {}
+        if outer == "p2p":
+            return {**ring_tables(schedule, place), **order}
+        route = push_route(schedule, place) if outer == "push" else schedule.route(outer, place)
+        return {**(schedule.attention(place) if scattered else {}), **route, **order}
+
+    def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        device = torch.device("cpu") if key.on_host else self.device
+        fixed = self.sharding.capacity is not None
+        self._tensors[key] = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
+
+    def _row_index(self) -> NDArray[np.int64]:
+        indices = self.indices()
+        if (indices != indices[:1]).any():
+            raise ValueError(
+                "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
+                "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
+            )
+        return np.maximum(indices[0], 0)
+
+
+_current: ContextVar[tuple[ActivePlan, bool] | None] = ContextVar("cp_rewrite_plan", default=None)
+
+
+def active_plan(sharding: Sharding) -> ActivePlan:
+    """The plan of the batch in flight.
+
+    Raises:
+        RuntimeError: outside `with sharding.shard(batch)`, or inside another Sharding's.
+    """
+    current = _current.get()
+    if current is None or not current[1]:
+        raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
+    if current[0].sharding.graph_key != sharding.graph_key:
+        raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
+    return current[0]
+
+
+def check_no_batch() -> None:
+    """Raise inside a batch's block: two batches can't be in flight."""
+    current = _current.get()
+    if current is not None and current[1]:
+        raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
+
+
+def number_tokens(value: Tensor, plan: ActivePlan) -> None:
+    """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
+    value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]
+
+
+def batch_number(value: Tensor) -> int | None:
+    """The batch that a tensor was cut from; None: unknown."""
+    return getattr(value, "_cp_rewrite_batch", None)
+
+
+def last_plan(sharding: Sharding) -> ActivePlan | None:
+    """The plan of the last batch that was cut, whether its block has ended or not; None: of another Sharding."""
+    current = _current.get()
+    return None if current is None or current[0].sharding.graph_key != sharding.graph_key else current[0]
+
+
+@contextmanager
+def activate(plan: ActivePlan) -> Generator[None]:
+    """Make `plan` the active one. It is remembered afterwards: unshard() of the outputs comes after the block."""
+    token = _current.set((plan, True))
+    try:
+        yield
+    finally:
+        done, plan.batch = _current.get(), {}
+        _current.reset(token)
+        _current.set(None if done is None else (done[0], False))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,162 @@
+"""All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
+
+Digests travel through the group's store, from host to host: no collective, and nothing waits for a GPU. A batch costs
+four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes and 0.7 ms for 4
+on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a sample is hashed; a
+file store polls every 10 ms.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.sharding import Sharding
+
+_turns: Counter[tuple[str, str]] = Counter()
+_ADVICE = {
+    "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
+    "annotation and batch shapes",
+    "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
+    "same batch, layout and lengths",
+    "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
+    "gradient on all ranks, or on none",
+}
+_FAILED = "failed: "
+SAMPLE = 1024
+"""Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
+
+
+def on_graph(sharding: Sharding, text: str) -> None:
+    """Compare `text` (a normalised graph, a refusal), the annotation and the grad mode over the group.
+
+    Raises:
+        RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
+            come within the group's timeout.
+    """
+    if _talks(sharding):
+        options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
+        _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
+
+
+def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> None:
+    """Compare who owns which tokens of a batch, its documents, and a sample of its values that are on the host.
+
+    Raises as `on_graph`; `check_batches` may be off.
+    """
+    if sharding.check_batches and _talks(sharding):
+        _compare(sharding, "batch", describe(sharding, plan, batch))
+
+
+def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
+    """Compare which parameters have a gradient, one text each. Raises as `on_graph`; `check_batches` may be off."""
+    if sharding.check_batches and _talks(sharding):
+        _compare(sharding, "gradients", "\n".join(shapes))
+
+
+def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
+    """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
+    if (sharding.check_batches or kind == "graph") and _talks(sharding):
+        _post(sharding, kind, f"{_FAILED}{type(error).__name__}: {error}")
+
+
+def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
+    """What must be equal on all ranks of a batch, a line a fact."""
+    orders = hashlib.sha256(b"".join(part.tobytes() for order in plan.orders for part in order.intervals)).hexdigest()
+    lines = [
+        f"layout: {sharding.layout}",
+        f"rows: {len(plan.rows)}",
+        f"tokens: {plan.rows[0].total}",
+        f"token order: {orders[:16]}",
+        f"rows per rank: {plan.local_size}",
+    ]
+    for b, row in enumerate(plan.rows):
+        lines += [f"row {b} document starts: {row.starts.tolist()}", f"row {b} lengths: {row.lengths.tolist()}"]
+    return "\n".join(lines + [f"{name}: {_fingerprint(value)}" for name, value in batch.items()])
+
+
+def _fingerprint(value: Any) -> str:
+    if isinstance(value, bool | int | float | str):
+        return repr(value)
+    if type(value) is not Tensor:
+        return type(value).__name__
+    text = f"{value.dtype} {tuple(value.shape)}"
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        return text
+    flat = value.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8)
+    return f"{text}, values {hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:16]}"
+
+
+def _talks(sharding: Sharding) -> bool:
+    if sharding.world_size == 1 or isinstance(sharding.mesh, int):
+        return False
+    return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many
+
+
+def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
+    """Put this rank's digest and text of a turn into the store; (the turn's prefix, the turn before)."""
+    name = sharding.group.group_name
+    turn = _turns[name, kind]
+    _turns[name, kind] += 1
+    prefix = f"cp_rewrite/{kind}/{turn}"
+    store: Any = _get_process_group_store(sharding.group)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    # A text that all ranks turn out to share is never read: it is written only when digests differ, or at once where
+    # this rank will not come back to write it.
+    if text.startswith(_FAILED):
+        store.set(f"{prefix}/text/{sharding.rank}", text)
+    store.set(f"{prefix}/hash/{sharding.rank}", digest)
+    return prefix, f"cp_rewrite/{kind}/{turn - 1}"
+
+
+def _compare(sharding: Sharding, kind: str, text: str) -> None:
+    group, rank = sharding.group, sharding.rank
+    store: Any = _get_process_group_store(group)
+    prefix, before = _post(sharding, kind, text)
+    digests = _read(store, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], group, kind)
+    different = [other for other, value in enumerate(digests) if value != digests[0]]
+    if not different:
+        # Whoever wrote this turn has read the one before.
+        store.delete_key(f"{before}/hash/{rank}")
+        return
+    store.set(f"{prefix}/text/{rank}", text)
+    other = different[0] if digests[rank] == digests[0] else 0
+    theirs = _read(store, [f"{prefix}/text/{other}"], group, kind)[0]
+    if theirs.startswith(_FAILED):
+        raise RuntimeError(f"cp_rewrite: rank {other} of the group brought no {kind}: {theirs[len(_FAILED) :]}")
+    lines = difflib.unified_diff(
+        text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
+    )
+    raise RuntimeError(
+        f"cp_rewrite: ranks {different} of the group {_ADVICE[kind]}. First differences:\n"
+        + "\n".join(line[:400] for line in list(lines)[:12])
+    )
+
+
+def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:
+    try:
+        store.wait(keys, _timeout(group))
+    except Exception as error:
+        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
+        raise RuntimeError(
+            f"cp_rewrite: rank {', '.join(missing)} of the group brought no {kind} within the group's timeout; every "
+            "rank must shard the same batches, with the same check_batches, and call the model the same number of times"
+        ) from error
+    return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    device = group._device_types[0]
+    options: Any = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", timedelta(minutes=10))

@@ -1,0 +1,96 @@
+"""The documents of a batch, read on the host from its packing argument or from lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
+
+
+def documents_of(
+    sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int, lengths: Any = None
+) -> list[Documents]:
+    """Documents of each of the batch's `rows` rows of `total` tokens.
+
+    Args:
+        lengths: (N,) or one list per row; they are compared with the packing argument where that is on the host.
+    Raises:
+        KeyError, TypeError, ValueError: no packing argument, values that are no packing, lengths that do not fit.
+    """
+    if lengths is None:
+        return _read(sharding, batch, rows, total)
+    given = [Documents.from_lengths(row, total) for row in _rows_of(lengths, rows)]
+    value: Any = batch.get(sharding.packing.arg)
+    if isinstance(value, Tensor) and value.device.type == "cpu":
+        whole = not isinstance(sharding.packing, PositionIds)
+        _check_lengths(given, _read(sharding, batch, rows, total), whole)
+    return given
+
+
+def _rows_of(lengths: Any, rows: int) -> list[Any]:
+    """One list of lengths per row."""
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu":
+            raise ValueError(f"lengths are on {lengths.device}: pass them on the host, as a list or a CPU tensor")
+        lengths = np.atleast_1d(lengths.numpy())
+    if not isinstance(lengths, Sequence | np.ndarray) or isinstance(lengths, str):
+        raise TypeError(f"lengths must be a list of whole numbers, or one such list per row, got {lengths!r}")
+    if not len(lengths):
+        raise ValueError("lengths are empty: pass the lengths of all documents, or None to read the packing argument")
+    nested = list(lengths) if np.ndim(lengths[0]) else [lengths]
+    if len(nested) != rows:
+        raise ValueError(f"lengths holds {len(nested)} rows, the batch {rows}: pass one list of lengths per row")
+    return nested
+
+
+def _check_lengths(given: Sequence[Documents], read: Sequence[Documents], whole: bool) -> None:
+    """Positions can't tell padding, so what follows the lengths is not compared with them (`whole` is False)."""
+    for row, (mine, theirs) in enumerate(zip(given, read, strict=True)):
+        used = mine.total if whole else int(mine.lengths.sum())
+        said, found = _spans(mine, used), _spans(theirs, used)
+        if said != found:
+            raise ValueError(
+                f"lengths say that row {row} has documents at {said[:8]}…, its packing argument says {found[:8]}…"
+            )
+
+
+def _spans(documents: Documents, used: int) -> list[tuple[int, int]]:
+    """(start, stop) of each document that is not empty, of the row's first `used` tokens."""
+    real = (documents.lengths > 0) & (documents.starts < used)
+    stops = np.minimum(documents.ends, used)
+    return list(zip(documents.starts[real].tolist(), stops[real].tolist(), strict=True))
+
+
+def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> list[Documents]:
+    packing = sharding.packing
+    values = _host_array(batch, packing.arg)
+    if isinstance(packing, CuSeqlens):
+        if rows > 1:
+            raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use PositionIds or DocumentIds")
+        padded = None if packing.padded_arg is None else _host_array(batch, packing.padded_arg)
+        return [Documents.from_cu_seqlens(values, total, padded)]
+    read = Documents.from_position_ids if isinstance(packing, PositionIds) else Documents.from_document_ids
+    table = np.moveaxis(values, sharding.tokens[packing.arg], -1).reshape(-1, total)
+    if len(table) != rows:
+        raise ValueError(f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
+    return [read(row) for row in table]
+
+
+def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:
+    value = batch.get(name)
+    if value is None:
+        raise KeyError(f"packing reads {name!r}, which the batch lacks; it has {sorted(batch)}; or pass lengths=")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise ValueError(
+            f"batch[{name!r}] is on {value.device}, and reading documents there would stall it: "
+            "shard the batch before moving it, or pass lengths="
+        )
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        raise TypeError(f"batch[{name!r}] tells documents apart, so it must hold whole numbers, got {value.dtype}")
+    return np.asarray(value)

@@ -1,0 +1,273 @@
+"""A global batch, cut: its documents read, its plan made, this rank's tokens handed over; and rows put together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from cp_rewrite.documents import MAX_TOKENS
+from cp_rewrite.planning.plan import BatchPlan, plan_batch
+from cp_rewrite.sharding import CuSeqlens, Sharding, device_of, packing_args
+
+from . import agree
+from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
+from .capacity import Capacity, buffers_of, fill_cu_seqlens
+from .read_documents import documents_of
+
+IGNORE_INDEX = -100
+"""Label of a token that is no target (torch's cross_entropy default)."""
+
+
+class LocalBatch(dict[str, Any]):
+    """This rank's part of a batch: pass it on as `model(**local)`. `plan` is the BatchPlan it was cut by."""
+
+    def __init__(self, values: Mapping[str, Any], plan: BatchPlan) -> None:
+        super().__init__(values)
+        self.plan = plan
+
+
+@contextmanager
+def shard(
+    sharding: Sharding,
+    batch: Mapping[str, Any],
+    *,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    shift_labels: bool = False,
+    label_arg: str = "labels",
+) -> Generator[LocalBatch]:
+    """Cut a global batch and make its plan active for the calls inside.
+
+    Token tensors are cut along their token dim in the layout's order; where a rank has fewer tokens than another its
+    part is filled up at the end with 0 (labels: -100). The parts, what tells documents apart and the count of targets
+    go from the CPU to the mesh's device. Everything else is handed over as it is. With a capacity, all tensors are
+    handed over in buffers that every batch shares.
+
+    Args:
+        sharding: the annotation.
+        batch: argument name -> value, the same on every rank of the group.
+        lengths: documents' lengths, (N,) or one list per row, when the packing argument is on a GPU: reading it there
+            would stall the GPU. Rows may be longer than their lengths' sum; the rest is padding.
+        shift_labels: shift labels by one token over the global row before the cut, as a causal language model's loss
+            does, and hand over `shift_labels` and, unless the batch has it, `num_items_in_batch` (targets in the whole
+            batch; with accumulated gradients pass that of all batches).
+        label_arg: name of the labels.
+    Raises:
+        KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
+            were cut before, lengths that do not fit, labels that can't hold -100, documents that can't be cut into
+            whole chunks.
+        RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
+            layouts, or one of them could not cut its batch.
+    """
+    if get_worker_info() is not None:  # a fork, which must not touch the group
+        raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
+    try:
+        check_no_batch()
+        if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
+        plan = plan_of(sharding, batch, lengths)
+        active, values = _local(sharding, batch, plan, label_arg, shift_labels)
+    except Exception as error:
+        agree.on_failure(sharding, "batch", error)
+        raise
+    agree.on_batch(sharding, plan, batch)
+    with activate(active):
+        yield LocalBatch(values, plan)
+
+
+def _local(
+    sharding: Sharding, batch: Mapping[str, Any], plan: BatchPlan, label_arg: str, shift_labels: bool
+) -> tuple[ActivePlan, dict[str, Any]]:
+    """The plan with its tensors, and what this rank's model is called with."""
+    tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
+    given = {name: value for name, value in batch.items() if value is not None}
+    values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
+    fills = {name: IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0 for name in tokens}
+    if plan.local_size * plan.world_size > plan.rows[0].total:
+        for name, fill in fills.items():
+            _check_fill(name, values[name], fill)
+    indices = plan.local_indices(sharding.rank)
+    values |= {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
+    counted = ("num_items_in_batch",) if shift_labels else ()
+    values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
+    # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
+    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
+    if sharding.capacity is not None:
+        values = _fixed_values(sharding, sharding.capacity, values)
+        active.refill()
+    for name, dim in tokens.items():
+        number_tokens(values[name], active)
+        # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
+        torch._dynamo.maybe_mark_dynamic(values[name], dim)
+    return active, values
+
+
+def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """Of these values the tensors that lie on the CPU, on the mesh's device."""
+    device = device_of(sharding)
+    tensors = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
+    return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
+
+
+def _check_fill(name: str, value: Tensor, fill: int) -> None:
+    if fill < 0 and not (value.is_floating_point() or value.dtype.is_signed):
+        raise TypeError(
+            f"batch[{name!r}] is {value.dtype}, which can't hold {fill}, the label of tokens that are no target: make "
+            "it int64"
+        )
+
+
+def plan_of(
+    sharding: Sharding, batch: Mapping[str, Any], lengths: Sequence[int] | Sequence[Sequence[int]] | None = None
+) -> BatchPlan:
+    """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
+    rows, total = _shape(sharding, batch)
+    if total > MAX_TOKENS:
+        raise ValueError(f"a row may hold up to {MAX_TOKENS} tokens, the batch's have {total}: use shorter rows")
+    documents = documents_of(sharding, batch, rows, total, lengths)
+    return plan_batch(
+        documents,
+        sharding.world_size,
+        sharding.layout,
+        sharding.balance_for or sharding.assume_mask,
+        chunk_size=sharding.chunk_size,
+        pad_to_multiple=sharding.pad_to_multiple,
+        ranks_per_node=sharding.node_size,
+        device=sharding.device_speeds,
+    )
+
+
+def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:
+    """Local tokens of `x`: along `dim` the tokens at `indices` (B, T_l), row b of the batch (dim - 1) by indices[b].
+
+    Indices of -1 give `fill`. Inverse: `_join_tokens` over all ranks.
+    """
+    index = to_device(torch.from_numpy(np.maximum(indices, 0)), x.device)
+    hole = to_device(torch.from_numpy(indices < 0), x.device)
+    if len(indices) == 1:
+        cut = x.index_select(dim, index[0])
+        return cut.masked_fill(_along(hole[0], cut.ndim, dim), fill) if (indices < 0).any() else cut
+    shape = [1] * x.ndim
+    shape[dim - 1], shape[dim] = indices.shape
+    sizes = [*x.shape[:dim], indices.shape[1], *x.shape[dim + 1 :]]
+    cut = x.gather(dim, index.view(shape).expand(sizes))
+    return cut.masked_fill(hole.view(shape), fill) if (indices < 0).any() else cut
+
+
+def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
+    """Local tokens of all ranks in the order of the global row.
+
+    Args:
+        x: this rank's tensor, T_l tokens at `dim`, batch rows (if several) at `dim - 1`; from the last sharded batch.
+        dim: token dim; negative ones count from the end.
+    Returns:
+        The global tensor, on every rank. Its gradient is cut to this rank's tokens and not summed over ranks: a loss
+        computed from it counts once, and parameter gradients are summed over the group as for local losses.
+    Raises:
+        TypeError, ValueError: no tensor, or no dim of it with as many tokens as a rank has.
+        RuntimeError: before any batch was cut by this annotation.
+    """
+    last = last_plan(sharding)
+    if last is None:
+        raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
+    plan = last.plan
+    if not isinstance(x, Tensor) or type(dim) is not int:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"unshard() takes a tensor and its token dim, got {type(x).__name__} and {dim!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dim of x, which has shape {tuple(x.shape)}, got {dim}")
+    dim = dim % x.ndim
+    if x.shape[dim] != plan.local_size:
+        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
+    if batch_number(x) not in (None, last.number):
+        raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
+    return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding, plan: BatchPlan) -> Tensor:
+        ctx.dim, ctx.indices = dim, plan.local_indices(sharding.rank)
+        if sharding.world_size == 1:
+            parts = [x]
+        else:
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(sharding.world_size)]
+            dist.all_gather(parts, x.contiguous(), group=sharding.group)
+        return _join_tokens(torch.cat(parts, dim), dim, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return cut_tokens(grads[0], ctx.dim, ctx.indices, 0), None, None, None
+
+
+def _join_tokens(x: Tensor, dim: int, plan: BatchPlan) -> Tensor:
+    """Ranks' parts one after another along `dim` -> tokens of the global row."""
+    sources = np.empty((len(plan.rows), plan.rows[0].total), dtype=np.int64)
+    for rank in range(plan.world_size):
+        for row, local in enumerate(plan.local_indices(rank)):
+            sources[row, local[local >= 0]] = rank * plan.local_size + np.flatnonzero(local >= 0)
+    return cut_tokens(x, dim, sources, 0)
+
+
+def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
+    return x.view([-1 if d == dim else 1 for d in range(ndim)])
+
+
+def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in buffers that keep their addresses; what is no tensor must not change."""
+    buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
+    sums = packing_args(packing) if isinstance(packing, CuSeqlens) else ()
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            filled = fill_cu_seqlens(value, name, capacity) if name in sums else value
+            fixed[name] = buffers.fill(name, filled, value.device)
+        else:
+            buffers.keep(name, value)
+    return fixed
+
+
+def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
+    """(B, T) of the batch."""
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    missing = [name for name in sharding.tokens if batch.get(name) is None]
+    if missing:
+        raise KeyError(f"tokens names {missing}, but the batch has no such tensor; it has {sorted(batch)}")
+    for name, dim in sharding.tokens.items():
+        if not isinstance(batch[name], Tensor):
+            raise TypeError(f"batch[{name!r}] must be a tensor, got {type(batch[name]).__name__}")
+        if batch_number(batch[name]) is not None:
+            raise ValueError(f"batch[{name!r}] was cut before: shard() takes the global batch, once")
+        if dim >= batch[name].ndim:
+            raise ValueError(f"tokens[{name!r}] is dim {dim}, but batch[{name!r}] has shape {tuple(batch[name].shape)}")
+    totals = {name: batch[name].shape[dim] for name, dim in sharding.tokens.items()}
+    if len(set(totals.values())) > 1:
+        raise ValueError(f"token dims must have one length, got {totals}: check the dims in tokens")
+    first, dim = next(iter(sharding.tokens.items()))
+    rows = batch[first].shape[dim - 1] if dim else 1
+    other = [n for n, d in sharding.tokens.items() if rows > 1 and (d == 0 or batch[n].shape[d - 1] != rows)]
+    if other:
+        shapes = {name: tuple(batch[name].shape) for name in other}
+        raise ValueError(f"batch[{first!r}] has {rows} rows, but {shapes} differ: expand them to ({rows}, T)")
+    total = next(iter(totals.values()))
+    if not rows or not total:
+        raise ValueError(f"the batch has {rows} rows of {total} tokens: nothing to cut")
+    return rows, total
+
+
+def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
+    if label_arg not in tokens:
+        raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
+    if batch.get("shift_labels") is not None:
+        raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
+    _check_fill(label_arg, batch[label_arg], IGNORE_INDEX)
+    labels, dim = batch[label_arg], tokens[label_arg]
+    last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
+    shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)
+    return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORE_INDEX).sum()}

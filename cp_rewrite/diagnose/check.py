@@ -1,0 +1,195 @@
+"""A model on one process against the same model rewritten, on ranks played by threads: how far apart they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from cp_rewrite import passes
+from cp_rewrite.backend import capture
+from cp_rewrite.batch import token_mean as loss
+from cp_rewrite.batch.active import active_plan
+from cp_rewrite.batch.shard import _join_tokens, cut_tokens
+from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.refusal import RewriteRefused
+from cp_rewrite.sharding import Sharding, require_sharding
+
+from . import threads as simulate
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Largest relative differences (norm of the difference over the norm of the expected) to one process.
+
+    Args:
+        outputs: per tensor of the model's output, in global order. `loss` is one of them when there is one.
+        gradients: per parameter. A gradient's norm counts as no less than a thousandth of the largest one's.
+    """
+
+    outputs: Mapping[str, float]
+    gradients: Mapping[str, float]
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all."""
+        return max([*self.outputs.values(), *self.gradients.values()], default=0.0)
+
+    def __str__(self) -> str:
+        lines = [f"largest relative difference {self.largest:.1e}"]
+        lines += [f"output    {name}: {error:.1e}" for name, error in self.outputs.items()]
+        worst = sorted(self.gradients.items(), key=lambda item: -item[1])
+        lines += [f"gradient  {name}: {error:.1e}" for name, error in worst[:5]]
+        return "\n".join(lines + [f"gradient  … {len(worst) - 5} more, smaller"] * (len(worst) > 5))
+
+
+def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shift_labels: bool = False) -> CheckReport:
+    """Run a copy of the model on the CPU as it is and rewritten, and compare outputs, loss and gradients.
+
+        report = cp.check(model, cp.Sharding(4, tokens, packing), batch)
+
+    The ranks are threads: no launcher, no process group and no GPU are needed, and the mesh may be a world size. Rows
+    travel as under `exchange="needed"` with no capacity, attention runs in the reference kernel. Masks are compared too
+    (`verify="first_step"`).
+
+    Args:
+        model: called as `model(**batch)`. Its loss is the output `loss`, or its first scalar; each rank's is a part of
+            the global one, or the global one (`token_mean`). Without a loss a fixed random weighting of the first
+            output with a token dim stands for one.
+        sharding: the annotation. batch: the global batch. shift_labels: as in `Sharding.shard`.
+    Raises:
+        TypeError: no module, no Sharding or no mapping.
+        RewriteRefused, MaskMismatch: as when the model runs.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    require_sharding(sharding)
+    model = copy.deepcopy(model).cpu()
+    batch = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
+    threads = simulate.ThreadSharding.like(sharding)
+    runner = _Runner(model, threads, batch, shift_labels)
+    expected, grads = runner.step(tensors_of(model(**batch)), None)
+    with simulate.thread_group(sharding.world_size) as run, loss.group_of_threads(simulate.GROUP):
+        runner.compile()
+        ranks = run(runner.rank_step)
+    plan = ranks[0][2]
+    outputs = {
+        name: difference(joined([rank[0][name] for rank in ranks], value, plan, runner.dim), value)
+        for name, value in expected.items()
+        if all(name in rank[0] for rank in ranks)
+    }
+    total = {name: sum((rank[1][name] for rank in ranks), torch.zeros(())) for name in grads}
+    floor = 1e-3 * max((float(grad.norm()) for grad in grads.values()), default=0.0)
+    return CheckReport(outputs, {name: difference(total[name], grad, floor) for name, grad in grads.items()})
+
+
+class _Runner:
+    """One model under one annotation, plain and compiled."""
+
+    def __init__(
+        self, model: nn.Module, sharding: simulate.ThreadSharding, batch: Mapping[str, Any], shift_labels: bool
+    ) -> None:
+        self.model, self.sharding, self.batch, self.shift_labels = model, sharding, batch, shift_labels
+        self.dim = next(iter(sharding.tokens.values()))
+        self.captured = False
+        self.compiled: Any = torch.compile(model, backend=self.backend, fullgraph=True)
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from .compare_masks import check_masks
+
+        state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
+        unchecked = [*state.masks]
+
+        def run(*args: Any) -> Any:
+            if not self.captured:
+                if state.refusals:
+                    raise RewriteRefused(state.refusals)
+                check_masks(unchecked, active_plan(self.sharding), args, alone=True)
+                raise _Captured
+            plan = active_plan(self.sharding)
+            return state.graph_module(*args, *(plan.tensor(key) for key in state.inputs))
+
+        return run
+
+    def compile(self) -> None:
+        """In this thread: Dynamo compiles for all threads at once."""
+        with suppress(_Captured), self.shard() as local:
+            self.compiled(**local)
+        self.captured = True
+
+    def shard(self) -> Any:
+        return self.sharding.shard(self.batch, shift_labels=self.shift_labels)
+
+    def rank_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor], BatchPlan]:
+        with self.shard() as local:
+            out = tensors_of(self.compiled(**local))
+            return *self.step(out, local.plan), local.plan
+
+    def step(self, out: dict[str, Tensor], plan: BatchPlan | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Outputs and parameter gradients, of the whole (`plan` None) or of this thread's part."""
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        total = self.loss(out, plan)
+        if total is None or not named:
+            return {name: v.detach() for name, v in out.items()}, {}
+        grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
+        return {name: v.detach() for name, v in out.items()}, dict(zip(named, grads, strict=True))
+
+    def loss(self, out: dict[str, Tensor], plan: BatchPlan | None) -> Tensor | None:
+        scalars = [name for name, value in out.items() if value.ndim == 0 and value.requires_grad]
+        if scalars:
+            return out["loss" if "loss" in scalars else scalars[0]]
+        size = self.batch[next(iter(self.sharding.tokens))].shape[self.dim] if plan is None else plan.local_size
+        for value in out.values():
+            if value.requires_grad and value.ndim > self.dim and value.shape[self.dim] == size:
+                return (value * self.weights(value, plan)).sum()
+        return None
+
+    def weights(self, value: Tensor, plan: BatchPlan | None) -> Tensor:
+        total = self.batch[next(iter(self.sharding.tokens))].shape[self.dim]
+        shape = [total if dim == self.dim else size for dim, size in enumerate(value.shape)]
+        whole = torch.randn(shape, dtype=value.dtype, generator=torch.Generator().manual_seed(0))
+        return whole if plan is None else cut_tokens(whole, self.dim, plan.local_indices(simulate.rank()), 0)
+
+
+class _Captured(Exception):
+    pass
+
+
+def tensors_of(out: Any, name: str = "") -> dict[str, Tensor]:
+    """Floating-point tensors of a model's output, by their path in it."""
+    if isinstance(out, Tensor):
+        return {name or "output": out} if out.is_floating_point() else {}
+    items: Any = ()
+    if isinstance(out, Mapping):
+        items = out.items()
+    elif isinstance(out, tuple) and hasattr(out, "_fields"):
+        items = zip(out._fields, out, strict=True)  # type: ignore[attr-defined]
+    elif isinstance(out, list | tuple):
+        items = enumerate(out)
+    return {k: v for key, part in items for k, v in tensors_of(part, f"{name}.{key}" if name else str(key)).items()}
+
+
+def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
+    """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once."""
+    if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
+        return _join_tokens(torch.cat(parts, dim), dim, plan)
+    if all(torch.equal(part, parts[0]) for part in parts):
+        return min((parts[0], parts[0] * len(parts)), key=lambda value: difference(value, expected))
+    return torch.stack(parts).sum(0)
+
+
+def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of the expected; infinite for other shapes."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    norm = max(float(expected.double().norm()), floor)
+    error = float((actual.double() - expected.double()).norm())
+    return error / norm if norm else error

@@ -1,0 +1,253 @@
+"""Compare masks on the first call: what the model computes, run on real tensors, with what the rewrite takes it for.
+
+A mask is run on the *global* batch where all that it reads is in the batch, on documents of at most `SAMPLE` tokens at
+the front of each row and in its middle: masks are T x T. A mask that comes in as a tensor is there for the shard only;
+then pairs of tokens whose answer a shard can know are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.documents import Documents
+from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
+from cp_rewrite.passes.predicate.decide import DROPPED_AT
+from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
+from cp_rewrite.sharding import CuSeqlens, Sharding, packing_args
+
+log = logging.getLogger(__name__)
+SAMPLE = 2048
+Bools = NDArray[np.bool_]
+Codes = NDArray[np.int8]
+Leaves = Callable[[RecordedTensor], dict[Ref, Tensor]]
+_DROPPED, _KEPT, _BIASED = 0, 1, 2
+_SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
+
+
+class MaskMismatch(RuntimeError):
+    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
+
+
+def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any], *, alone: bool = False) -> None:
+    """Compare each mask; a collective of the context-parallel group unless this process is `alone`.
+
+    Args:
+        masks: as recorded before the rewrite.
+        plan: of the batch in flight, with its global batch.
+        args: the graph's inputs on this rank.
+    Raises:
+        MaskMismatch: on every rank, with the line, the first pair of tokens that differs, and who says what.
+    """
+    found = [text for mask in masks for text in _differences(mask, plan, args)]
+    text = "\n".join(found)
+    texts = [text] if alone else _gathered(plan.sharding, text)
+    wrong = next((text for text in texts if text), None)
+    if wrong is not None:
+        raise MaskMismatch(wrong)
+
+
+def _gathered(sharding: Sharding, text: str) -> list[str]:
+    """Every rank's text, so that all ranks raise alike."""
+    if sharding.world_size == 1 or dist.get_backend(sharding.group) == "fake":
+        return [text]
+    texts: list[Any] = [None] * sharding.world_size
+    dist.all_gather_object(texts, text, group=sharding.group)
+    return texts
+
+
+def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
+    missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.batch.get(name), Tensor)}
+    if recorded.assumed and missing:
+        return _compare_local(recorded, plan, args)
+    if missing and recorded.blocks:
+        return [f"{recorded.where}: the block mask can't be compared: {', '.join(sorted(missing))} not in the batch"]
+    if missing:
+        log.warning("%s: mask not compared: %s not in the batch", recorded.where, ", ".join(sorted(missing)))
+        return []
+    for start, stop in windows(plan.plan.rows):
+        found = _compare_global(recorded, plan, start, stop, args)
+        if found:
+            return found
+    return []
+
+
+def windows(rows: Sequence[Documents]) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens to look at: from the front, and, of a single row, from a document in its middle."""
+    found = [(0, min(SAMPLE, rows[0].total))]
+    later = rows[0].starts[(rows[0].starts >= SAMPLE) & (rows[0].lengths > 0)]
+    if len(rows) == 1 and len(later):
+        start = int(later[len(later) // 2])
+        found.append((start, min(start + SAMPLE, rows[0].total)))
+    return found
+
+
+def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: int, args: Sequence[Any]) -> list[str]:
+    """Run the mask on tokens [start, stop) of all rows, as if they were the whole batch."""
+
+    def leaves(tensor: RecordedTensor) -> dict[Ref, Tensor]:
+        given = {ref: args[place] for ref, place in tensor.places.items() if ref not in tensor.names}
+        return given | {ref: _sample(plan, name, start, stop) for ref, name in tensor.names.items()}
+
+    rows = [_clip(documents, start, stop) for documents in plan.plan.rows]
+    expected = np.stack([recorded.mask.materialize(documents) for documents in rows])
+    known = np.ones_like(expected)
+    if recorded.mask.packed:  # what padding queries see is the model's own affair
+        known &= np.stack([documents.document_ids() >= 0 for documents in rows])[:, :, None]
+    actual = _run(recorded, leaves, stop - start, len(rows), plan.device)
+    return _report(recorded, actual, expected, known, start)
+
+
+def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
+    value: Tensor = plan.batch[name]
+    dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
+    if dim is not None:
+        value = value.narrow(dim, start, stop - start)
+    elif isinstance(packing, CuSeqlens) and name in packing_args(packing):
+        value = (value.clamp(start, stop) - start).to(value.dtype)
+    return value.to(plan.device)
+
+
+def _clip(documents: Documents, start: int, stop: int) -> Documents:
+    starts = np.clip(documents.starts, start, stop)
+    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start)
+
+
+def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
+    """Compare a mask made from, or for, this rank's tokens.
+
+    Whoever made it saw a row of pieces, not the global row. It must let tokens of one piece see each other as the
+    assumed mask says, and tokens of two documents not at all; about two pieces of one document a shard can't know.
+    """
+    tensor = recorded.tensor
+    if any(ref not in tensor.places for ref in tensor.canonical.leaves.values() if ref not in tensor.values):
+        return []
+    indices = plan.indices()
+    values = {ref: args[place] for ref, place in tensor.places.items()}
+    actual = _run(recorded, lambda _: values, indices.shape[1], len(indices), plan.device)
+    pairs = [_visible(recorded, documents, index) for documents, index in zip(plan.plan.rows, indices, strict=True)]
+    expected, known = (np.stack(part) for part in zip(*pairs, strict=True))
+    return _report(recorded, actual, expected, known, 0)
+
+
+def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int64]) -> tuple[Bools, Bools]:
+    """(what the mask says, where a shard can know it) for all pairs of a rank's tokens."""
+    mask, ids = recorded.mask, documents.document_ids()[np.maximum(index, 0)]
+    real = (index >= 0) & (ids >= 0)
+    same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
+    piece, run = _runs(index), _runs(index - documents.starts[ids])
+    delta = index[:, None] - index[None, :]
+    keep = same.copy()
+    if mask.left is not None:
+        keep &= delta <= mask.left
+    if mask.right is not None:
+        keep &= -delta <= mask.right
+    # Positions may count on from one document's piece to another's: who reads positions takes them for one.
+    known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
+    if mask.right == 0:
+        known |= same & (delta < 0)
+    return keep, known & real[:, None] & real
+
+
+def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A number for each run of values that count up by one."""
+    return np.cumsum(np.diff(values, prepend=values[:1]) != 1)
+
+
+def _report(recorded: RecordedMask, actual: Codes, expected: Bools, known: Bools, start: int) -> list[str]:
+    wrong = np.argwhere((actual != expected[:, None]) & known[:, None])
+    if not len(wrong):
+        return []
+    row, _, q, k = wrong[0].tolist()
+    word = "assumed" if recorded.assumed else "proven"
+    says = _SAYS[int(actual[tuple(wrong[0])])].format(q=start + q, k=start + k)
+    return [
+        f"{recorded.where}: the mask is {word} to be '{recorded.mask}', but the model's own mask {says} "
+        f"in row {row} ({len(wrong)} pairs differ)"
+    ]
+
+
+def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device: torch.device) -> Codes:
+    """(B, H, T, T): the mask's own computation on `leaves`; whether it drops, keeps or biases a pair."""
+    counts = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
+
+    def run(tensor: RecordedTensor, indices: Mapping[Ref, Tensor]) -> Tensor:
+        values = leaves(tensor)
+        named = {
+            s.node.expr: n for r, v in values.items() for s, n in zip(r.shape, v.shape, strict=True) if _is_symbol(s)
+        }
+        values = {ref: value.to(device) for ref, value in {**tensor.values, **values, **indices}.items()}
+        return evaluate(tensor.canonical, values, counts | named, device)
+
+    out = run(recorded.tensor, _grids(recorded.indices, (rows, 1, tokens, tokens), device))
+    keep = out.to(torch.int8)
+    if out.dtype != torch.bool:
+        keep = torch.where(out == 0, _KEPT, torch.where(out <= DROPPED_AT, _DROPPED, _BIASED))
+    lists = [run(tensor, {}) for tensor in recorded.blocks]
+    for counted, place in zip(lists[::2], lists[1::2], strict=True):
+        listed = _listed(counted, place, tokens, recorded.block_size)
+        keep = keep * listed if counted is lists[0] else torch.where(listed, _KEPT, keep)
+    heads = keep.shape[1] if keep.ndim == 4 else 1
+    return keep.expand(rows, heads, tokens, tokens).cpu().numpy()
+
+
+def _grids(indices: Sequence[Ref | None], grid: tuple[int, ...], device: torch.device) -> dict[Ref, Tensor]:
+    """Values of b, h, q and k for every element of a mask, each along its own dim."""
+    shapes = [[size if other == dim else 1 for other in range(4)] for dim, size in enumerate(grid)]
+    return {
+        ref: torch.arange(grid[dim], device=device).view(shapes[dim])
+        for dim, ref in enumerate(indices)
+        if ref is not None
+    }
+
+
+def _listed(counts: Tensor, places: Tensor, tokens: int, size: tuple[int, int]) -> Tensor:
+    """(B, H, T, T): whether a pair is in one of the first `counts` (B, H, Q) blocks of `places` (B, H, Q, K)."""
+    blocks = -(-tokens // size[1])
+    given = torch.arange(places.shape[-1], device=places.device) < counts[..., None]
+    table = torch.zeros(*places.shape[:-1], blocks + 1, dtype=torch.bool, device=places.device)
+    table.scatter_(-1, torch.where(given, places, blocks).long(), True)
+    query, key = (torch.arange(tokens, device=places.device) // n for n in size)
+    return table[:, :, query][..., key]
+
+
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+
+
+@torch.no_grad()
+def evaluate(
+    canonical: Canonical, values: Mapping[Ref, Tensor], sizes: Mapping[Any, int], device: torch.device
+) -> Tensor:
+    """Run a canonical slice on real tensors, its symbolic sizes replaced by `sizes`."""
+    env = dict(values)
+
+    def number(size: Any) -> Any:
+        value = size.node.expr.subs(sizes)
+        return float(value) if isinstance(size, torch.SymFloat) else int(value)
+
+    def tensor(ref: Ref) -> Tensor:
+        if ref not in env:
+            constant = canonical.constants.get(ref)
+            shape = [number(s) if isinstance(s, torch.SymInt) else s for s in ref.shape]
+            # A leaf that holds weights: masks read its shape only.
+            env[ref] = torch.full(shape, 0 if constant is None else constant, dtype=ref.dtype, device=device)
+        return env[ref]
+
+    for call in canonical.calls:
+        args, kwargs = tree_map_only(Ref, tensor, (call.args, call.kwargs))
+        args, kwargs = tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), number, (args, kwargs))
+        out: Any = call.func(*args, **kwargs)
+        for ref, result in zip(call.outputs, out if isinstance(out, tuple | list) else [out], strict=True):
+            if ref is not None:
+                env[ref] = result
+    return tensor(canonical.output)

@@ -1,0 +1,153 @@
+"""A dry run: what would be rewritten, what not and why, and the graph before and after. No GPU, no process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from cp_rewrite import passes
+from cp_rewrite.backend import capture
+from cp_rewrite.batch.active import active_plan
+from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
+from cp_rewrite.refusal import Refusal, source_line
+from cp_rewrite.sharding import Sharding, require_sharding
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention site. `where` is the source line; `exchange` and `kernel` are None when the graph is refused."""
+
+    where: str
+    mask: str
+    exchange: str | None
+    kernel: str | None
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.exchange is None:
+            return f"proven    {self.where}\n          {self.mask}"
+        reasons = "".join(f"\n          {line}" for line in self.why if line)
+        return f"rewritten {self.where}\n          {self.mask} | {self.exchange} | {self.kernel}{reasons}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `explain` found. `str()` is the text to read.
+
+    Args:
+        sites: one entry per proven attention site. refusals: every reason against a rewrite; empty when there is none.
+        ops_before, ops_after: how often each op stands in the graph; equal when refused.
+        before, after: the normalised graphs, a line a node.
+    """
+
+    sites: tuple[SiteReport, ...]
+    refusals: tuple[Refusal, ...]
+    ops_before: Counter[str]
+    ops_after: Counter[str]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when the graph is rewritten."""
+        return not self.refusals
+
+    @property
+    def diff(self) -> str:
+        """Normalised unified diff of the graph, repeated layers folded."""
+        return graph_diff(list(self.before), list(self.after))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals"]
+        lines += _folded([str(site) for site in self.sites])
+        lines += [f"refused   {refusal}" for refusal in self.refusals]
+        changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
+        lines += [f"ops       {op}: {self.ops_before[op]} -> {self.ops_after[op]}" for op in changed]
+        return "\n".join(lines)
+
+
+def explain(
+    model: nn.Module | Callable[..., Any], sharding: Sharding, *, shift_labels: bool = False
+) -> Callable[..., Report]:
+    """Capture a model and run the passes on it; nothing of the model runs.
+
+        report = cp.explain(model, sharding)(**batch)
+
+    The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
+    `shift_labels` as in `Sharding.shard`.
+
+    Raises:
+        TypeError: no model or no Sharding. The returned function raises what `Sharding.shard` does, and what Dynamo
+            does where it can't capture the whole model.
+    """
+    if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(f"model must be a module or a function, got {model!r}")
+    sharding = replace(require_sharding(sharding), check_batches=False)  # one rank may ask alone
+
+    def dry_run(**batch: Any) -> Report:
+        found: list[Report] = []
+
+        def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            found.append(_report(capture(gm, sharding, active_plan(sharding))))
+            return _stop
+
+        with sharding.shard(batch, shift_labels=shift_labels) as local:
+            try:
+                torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
+            except _Captured:
+                return found[0]
+        raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")
+
+    return dry_run
+
+
+class _Captured(Exception):
+    pass
+
+
+def _stop(*_: Any) -> Any:
+    raise _Captured
+
+
+def _report(state: passes.State) -> Report:
+    before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
+    where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
+    state = passes.run_passes(state)
+    decisions = {id(decision.site): decision for decision in state.decisions}
+    sites: list[SiteReport] = []
+    for site in state.sites:
+        decision = None if state.refusals else decisions.get(id(site))
+        line = where.get(id(site.node)) or source_line(site.node)
+        mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
+        chosen = (None, None, ()) if decision is None else (decision.exchange, decision.kernel, decision.why)
+        sites.append(SiteReport(line, mask, *chosen))
+    after = graph_lines(state.graph_module)
+    return Report(tuple(sites), state.refusals, ops_before, _op_counts(state.graph_module), tuple(before), tuple(after))
+
+
+def _op_counts(gm: fx.GraphModule) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            counts.update(_op_name(node) for node in module.graph.nodes if node.op.startswith("call"))
+    return counts
+
+
+def _op_name(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    return (
+        str(target).removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    )
+
+
+def _folded(entries: list[str]) -> list[str]:
+    """Equal entries, one per layer, as one line with a count."""
+    return [text + (f"  (× {count})" if count > 1 else "") for text, count in Counter(entries).items()]

@@ -1,0 +1,127 @@
+"""Ranks of a context-parallel group as threads of this process, on the CPU, for checks: no launcher, no network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    _create_work_from_future,
+    _register_process_group,
+    _unregister_process_group,
+)
+
+from cp_rewrite.sharding import Sharding
+
+GROUP = "cp_rewrite_threads"
+_place = threading.local()
+
+
+def rank() -> int:
+    """The rank that this thread plays."""
+    return getattr(_place, "rank", 0)
+
+
+@dataclass(frozen=True)
+class ThreadSharding(Sharding):
+    """A Sharding whose ranks are threads."""
+
+    @property
+    def rank(self) -> int:
+        return rank()
+
+    @property
+    def group_name(self) -> str:
+        return GROUP
+
+    @staticmethod
+    def like(sharding: Sharding) -> ThreadSharding:
+        """The same annotation over threads. No capacity: rows travel by `needed`, as no other way can."""
+        values: dict[str, Any] = {f.name: getattr(sharding, f.name) for f in fields(Sharding)}
+        values.update(
+            mesh=sharding.world_size,
+            exchange="needed",
+            kernel="reference",
+            inner="eager",
+            verify="first_step",
+            capacity=None,
+        )
+        return ThreadSharding(**values)
+
+
+class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
+    """The collectives that rewritten graphs and `token_mean` call, between threads."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.barrier_ = threading.Barrier(size, timeout=300)
+        self.slots: list[Any] = [None] * size
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every thread's value, in order of ranks."""
+        self.slots[rank()] = value
+        self.barrier_.wait()
+        values = list(self.slots)
+        self.barrier_.wait()
+        return values
+
+    def alltoall_base(self, output: Tensor, input: Tensor, recv: list[int], send: list[int], opts: Any = None) -> Any:
+        parts = self.exchange(input.split(send))
+        output.copy_(torch.cat([sent[rank()] for sent in parts]))
+        return self._done(output)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        values = self.exchange([tensor.clone() for tensor in tensors])
+        for tensor, *parts in zip(tensors, *values, strict=True):
+            tensor.copy_(torch.stack(parts).sum(0))
+        return self._done(tensors)
+
+    def getSize(self) -> int:
+        return len(self.slots)
+
+    def getRank(self) -> int:
+        return rank()
+
+    def getBackendName(self) -> str:
+        return "threads"
+
+    def _done(self, result: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(result)
+        return _create_work_from_future(future)
+
+
+@contextmanager
+def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]]]:
+    """A group of threads: yields `run(fn)`, which calls fn in each of them at once and returns results by rank."""
+    group = ThreadGroup(size)
+    _register_process_group(GROUP, group)
+
+    def play(place: int, fn: Callable[[], Any]) -> Any:
+        _place.rank = place
+        try:
+            return fn()
+        except BaseException:
+            group.barrier_.abort()  # the others must not wait for this one
+            raise
+
+    def run(fn: Callable[[], Any]) -> list[Any]:
+        with ThreadPoolExecutor(size) as threads:
+            futures = [threads.submit(play, place, fn) for place in range(size)]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        # The first that failed broke the barrier of the others.
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    try:
+        yield cast(Any, run)
+    finally:
+        _unregister_process_group(GROUP)

@@ -1,0 +1,1 @@
+"""FlashAttention: the libraries, their variable-length calls and what is read inside of them."""

@@ -1,0 +1,173 @@
+"""The launches of a batch: how often a variable-length kernel is called, and over what.
+
+Such a kernel takes running sums of query and key lengths and one window per launch. Launch 0 is the one of
+`Tables.cu_seqlens_*`. Pieces that need another window (documents' ends under a two-sided window) run in launches of
+their own over gathered query rows; their keys lie side by side already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_rewrite.kernels.tables import Tables
+
+_SOME = 256
+"""The least length told to a kernel: FA4 compiles other variants for shorter ones, to no gain here."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """Where a backward writes gradients of keys, and rows that travel beside it. It calls each once, when its stream is
+    told all that comes before.
+
+    Args:
+        grads: (dk, dv), of the keys that it is given.
+        keys_needed: from here on keys and values are read, and dk and dv written. gradients_written: they are.
+        mxint15: dk and dv are parts of sums, written as MXINT15 (`csrc/rows.cuh`), where the kernel `keeps_sums`.
+        holder_ptr: (E + 1,) int32, of `push.push_route`: keys that nobody holds a part of are not; None: all are.
+    """
+
+    grads: tuple[Tensor, Tensor]
+    keys_needed: Callable[[], None] = _nothing
+    gradients_written: Callable[[], None] = _nothing
+    mxint15: bool = False
+    holder_ptr: Tensor | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Gradients are fp32, not rounded at all."""
+        return self.grads[0].dtype == torch.float32
+
+    def of_keys(self, keys: slice, *, told: bool) -> Beside:
+        """The same for one launch over some of the keys, which calls nothing unless `told`."""
+        stop = min(keys.stop, self.grads[0].shape[0])
+        grads = self.grads[0][keys], self.grads[1][keys]
+        ptr = None if self.holder_ptr is None else self.holder_ptr[keys.start : stop + 1]
+        calls = (self.keys_needed, self.gradients_written) if told else (_nothing, _nothing)
+        return Beside(grads, *calls, self.mxint15, ptr)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One call of the kernel.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the device.
+        rows: int64 on the device, the local rows this launch gathers; None: rows [0, stop) as they are.
+        stop: query rows that the kernel sees.
+        keys: (k0, k1), the expanded rows that it sees.
+        window: (left, right), bottom-right aligned; None: no limit.
+        max_q, max_k: the longest entry of each side.
+        gaps: some rows in [0, stop) belong to no piece of this launch; dirty: to no piece at all, so may hold NaN.
+        beside: what a backward calls on its way.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    rows: Tensor | None
+    stop: int
+    keys: tuple[int, int]
+    window: tuple[int | None, int | None]
+    max_q: int
+    max_k: int
+    gaps: bool = False
+    dirty: bool = False
+    beside: Beside | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.window == (None, 0)
+
+
+_launches = WeakTensorKeyDictionary()
+
+
+def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
+    """The launches of a batch, largest first; made once per batch, on the host, and kept as long as its pieces."""
+    pieces = tables.pieces
+    # Tables that are refilled in place are another batch.
+    version = 0 if pieces.is_inference() else pieces._version
+    known = _launches.get(pieces)
+    if known is None or known[0] is not tables.cu_seqlens_q or known[1] != version:
+        known = _launches[pieces] = (tables.cu_seqlens_q, version, _make_launches(tables, rows))
+    return known[2]
+
+
+def _make_launches(tables: Tables, rows: int) -> tuple[Launch, ...]:
+    if tables.launches.shape[0] > 1 and int(tables.launches[1, 2]) == -1:
+        return (_fixed_launch(tables, rows),)
+    pieces: NDArray[np.int64] = tables.pieces.numpy()
+    pieces = pieces[(pieces[:, 1] > pieces[:, 0]) & (pieces[:, 3] > pieces[:, 2])]
+    found = [_main_launch(tables, pieces, rows)]
+    for number in np.unique(pieces[:, 6]):
+        if number:
+            found.append(_gathered_launch(pieces[pieces[:, 6] == number], tables.cu_seqlens_q.device))
+    return tuple(found)
+
+
+def _fixed_launch(tables: Tables, rows: int) -> Launch:
+    """Over all rows, some of which may belong to no piece, whatever the batch."""
+    left, right, max_q, max_k = tables.launches[0].tolist()
+    keys = (0, sys.maxsize)
+    window = _window(left, right)
+    return Launch(tables.cu_seqlens_q, tables.cu_seqlens_k, None, rows, keys, window, max_q, max_k, True, True)
+
+
+def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> Launch:
+    pieces = all_pieces[all_pieces[:, 6] == 0]
+    covered, stop = _covered(pieces)
+    gaps, dirty = stop != covered, False
+    cu_q, cu_k = tables.cu_seqlens_q, tables.cu_seqlens_k
+    if gaps:
+        dirty, stop = _covered(all_pieces)[0] != rows, rows
+    elif stop < rows:
+        # Only the last rows are not in this launch: the entries before them are the pieces.
+        cu_q, cu_k = cu_q[: len(pieces) + 1], cu_k[: len(pieces) + 1]
+    left, right, max_q, max_k = tables.launches[0].tolist()
+    keys = (0, int(pieces[:, 3].max(initial=0)))
+    sizes = max(max_q, _SOME), max(max_k, _SOME)
+    return Launch(cu_q, cu_k, None, stop, keys, _window(left, right), *sizes, gaps, dirty)
+
+
+def _covered(pieces: NDArray[np.int64]) -> tuple[int, int]:
+    """(query rows in pieces, one past the last of them)."""
+    return int((pieces[:, 1] - pieces[:, 0]).sum()), int(pieces[:, 1].max(initial=0))
+
+
+def _gathered_launch(pieces: NDArray[np.int64], device: torch.device) -> Launch:
+    q_lengths, k_lengths = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
+    start = np.cumsum(q_lengths) - q_lengths
+    rows = np.repeat(pieces[:, 0] - start, q_lengths) + np.arange(int(q_lengths.sum()))
+    if (pieces[1:, 2] != pieces[:-1, 3]).any():
+        raise ValueError("the keys of one launch must lie side by side in the expanded rows")
+    return Launch(
+        _running_sum(q_lengths, device),
+        _running_sum(k_lengths, device),
+        torch.from_numpy(rows).to(device, non_blocking=True),
+        len(rows),
+        (int(pieces[0, 2]), int(pieces[-1, 3])),
+        _window(int(pieces[0, 4]), int(pieces[0, 5])),
+        max(int(q_lengths.max()), _SOME),
+        max(int(k_lengths.max()), _SOME),
+    )
+
+
+def _running_sum(lengths: NDArray[np.int64], device: torch.device) -> Tensor:
+    total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return torch.from_numpy(total).to(device, non_blocking=True)
+
+
+def _window(left: int, right: int) -> tuple[int | None, int | None]:
+    return (None if left < 0 else left), (None if right < 0 else right)

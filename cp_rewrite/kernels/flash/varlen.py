@@ -1,0 +1,197 @@
+"""What variable-length flash kernels share: how launches run, in one piece or in two stages, and what to do with rows
+of no document.
+
+Rows of no document may hold NaN, and a kernel that loads whole tiles would spread it. Where such rows form the end of
+the local rows they are left out; where they lie in between, the backward reads cleaned copies, and rows of the results
+are overwritten with exact zeros.
+
+Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V head dims, N entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.rows import zero_gaps
+from cp_rewrite.kernels.tables import Tables
+
+from .launches import Beside, Launch, launches_of
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
+"""(q, k, v, out, lse, launch, params): writes out (rows, Hq, V) and lse (Hq, rows), -inf where a row sees no key."""
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
+"""(dout, q, k, v, out, lse, dq, dk, dv, launch, params): writes dq, dk and dv."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """A forward in two parts, of which one has its keys while those of the other come on another stream.
+
+    Args:
+        cut: (entries, query rows, expanded rows) before the cut. early: the part (0 or 1) whose keys are here.
+        rest: (cu_seqlens_q, cu_seqlens_k) of the entries after the cut, from 0.
+        stream: after what it is told so far, all keys are here; None: they are.
+        near: (k, v) of the early part, if they lie elsewhere than those of the late one.
+    """
+
+    cut: tuple[int, int, int]
+    early: int
+    rest: tuple[Tensor, Tensor]
+    stream: torch.cuda.Stream | None = None
+    near: tuple[Tensor, ...] | None = None
+
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Both parts; the late one fills the GPU up as the early one ends."""
+        if self.stream is not None:
+            # Deterministic torch fills new memory, results among it: not after the late part has written there.
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        parts[self.early]()
+        with torch.cuda.stream(self.stream):
+            parts[1 - self.early]()
+        self.join()
+
+    def join(self) -> None:
+        """Wait for all keys, and for what was told to wait for them."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def of(self, launch: Launch, keys: tuple[Tensor, ...]) -> tuple[tuple[Launch, slice, tuple[Tensor, ...]], ...]:
+        """(launch, query rows, its part of the keys) of both parts."""
+        n, rows, cut = self.cut
+        more = launch.cu_seqlens_q.shape[0] - n
+        cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
+        rest_q, rest_k = (cu[:more] for cu in self.rest)
+        parts = [tuple(x[:cut] for x in keys), tuple(x[cut:] for x in keys)]
+        if self.near is not None:
+            parts[self.early] = self.near
+        first = replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows)
+        last = replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows)
+        return (first, slice(rows), parts[0]), (last, slice(rows, launch.stop), parts[1])
+
+
+def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`forward` and `backward` of a kernel module, with the arguments and results of `reference`'s."""
+    return partial(run_forward, forward), partial(run_backward, backward)
+
+
+def run_forward(
+    kernel: Forward,
+    q_RHD: Tensor,
+    k_EHD: Tensor,
+    v_EHV: Tensor,
+    tables: Tables,
+    params: Params,
+    stages: Stages | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
+    rows, heads = q_RHD.shape[:2]
+    out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
+    lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
+    launches = launches_of(tables, rows)
+    # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
+    if stages is not None and stages.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
+        assert stages.near is None
+        stages.join()
+        stages = None
+    for number, launch in enumerate(launches):
+        k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
+        if launch.rows is not None:
+            q = q_RHD.index_select(0, launch.rows)
+            part = out.new_empty(q.shape[0], *out.shape[1:]), lse.new_empty(heads, q.shape[0])
+            kernel(q, k, v, *part, launch, params)
+            out.index_copy_(0, launch.rows, part[0])
+            lse.index_copy_(1, launch.rows, part[1])
+        elif stages is not None:
+            parts = stages.of(launch, (k, v))
+            stages.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
+        elif launch.stop:
+            seen = slice(launch.stop)
+            _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
+        if number == 0 and (launch.gaps or launch.stop < rows):
+            zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
+    return out, lse
+
+
+def _over(
+    kernel: Forward, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params
+) -> Callable[[], None]:
+    """The kernel over some rows, told later. It wants an lse of its own where these are not all rows."""
+    part = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
+
+    def run() -> None:
+        kernel(q, k, v, out, part, launch, params)
+        if part is not lse:
+            lse.copy_(part)
+
+    return run
+
+
+def run_backward(
+    kernel: Backward,
+    dout_RHV: Tensor,
+    q_RHD: Tensor,
+    k_EHD: Tensor,
+    v_EHV: Tensor,
+    out_RHV: Tensor,
+    lse_HR: Tensor,
+    tables: Tables,
+    params: Params,
+    beside: Beside | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer or
+    those of `beside`, which is for kernels that know `Launch.beside`; rows that no piece reads are then left alone."""
+    rows = q_RHD.shape[0]
+    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
+    launches = launches_of(tables, rows)
+    inside = beside is not None and len(launches) == 1 and launches[0].stop > 0
+    if beside is not None and not inside:
+        beside.keys_needed()
+    dk, dv = _grad_rows(k_EHD, v_EHV, params.wide) if beside is None else beside.grads
+    last = max((launch.keys[1] for launch in launches), default=0)
+    if beside is None and last < dk.shape[0]:
+        dk[last:], dv[last:] = 0, 0
+    for number, launch in enumerate(launches):
+        keys = slice(*launch.keys)
+        outputs = dk[keys], dv[keys]
+        if beside is not None:
+            launch = replace(launch, beside=beside.of_keys(keys, told=inside))
+        q, dout = _clean(q_RHD, tables, launch), _clean(dout_RHV, tables, launch)
+        out, lse, grad = out_RHV, lse_HR, dq
+        if launch.rows is not None:
+            out, lse = out.index_select(0, launch.rows), lse.index_select(1, launch.rows)
+            grad = dq.new_empty(q.shape)
+        elif launch.stop < rows:
+            out, lse, grad = out[: launch.stop], lse[:, : launch.stop].contiguous(), dq[: launch.stop]
+        if q.shape[0]:
+            kernel(dout, q, k_EHD[keys], v_EHV[keys], out, lse, grad, *outputs, launch, params)
+        if launch.rows is not None:
+            dq.index_copy_(0, launch.rows, grad)
+        if number == 0 and (launch.gaps or launch.stop < rows):
+            zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
+    if beside is not None and not inside:
+        beside.gradients_written()
+    return dq, dk, dv
+
+
+def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:
+    """The rows of x that a launch reads, without NaN in rows that belong to no piece."""
+    if launch.rows is not None:
+        return x.index_select(0, launch.rows)
+    if not launch.dirty:
+        return x[: launch.stop]
+    x = x.clone(memory_format=torch.contiguous_format)
+    zero_gaps(x, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
+    return x
+
+
+def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
+    k_width, v_width = k_EHD.shape[1] * k_EHD.shape[2], v_EHV.shape[1] * v_EHV.shape[2]
+    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width, dtype=torch.float32 if wide else None)
+    return buffer[:, :k_width].view(k_EHD.shape), buffer[:, k_width:].view(v_EHV.shape)

@@ -1,0 +1,1 @@
+"""Memory of the peers' GPUs: symmetric memory, and kernels that write into it."""

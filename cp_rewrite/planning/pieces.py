@@ -1,0 +1,147 @@
+"""Pieces: the units of attention on a rank.
+
+A piece is a maximal run of consecutive tokens of one document on one rank. It attends to keys [key0, key1) of its
+document with one plain kernel mask, aligned at the bottom right as flash kernels do when lengths differ: query i of n
+sees key j of m when  -left <= j - (i + m - n) <= right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+
+from .intervals import Int, overlaps
+
+Segments = tuple[Int, Int, Int, Int]
+"""(starts, stops, owners, sources): flat global rows [start, stop) are local rows [source, …) of their owner."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of all ranks, by rank, then by local row: one entry per piece in each (N,) int64 array.
+
+    Args:
+        rank: the owner.
+        q0, q1: flat local rows [q0, q1) of the owner.
+        key0, key1: keys [key0, key1), as flat global rows b T + t.
+        left, right: the kernel's window for this piece; -1: no limit.
+    """
+
+    rank: Int
+    q0: Int
+    q1: Int
+    key0: Int
+    key1: Int
+    left: Int
+    right: Int
+
+    def take(self, index: Int | slice) -> Pieces:
+        """The pieces at `index`."""
+        return Pieces(*(column[index] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[Int, ...]:
+        return (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right)
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def seen_pairs(self) -> Int:
+        """(N,) pairs of a query and a key that it sees."""
+        queries, keys = self.q1 - self.q0, self.key1 - self.key0
+        # The query d before the last one has d - right keys hidden after it, and keys - 1 - d - left before it.
+        after = np.where(self.right < 0, 0, _triangle(queries - 1 - self.right))
+        top = keys - 1 - self.left
+        before = np.where(self.left < 0, 0, _triangle(top) - _triangle(top - queries))
+        return queries * keys - after - before
+
+
+def flat_documents(rows: Sequence[Documents], packed: bool) -> tuple[Int, Int]:
+    """Starts and ends of all non-empty documents, as flat global rows."""
+    total = rows[0].total
+    if not packed:
+        starts = np.arange(len(rows), dtype=np.int64) * total
+        return starts, starts + total
+    starts = np.concatenate([docs.starts + b * total for b, docs in enumerate(rows)])
+    lengths = np.concatenate([docs.lengths for docs in rows])
+    return starts[lengths > 0], (starts + lengths)[lengths > 0]
+
+
+def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedMask) -> Pieces:
+    """All pieces, with their keys and kernel windows."""
+    starts, stops, owners, sources = segments
+    segment, doc = overlaps(starts, stops, doc_starts, doc_ends)
+    a = np.maximum(starts[segment], doc_starts[doc])
+    b = np.minimum(stops[segment], doc_ends[doc])
+    first, end = doc_starts[doc], doc_ends[doc]
+    if mask.right is not None and mask.right > 0:
+        # Queries whose window the document's end clips need other kernel windows than the ones before them,
+        # except in a piece that ends with its document: there (left, right) itself is right for all of it.
+        cut = np.clip(end - mask.right, a, b)
+        whole = (b == end) | (cut == a) | (cut == b)
+        cut = np.where(whole, b, cut)
+        twice = np.repeat(np.arange(len(a)), np.where(whole, 1, 2))
+        second = np.diff(twice, prepend=-1) == 0
+        a, b = np.where(second, cut[twice], a[twice]), np.where(second, b[twice], cut[twice])
+        segment, first, end = segment[twice], first[twice], end[twice]
+    q0 = sources[segment] + a - starts[segment]
+    key0 = first if mask.left is None else np.maximum(first, a - mask.left)
+    key1 = end if mask.right is None else np.minimum(end, b + mask.right)
+    left, right = _kernel_window(a, b, first, end, mask)
+    return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right)
+
+
+def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tuple[Int, Int]:
+    """The window of a kernel that aligns the last query b - 1 with the last key min(end, b + right) - 1.
+
+    Seen from there the query's own position lies `ahead` = (keys after it) back, so both sides shift by it. A piece
+    that sees all its keys takes the window of whole documents if that hides none of them either, else "no limit": so
+    more pieces share a launch.
+    """
+    no_limit = np.full(len(a), -1, dtype=np.int64)
+    if mask.right is None:
+        ahead, right, clipped = end - b, no_limit, np.ones(len(a), dtype=np.bool_)
+    else:
+        ahead = np.minimum(end - b, mask.right)
+        clipped = (mask.right > 0) & (b < end) & (a >= end - mask.right)
+        right = np.where(clipped, -1, mask.right - ahead)
+    sees_all, fits = clipped, clipped
+    if mask.left is not None:
+        sees_all = clipped & (b - 1 - mask.left <= first)
+        fits = sees_all & (end - first <= mask.left + 1)
+    # A clipped piece has at most `right` queries, so a limit of `right` keys after each hides none.
+    right = right if mask.right is None else np.where(fits, mask.right, right)
+    if mask.left is None:
+        return no_limit, right
+    return np.where(fits, mask.left, np.where(sees_all, -1, mask.left + ahead)), right
+
+
+def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:
+    """(order, launch): pieces by rank, launch and local row; launches of a rank are numbered by falling work."""
+    if len(pieces) == 0:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    by_kind = np.lexsort((pieces.right, pieces.left, pieces.rank))
+    rank, left, right = (column[by_kind] for column in (pieces.rank, pieces.left, pieces.right))
+    new = np.ones(len(pieces), dtype=np.bool_)
+    new[1:] = (rank[1:] != rank[:-1]) | (left[1:] != left[:-1]) | (right[1:] != right[:-1])
+    kind = np.empty(len(pieces), dtype=np.int64)
+    kind[by_kind] = np.cumsum(new) - 1
+    rank = rank[new]
+    work = np.bincount(kind, weights=(pieces.q1 - pieces.q0) * (pieces.key1 - pieces.key0).astype(np.float64))
+    by_work = np.lexsort((-work, rank))
+    number = np.empty(len(rank), dtype=np.int64)
+    number[by_work] = np.arange(len(rank)) - np.searchsorted(rank, rank)
+    launch = number[kind]
+    order = np.lexsort((pieces.q0, launch, pieces.rank))
+    return order, launch[order]
+
+
+def _triangle(n: Int) -> Int:
+    """1 + 2 + … + n; 0 for n < 0."""
+    return np.maximum(n, 0) * (np.maximum(n, 0) + 1) // 2

@@ -1,0 +1,1 @@
+"""Routes: which rows travel between ranks, as the tables that ops read."""

@@ -1,0 +1,59 @@
+"""Ranks as a grid: heads are scattered over the inner dim, so that the ranks of one outer place act as one owner.
+
+    4 ranks, inner 2      outer place 0: ranks 0 1      outer place 1: ranks 2 3
+
+After an all-to-all over the inner dim a rank holds the tokens of its whole place, rank after rank. `row_order` sorts
+them as every schedule wants them: by position in the row, padding at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts.orders import TokenOrder, joined
+from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.schedule import Schedule, build
+
+
+def outer_schedule(plan: BatchPlan, mask: PackedMask, inner: int) -> Schedule:
+    """The schedule of the outer places: each owns the tokens of its `inner` ranks."""
+    orders = [
+        TokenOrder(
+            order.total,
+            tuple(_merged(order.intervals[at : at + inner]) for at in range(0, plan.world_size, inner)),
+        )
+        for order in plan.orders
+    ]
+    return build(plan.rows, orders, mask, inner * plan.local_size)
+
+
+def row_order(plan: BatchPlan, place: int, inner: int) -> dict[str, NDArray[np.int32]]:
+    """Where each row of an outer place stands in the buffer that the inner all-to-all fills, and the inverse.
+
+        gathered rows (two ranks)    tokens 0 1 6 7 | 2 3 4 5       row_order 0 1 4 5 6 7 2 3
+
+    Returns:
+        row_order, row_inverse: (inner R,) int32 permutations; row_inverse[row_order[i]] == i.
+    """
+    size, batch = plan.local_size, len(plan.rows)
+    tokens = np.stack([plan.local_indices(place * inner + rank) for rank in range(inner)], axis=1)  # (B, inner, T_l)
+    slot = np.arange(inner)[:, None] * batch * size + np.arange(size)  # of batch row 0
+    order = np.empty((batch, inner * size), dtype=np.int64)
+    for b, row in enumerate(tokens.reshape(batch, -1)):
+        sort = np.argsort(np.where(row < 0, plan.rows[0].total, row), kind="stable")
+        order[b] = slot.reshape(-1)[sort] + b * size
+    inverse = np.empty(order.size, dtype=np.int32)
+    inverse[order.reshape(-1)] = np.arange(order.size)
+    fill = np.zeros(max(0, 2 - order.size), dtype=np.int32)
+    return {
+        "row_order": np.concatenate([order.reshape(-1), fill]).astype(np.int32),
+        "row_inverse": np.concatenate([inverse, fill]),
+    }
+
+
+def _merged(parts: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
+    """Disjoint intervals of several ranks as those of one: ascending, neighbours joined."""
+    intervals = np.concatenate(parts)
+    return joined(intervals[np.argsort(intervals[:, 0], kind="stable")])

@@ -1,0 +1,265 @@
+"""What every rank's attention does, and where the rows it reads live: kernel tables and routes.
+
+Keys are gathered into one buffer of *expanded rows*, piece after piece; a row that two pieces need is there twice.
+
+    document of 8 tokens, causal, rank 0 owns [0, 2) and [6, 8)
+    pieces          q [0, 2) keys [0, 2)      q [6, 8) keys [0, 8)
+    local rows      0 1 2 3                   (tokens 0 1 6 7)
+    expanded rows   0 1 | 2 3 4 5 6 7 8 9     (tokens 0 1 | 0 1 2 3 4 5 6 7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts.orders import TokenOrder, common_local_size
+
+from .intervals import Int, expand_ranges, overlaps, sum_lists, union
+from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
+
+Int32 = NDArray[np.int32]
+D = TypeVar("D", bound=np.integer)
+ROUTES = ("local", "all_gather", "needed")
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Keys that lie side by side on their owner: expanded rows [row, row + length) of rank `reader` are local rows
+    [source, source + length) of rank `owner`. (M,) int64 arrays, by reader, then by expanded row; `piece` is the index
+    of the piece that reads them."""
+
+    piece: Int
+    reader: Int
+    row: Int
+    owner: Int
+    source: Int
+    length: Int
+
+    def take(self, index: NDArray[np.bool_] | Int) -> Runs:
+        """The runs at `index`."""
+        columns = (self.piece, self.reader, self.row, self.owner, self.source, self.length)
+        return Runs(*(column[index] for column in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The attention of all ranks over one batch under one mask.
+
+    Args:
+        world_size: ranks P.
+        rows: local rows R of each rank: batch rows x local row size.
+        pieces: of all ranks; within a rank ordered as the expanded rows are: by launch, then by local row.
+        launch: (N,) int64: each piece's launch on its rank, 0 first.
+        segments: (starts, stops, owners, sources): who owns flat global rows [start, stop), from which local row on.
+    """
+
+    world_size: int
+    rows: int
+    pieces: Pieces
+    launch: Int
+    segments: Segments
+
+    @cached_property
+    def piece_bounds(self) -> Int:
+        """(P + 1,) pieces of rank r are [piece_bounds[r], piece_bounds[r + 1])."""
+        return np.searchsorted(self.pieces.rank, np.arange(self.world_size + 1))
+
+    @cached_property
+    def expanded(self) -> Int:
+        """(P,) expanded rows of each rank."""
+        total = np.concatenate([[0], np.cumsum(self.pieces.key1 - self.pieces.key0)])
+        return np.diff(total[self.piece_bounds])
+
+    def seen_pairs(self) -> NDArray[np.float64]:
+        """(P,) pairs of a query and a key that it sees, per rank."""
+        return np.bincount(self.pieces.rank, self.pieces.seen_pairs, self.world_size).astype(np.float64)
+
+    def attention(self, rank: int) -> dict[str, NDArray[np.integer]]:
+        """The kernel tables of one rank, in a fixed order. Leading dims are at least 2: compilers specialise 0 and 1.
+
+        Returns:
+            cu_seqlens_q, cu_seqlens_k: (N + 1,) int32. Entries cover all R local rows in order. Rows of no piece, and
+                pieces of other launches than launch 0, are entries with no key. cu_seqlens_k counts expanded rows.
+            pieces: (N', 7) int64: q0, q1 (flat local rows), k0, k1 (expanded rows), left, right, launch; by launch,
+                then by row. All-zero rows (q0 == q1) at the end only fill up to 2.
+            launches: (G, 4) int64: left, right, max_q, max_k; most work first; cu_seqlens describe launch 0, and its
+                max_q covers entries with no key too. A row with max_q == 0 only fills up to 2.
+        """
+        mine = slice(*self.piece_bounds[rank : rank + 2])
+        return kernel_tables(self.pieces.take(mine), self.launch[mine], self.rows)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Where the expanded rows of all ranks come from."""
+        starts, stops, owners, sources = self.segments
+        key0, key1 = self.pieces.key0, self.pieces.key1
+        piece, segment = overlaps(key0, key1, starts, stops)
+        low = np.maximum(key0[piece], starts[segment])
+        high = np.minimum(key1[piece], stops[segment])
+        row = np.cumsum(high - low) - (high - low)
+        reader = self.pieces.rank[piece]
+        row -= np.concatenate([[0], np.cumsum(self.expanded)])[reader]
+        return Runs(piece, reader, row, owners[segment], sources[segment] + low - starts[segment], high - low)
+
+    def route(self, exchange: str, rank: int) -> dict[str, NDArray[np.integer]]:
+        """The row tables of one rank for one way of moving rows, in a fixed order. P ranks, R local rows, E expanded.
+
+        `local`: kv_rows (E,) local row of each expanded row; sum_ptr (R + 1,), sum_rows (at least 2 R,): the expanded
+            rows that contribute to each local row, see `intervals.sum_lists`. For one rank.
+        `all_gather`: the same over the P R gathered rows (owner R + local row).
+        `needed`: send_rows (S,) local rows by destination; splits (2, P) rows sent to and received from each rank;
+            kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows;
+            return_ptr (R + 1,), return_rows into cat(own sums (R), rows that come back (S)).
+        Raises:
+            ValueError: an unknown exchange, or `local` with more than one rank.
+        """
+        if exchange == "local" and self.world_size > 1:
+            raise ValueError(f"the local route is for one rank, this schedule has {self.world_size}")
+        if exchange in ("local", "all_gather"):
+            return self._gathered_route(rank)
+        if exchange == "needed":
+            return self._needed_route(rank)
+        raise ValueError(f"exchange must be one of {', '.join(ROUTES)}; got {exchange!r}")
+
+    def _gathered_rows(self, rank: int) -> Int:
+        runs = self.runs.take(self.runs.reader == rank)
+        return expand_ranges(runs.owner * self.rows + runs.source, runs.length)
+
+    def _gathered_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
+        kv_rows = self._gathered_rows(rank)
+        ptr, members = sum_lists(kv_rows, self.world_size * self.rows)
+        return {"kv_rows": _index(kv_rows), "sum_ptr": _index(ptr), "sum_rows": _index(members)}
+
+    def _needed_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
+        runs = self.runs.take(self.runs.reader == rank)
+        slots = runs.owner * self.rows + runs.source
+        remote = runs.owner != rank
+        starts, stops = union(slots[remote], (slots + runs.length)[remote])
+        before = np.cumsum(stops - starts) - (stops - starts)
+        block = np.searchsorted(starts, slots[remote], side="right") - 1
+        position = runs.source.copy()
+        position[remote] = self.rows + before[block] + slots[remote] - starts[block]
+        kv_rows = expand_ranges(position, runs.length)
+        received = np.bincount(expand_ranges(starts, stops - starts) // self.rows, minlength=self.world_size)
+        ptr, members = sum_lists(kv_rows, self.rows + int(received.sum()))
+        send_rows, sent = self._sent_rows(rank)
+        return_ptr, return_rows = sum_lists(np.concatenate([np.arange(self.rows), send_rows]), self.rows)
+        return {
+            "send_rows": _index(send_rows),
+            "splits": np.stack([sent, received]),
+            "kv_rows": _index(kv_rows),
+            "sum_ptr": _index(ptr),
+            "sum_rows": _index(members),
+            "return_ptr": _index(return_ptr),
+            "return_rows": _index(return_rows),
+        }
+
+    def _sent_rows(self, rank: int) -> tuple[Int, Int]:
+        runs = self.runs.take((self.runs.owner == rank) & (self.runs.reader != rank))
+        slots = runs.reader * self.rows + runs.source
+        starts, stops = union(slots, slots + runs.length)
+        rows = expand_ranges(starts, stops - starts)
+        return rows % self.rows, np.bincount(rows // self.rows, minlength=self.world_size)
+
+    @cached_property
+    def received(self) -> Int:
+        """(P, P) rows that rank [0] receives from rank [1], each row once; the diagonal is 0."""
+        remote = self.runs.take(self.runs.reader != self.runs.owner)
+        pair = remote.reader * self.world_size + remote.owner
+        slots = pair * self.rows + remote.source
+        starts, stops = union(slots, slots + remote.length)
+        # Ranges of two pairs may touch and be merged: cut them again where the pair changes.
+        bounds = np.arange(1, self.world_size**2 + 1) * self.rows
+        covered = np.concatenate([[0], np.cumsum(stops - starts)])
+        block = np.searchsorted(starts, bounds, side="left")
+        inside = covered[block]
+        overshoot = np.where(block > 0, stops[block - 1] - bounds, 0) if len(starts) else 0
+        total = inside - np.maximum(overshoot, 0)
+        return np.diff(total, prepend=0).reshape(self.world_size, self.world_size)
+
+
+def build(
+    rows: Sequence[Documents], orders: Sequence[TokenOrder], mask: PackedMask, local_size: int | None = None
+) -> Schedule:
+    """The schedule of one batch.
+
+    Args:
+        rows: documents of each batch row; all rows have the same total.
+        orders: token order of each batch row, for the same number of ranks.
+        mask: what each query sees.
+        local_size: local rows per batch row, where there are more than the orders need.
+    """
+    size = common_local_size(orders) if local_size is None else local_size
+    segments = _segments(orders, size)
+    pieces = cut_pieces(segments, *flat_documents(rows, mask.packed), mask)
+    order, launch = order_by_launch(pieces)
+    world_size = orders[0].world_size
+    return Schedule(world_size, len(rows) * size, pieces.take(order), launch, segments)
+
+
+def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[np.integer]]:
+    """`Schedule.attention` of pieces of one rank, ordered by launch, then by row; `rows` is R."""
+    k1 = np.cumsum(pieces.key1 - pieces.key0)
+    k0 = k1 - (pieces.key1 - pieces.key0)
+    table = np.stack([pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch], axis=1)
+    cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), rows)
+    launches = _launches(table)
+    launches[0, 2] = np.diff(cu_q).max(initial=0)
+    return {
+        "cu_seqlens_q": at_least(cu_q.astype(np.int32), 3),
+        "cu_seqlens_k": at_least(cu_k.astype(np.int32), 3),
+        "pieces": at_least(table, 2, 0),
+        "launches": launches,
+    }
+
+
+def _segments(orders: Sequence[TokenOrder], local_size: int) -> Segments:
+    total = orders[0].total
+    parts: list[Segments] = []
+    for b, order in enumerate(orders):
+        starts, stops, owners, sources = order.segments
+        parts.append((starts + b * total, stops + b * total, owners, sources + b * local_size))
+    starts, stops, owners, sources = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return starts, stops, owners, sources
+
+
+def _launches(table: Int) -> Int:
+    """(G, 4) left, right, max_q, max_k of the launches in a rank's piece table."""
+    count = int(table[:, 6].max(initial=-1)) + 1
+    launches = np.zeros((max(count, 2), 4), dtype=np.int64)
+    launches[table[:, 6], :2] = table[:, 4:6]
+    np.maximum.at(launches[:, 2], table[:, 6], table[:, 1] - table[:, 0])
+    np.maximum.at(launches[:, 3], table[:, 6], table[:, 3] - table[:, 2])
+    return launches
+
+
+def _cover_rows(pieces: Pieces, rows: int) -> tuple[Int, Int]:
+    """cu_seqlens over all local rows: the pieces, and entries with no key for the rows between them."""
+    zero = np.zeros(len(pieces), dtype=np.int64)
+    keys = np.stack([zero, pieces.key1 - pieces.key0], axis=1).reshape(-1)
+    bounds = np.append(np.stack([pieces.q0, pieces.q1], axis=1).reshape(-1), rows)
+    lengths = np.diff(bounds, prepend=0)
+    keep = lengths > 0
+    cu_k = np.concatenate([[0], np.cumsum(np.append(keys, 0)[keep])])
+    return np.concatenate([[0], bounds[keep]]), cu_k
+
+
+def at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[D]:
+    """`array` with its leading dim filled up to `size` with `fill`, or with its last entry."""
+    missing = size - len(array)
+    if missing <= 0:
+        return array
+    tail = np.full((missing, *array.shape[1:]), array[-1] if fill is None else fill, dtype=array.dtype)
+    return np.concatenate([array, tail])
+
+
+def _index(rows: Int) -> Int32:
+    return at_least(rows.astype(np.int32), 2, 0)

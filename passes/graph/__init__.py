@@ -1,0 +1,1 @@
+"""A captured graph: its capture, regions, sources, reads and writes, and its text."""

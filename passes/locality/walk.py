@@ -1,0 +1,298 @@
+"""Token locality: prove that nothing outside attention mixes tokens, so that a shard computes what the whole would.
+
+The Dynamo graph is walked once under its own fake tensors. Below each node a dispatch mode sees the ATen ops and
+carries, per tensor, where its tokens are (`state`), by the rules of `rules`; so a violation belongs to a node, and with
+it to a line of the user's code. Nodes that look alike (layers) are run once (`run`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch.fx as fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.operands import is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.values.site import Site
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+
+from .inputs import input_state, read_extents, token_sizes
+from .liveness import is_attention, live_nodes, nested_body
+from .rules import find_rule
+from .run import NodeRunner, Outcome, States, unknown_like
+from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class PositionGenerator:
+    """A node that makes positions 0, 1, 2, … of the shard, whose values are used per token.
+
+    Args:
+        node: `arange`: its (T,) result stands for the rows' global indices. `table`: it takes the first T rows, along
+            `dim`, of its first operand; these stand for the rows at the global indices.
+        kind: which of both.
+        dim: for a table, the dim of the operand that positions run over.
+        shared_order: the batch has several rows, which share these positions: they must be cut in one order.
+    """
+
+    node: fx.Node
+    kind: Literal["arange", "table"] = "arange"
+    dim: int = 0
+    shared_order: bool = False
+
+
+@dataclass(frozen=True)
+class LocalityReport:
+    """What the locality check found.
+
+    Args:
+        refusals: every op that is not the same on a shard.
+        positions: nodes to be made global.
+        padded_sums: nodes that sum over tokens whatever padding rows hold: right only when no rank has padding rows.
+        static: the graph was captured for one token count; numbers made from it can only be guessed.
+    """
+
+    refusals: list[Refusal] = field(default_factory=list[Refusal])
+    positions: list[PositionGenerator] = field(default_factory=list[PositionGenerator])
+    padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
+    static: bool = False
+
+
+def check_locality(
+    gm: fx.GraphModule,
+    sharding: Sharding,
+    sites: Sequence[Site],
+    source_of: Mapping[fx.Node, str],
+    *,
+    tables: bool = False,
+    padded_sums: bool = False,
+    fixed_tokens: bool = True,
+) -> LocalityReport:
+    """Prove that every op outside the attention of `sites` treats tokens alone, or say which does not.
+
+    Args:
+        gm: the captured graph, not yet rewritten; it is not changed.
+        sharding: the annotation.
+        sites: attention nodes that will be rewritten; what only feeds their masks is not looked at.
+        source_of: placeholder -> argument name.
+        tables: the caller can make positions of kind `table` global; otherwise they are refused.
+        padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
+            otherwise they are refused.
+        fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
+            window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
+    """
+    mode = _fake_mode(gm)
+    extents, refusals = read_extents(source_of, sharding, mode.shape_env)
+    if extents is None:
+        return LocalityReport(refusals)
+    if extents.static and not fixed_tokens:
+        fixed = [name for name, size in token_sizes(source_of, sharding) if isinstance(size, int)]
+        return LocalityReport(refusals or [_why_static(extents, fixed)], static=True)
+    walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
+    walk.refusals += refusals
+    with walk.runner.running():
+        walk.root(gm)
+    return walk.report(tables, padded_sums)
+
+
+class _Walk:
+    def __init__(
+        self,
+        sharding: Sharding,
+        sites: Sequence[Site],
+        source_of: Mapping[fx.Node, str],
+        extents: Extents,
+        mode: FakeTensorMode,
+        live: set[fx.Node],
+    ) -> None:
+        self.sharding, self.source_of, self.extents, self.live = sharding, source_of, extents, live
+        self.sites = {site.node: site for site in sites}
+        self.trace = Trace(find_rule, extents, frozenset(sharding.local_ops))
+        self.env: dict[fx.Node, States] = {}
+        self.runner = NodeRunner(self.trace, mode, self.env)
+        self.refusals: list[Refusal] = []
+        self.used: dict[fx.Node, None] = {}
+        self.indexed: set[fx.Node] = set()
+        self.tables: dict[fx.Node, int] = {}
+        self.padded_sums: dict[fx.Node, None] = {}
+        self.regions: dict[Any, States] = {}
+
+    def root(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node in self.live:
+                self.env[node], refusal = input_state(node, self.source_of, self.sharding, self.extents)
+                self.refusals += [refusal] if refusal else []
+        for leaf in self.graph(gm).all_input_nodes:
+            self.output(leaf, self.env.get(leaf, REPLICATED))
+
+    def output(self, leaf: fx.Node, state: States) -> None:
+        """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
+        if isinstance(state, list):
+            for item in state:
+                self.output(leaf, item)
+        elif self.extents.counts_tokens(value_of(leaf)):
+            detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
+            self.refuse(leaf, Reason.POSITION_GENERATOR, detail)
+        elif isinstance(state, Deferred):
+            self.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
+        elif isinstance(state, GroupSizes):
+            self.refuse(leaf, Reason.TOKEN_MIXING, "an output counts the shard's tokens")
+        elif isinstance(state, Rows):
+            if state.places is not None or any(
+                isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
+            ):
+                self.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
+            if state.iota is not None and state.iota in self.trace.fixed_positions:
+                self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.fixed_positions[state.iota])
+            elif state.iota is not None:
+                self.used[state.iota] = None
+        elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
+            detail = "every rank computes this output in full, so its gradient would count once per rank"
+            self.refuse(leaf, Reason.TOKEN_MIXING, detail)
+
+    def graph(self, gm: fx.GraphModule) -> fx.Node:
+        """Walk the nodes of one graph whose placeholders are known; returns its output node."""
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                return node
+            if node.op == "call_function" and getattr(node.target, "__name__", "") in _TOGGLES:
+                self.runner.toggle(node)
+            elif node in self.live and node.op != "placeholder":
+                self.env[node] = self.node(node)
+        raise AssertionError("a graph has an output")
+
+    def node(self, node: fx.Node) -> States:
+        if node.op == "get_attr":
+            return REPLICATED
+        if node in self.sites:
+            return self.attention(self.sites[node])
+        parent: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(self.env.get(parent), list):
+            return self.env[parent][node.args[1]]
+        body = nested_body(node)
+        if body is not None:
+            return self.region(*body)
+        if is_attention(node.target):
+            return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
+        if is_transformed(node):
+            return self.transformed(node)
+        if isinstance(node.target, HigherOrderOperator):
+            return self.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
+        return self.take(node, self.runner.outcome(node))
+
+    def take(self, node: fx.Node, outcome: Outcome) -> States:
+        events = outcome.events
+        for found in events.refusals:
+            self.refuse(node, found.reason, found.detail)
+        self.used.update(dict.fromkeys(events.used))
+        self.indexed.update(events.indexed)
+        if events.table is not None:
+            self.tables[node] = events.table
+        if events.unmasked:
+            self.padded_sums[node] = None
+        return outcome.states
+
+    def refuse(self, node: fx.Node, reason: Reason, detail: str) -> States:
+        refusal = Refusal(reason, detail, node)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+        return unknown_like(node)
+
+    def transformed(self, node: fx.Node) -> States:
+        """A node of a transform: its ops run on wrapped tensors, or on gradients, which no rule sees."""
+        states = [state for n in node.all_input_nodes for state in tree_leaves(self.env.get(n, REPLICATED))]
+        numbers = any(self.extents.counts_tokens(value_of(n)) for n in node.all_input_nodes)
+        if UNKNOWN in states:
+            return unknown_like(node)
+        if not numbers and all(state is REPLICATED for state in states):
+            return REPLICATED
+        detail = "what vmap, grad and jvp do to tokens is not followed: write it out, or vouch for an op"
+        return self.refuse(node, Reason.NO_LOCALITY_RULE, detail)
+
+    def attention(self, site: Site) -> States:
+        batch = None if self.extents.batch == 1 else (B,)
+        dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
+        for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
+            state = self.env.get(node, REPLICATED)
+            if state is not UNKNOWN and not (isinstance(state, Rows) and _fits(state.dims, dims)):
+                detail = f"attention's {name} does not have its tokens in dim {dims.index((T,))}, or its rows in dim 0"
+                self.refuse(site.node, Reason.TOKEN_MIXING, detail)
+        if site.sinks is not None and self.env.get(site.sinks, REPLICATED) is not REPLICATED:
+            self.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
+        return Rows(dims)
+
+    def region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
+        """A nested region, run on its operands; the same for operands of the same states."""
+        states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
+        key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
+        if key not in self.regions:
+            self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
+            nested, self.trace.nested = self.trace.nested, True
+            orders = self.trace.orders
+            output = self.graph(body)
+            self.trace.nested = nested
+            result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
+            result = list(result) if isinstance(result, list | tuple) else result
+            if orders != self.trace.orders:  # the next call's rows are sorted in another order
+                return result
+            self.regions[key] = result
+        return self.regions[key]
+
+    def report(self, tables: bool, padded_sums: bool) -> LocalityReport:
+        for node in self.used:
+            if node in self.indexed:
+                detail = "these positions both index the shard's rows and count the global row: make them twice"
+                self.refuse(node, Reason.POSITION_GENERATOR, detail)
+        for node in () if tables else self.tables:
+            detail = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
+            self.refuse(node, Reason.POSITION_GENERATOR, detail)
+        for node in () if padded_sums else self.padded_sums:
+            detail = (
+                "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
+            )
+            self.refuse(node, Reason.TOKEN_MIXING, detail)
+        shared = self.extents.batch != 1
+        positions = [PositionGenerator(node, shared_order=shared) for node in self.used]
+        if tables:
+            positions += [PositionGenerator(node, "table", dim, shared) for node, dim in self.tables.items()]
+        return LocalityReport(self.refusals, positions, list(self.padded_sums), self.extents.static)
+
+
+def _fits(dims: Dims, wanted: Dims) -> bool:
+    """Whether tokens and rows of the batch stand where they should; rows that are all equal need not be told apart."""
+    return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
+
+
+def _why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
+    """What made a constant of the token count: inputs of that size, or a line of the model, where the shape environment
+    knows one."""
+    if fixed:
+        detail = (
+            f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
+            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True"
+        )
+        return Refusal(Reason.TOKEN_INPUT, detail)
+    for guard in getattr(extents.shape_env, "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
+            detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
+            return Refusal(Reason.TOKEN_COUNT, detail)
+    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
+
+
+def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})

@@ -1,0 +1,193 @@
+"""Find the attention nodes of a Dynamo graph and prove what their masks mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.passes.graph.operands import (
+    check_operands,
+    check_options,
+    constant,
+    is_transformed,
+    same_size,
+    shape_of,
+)
+from cp_rewrite.passes.graph.regions import Scope, nested_scopes
+from cp_rewrite.passes.values.site import Site
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+
+from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
+from .grouped_heads import ungroup
+from .prove_masks import Prover
+from .varlen import is_varlen, match_varlen
+from .written import is_softmax, read_written
+
+_SDPA: frozenset[Any] = frozenset(
+    {
+        torch._C._nn.scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+_DEFAULTS: dict[str, Any] = {
+    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
+    "scale": None, "enable_gqa": False,
+}  # fmt: skip
+Found = Site | list[Refusal]
+
+
+def match_sites(
+    gm: fx.GraphModule, sharding: Sharding, source_of: Mapping[fx.Node, str]
+) -> tuple[list[Site], list[Refusal]]:
+    """The attention nodes of `gm` and of its nested regions, proven or refused.
+
+    Args:
+        gm: a Dynamo graph: nodes carry fake tensors in `meta["example_value"]`.
+        sharding: the annotation; `tokens` and `packing` name arguments.
+        source_of: placeholder -> argument name, from `sources.argument_names`.
+    Returns:
+        Sites in graph order, and every reason why another attention node is none.
+    """
+    matcher = _Matcher(sharding, source_of)
+    sites: dict[fx.Node, Site] = {}
+    refusals: dict[tuple[Any, ...], Refusal] = {}
+    for scope, node in matcher.attention_nodes(Scope(gm)):
+        found = matcher.match(scope, node)
+        if isinstance(found, Site) and sites.setdefault(node, found) != found:
+            detail = f"calls of one region give its attention different masks: {sites[node].mask} and {found.mask}"
+            found = [Refusal(Reason.NESTED_REGION, detail, node)]
+        if not isinstance(found, Site):
+            refusals |= {(r.reason, r.detail, r.node, node if r.node is None else None): r for r in found}
+    refusals |= {(r.reason, r.detail, r.node): r for r in (*matcher.prover.refusals, *matcher.unreachable)}
+    return list(sites.values()), list(refusals.values())
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is scaled dot product attention, in any of its names."""
+    return node.op == "call_function" and node.target in _SDPA
+
+
+def _may_be_attention(node: fx.Node) -> bool:
+    return is_attention(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
+
+
+class _Matcher:
+    def __init__(self, sharding: Sharding, source_of: Mapping[fx.Node, str]) -> None:
+        self.sharding = sharding
+        self.prover = Prover(sharding, source_of)
+        self.unreachable: list[Refusal] = []
+        self._heads: dict[Any, bool] = {}
+
+    def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
+        calls = dict(nested_scopes(scope))
+        for node in scope.gm.graph.nodes:
+            if _may_be_attention(node):
+                yield scope, node
+            elif node in calls:
+                inner = calls[node]
+                if inner is not None:
+                    yield from self.attention_nodes(inner)
+                elif _holds_attention(scope, node):
+                    detail = f"attention inside {node.target}, which is no plain call of a region"
+                    self.unreachable.append(Refusal(Reason.NESTED_REGION, detail, node))
+
+    def match(self, scope: Scope, node: fx.Node) -> Found:
+        if is_transformed(node):
+            if is_softmax(node):  # of anything
+                return []
+            return [Refusal(Reason.NESTED_REGION, "attention inside torch.vmap or another torch.func transform", node)]
+        if is_flex(node):
+            return self._match_flex(scope, node)
+        if is_varlen(node):
+            return match_varlen(scope, node, self.prover)
+        return self._match_written(scope, node) if is_softmax(node) else self._match_sdpa(scope, node)
+
+    def _match_sdpa(self, scope: Scope, node: fx.Node) -> Found:
+        args = {**_DEFAULTS, **dict(zip(_DEFAULTS, node.args, strict=False)), **node.kwargs}
+        mask, assumed = self._mask(scope, args["attn_mask"], node, args)
+        return self._site(scope, node, args, mask, mask_node=args["attn_mask"], assumed=assumed)
+
+    def _match_written(self, scope: Scope, node: fx.Node) -> Found:
+        written = read_written(scope, node, self.prover.local_tokens)
+        if isinstance(written, list):
+            return written
+        args = {**_DEFAULTS, **written.arguments}
+        mask_node, logits = written.mask
+        reader = next(iter(logits[-1].users)) if logits else written.logits[-1]
+        mask, assumed = self._mask(scope, mask_node, reader, args, logits)
+        more = {"softcap": written.softcap, "sinks": written.sinks, "logits": logits}
+        return self._site(scope, written.output, args, mask, mask_node=mask_node, assumed=assumed, **more)
+
+    def _match_flex(self, scope: Scope, node: fx.Node) -> Found:
+        args = flex_arguments(node)
+        output, softcap = output_of(node), softcap_of(scope, node, args)
+        shape, mask = shape_of(args["query"]), []
+        if shape is not None and len(shape) == 4:
+            body, result, indices = mask_function(scope, node, args)
+            mask = self.prover.prove(body, result, node, shape, indices)
+            if isinstance(mask, PackedMask):
+                mask = check_blocks(scope, node, args, self.prover, mask) or mask
+        found = self._site(scope, node, args, mask)
+        if isinstance(found, list) or isinstance(output, Refusal) or isinstance(softcap, Refusal):
+            others = [r for r in (output, softcap) if isinstance(r, Refusal)]
+            return others + (found if isinstance(found, list) else [])
+        return replace(found, node=output, softcap=softcap)
+
+    def _mask(
+        self, scope: Scope, mask: Any, reader: fx.Node, args: Mapping[str, Any], logits: Sequence[fx.Node] = ()
+    ) -> tuple[PackedMask | list[Refusal], bool]:
+        """(what the mask that `reader` reads means, whether that is the user's word)."""
+        assumed = self.sharding.assume_mask
+        if mask is None:
+            found = PackedMask(causal=bool(args["is_causal"]), packed=False)
+            if not self.sharding.block_tokens or found == assumed:
+                return found, False
+            detail = (
+                "no mask comes into this block, as where a shard holds tokens of one document only: give the block a "
+                f"mask tensor on every rank, or assume_mask={found!r} if there is none"
+            )
+            return [Refusal(Reason.MASK_OPAQUE, detail, reader)], False
+        shape = shape_of(args["query"])
+        if shape is None or len(shape) != 4:
+            return [], False
+        found = self.prover.prove(scope, mask, reader, shape, logits=logits)
+        opaque = isinstance(found, list) and all(r.reason is Reason.MASK_OPAQUE for r in found)
+        if opaque and assumed is not None:
+            return assumed, True
+        return found, False
+
+    def _site(
+        self, scope: Scope, node: fx.Node, args: Mapping[str, Any], mask: PackedMask | list[Refusal], **more: Any
+    ) -> Found:
+        refusals = [*check_operands(node, args, self.prover.local_tokens), *check_options(node, args)]
+        refusals = refusals or self._check_rows(node, args["query"])
+        if isinstance(mask, list) or refusals:
+            return refusals + (mask if isinstance(mask, list) else [])
+        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node)
+        return Site(node, scope.gm, args["query"], key, value, mask, scale=constant(args["scale"]), **more)
+
+    def _check_rows(self, node: fx.Node, query: fx.Node) -> list[Refusal]:
+        """A refusal where heads or other things were made rows of the batch: each row is cut in an order of its own."""
+        rows = query.meta["example_value"].shape[0]
+        if same_size(rows, self.prover.rows):
+            return []
+        detail = f"query has {rows} batch rows, the annotated inputs have {self.prover.rows}"
+        return [Refusal(Reason.SHAPE, detail, node)]
+
+
+def _holds_attention(scope: Scope, node: fx.Node) -> bool:
+    modules = dict(scope.gm.named_modules())
+    for arg in node.all_input_nodes:
+        body = modules.get(str(arg.target)) if arg.op == "get_attr" else None
+        for inner in body.modules() if body is not None else ():
+            if isinstance(inner, fx.GraphModule) and any(map(is_attention, inner.graph.nodes)):
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""What passes hand on to one another: frozen values."""

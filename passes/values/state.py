@@ -1,0 +1,58 @@
+"""What passes hand on: one frozen value per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.passes.locality.walk import PositionGenerator
+from cp_rewrite.refusal import Refusal
+from cp_rewrite.sharding import Sharding
+
+from .recorded_mask import RecordedMask
+from .site import Site
+from .size_conditions import SizeBranches
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one site will run. `why` says how the exchange and the kernel were chosen, in words for the report."""
+
+    site: Site
+    exchange: str
+    kernel: str
+    why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """A captured graph on its way through the passes.
+
+    Args:
+        graph_module: the graph; only `rewrite` mutates it.
+        sharding: the annotation.
+        source_of: placeholder -> argument name.
+        device: where the graph runs.
+        plan: of the batch in flight; the extra inputs take their sizes from it.
+        branches: conditions on token counts that the graph rests on.
+        sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
+        decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
+    """
+
+    graph_module: fx.GraphModule
+    sharding: Sharding
+    source_of: Mapping[fx.Node, str]
+    device: torch.device
+    plan: ActivePlan
+    branches: SizeBranches | None = None
+    sites: tuple[Site, ...] = ()
+    positions: tuple[PositionGenerator, ...] = ()
+    padded_sums: tuple[fx.Node, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    inputs: tuple[PlanInput, ...] = ()
+    masks: tuple[RecordedMask, ...] = ()

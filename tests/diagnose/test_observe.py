@@ -1,0 +1,157 @@
+"""Logs, counters, artifacts, and compile caches that never hand out old gradients."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite.diagnose import observe
+from cp_rewrite.ops import attention
+from tests.helpers.pool import Pool
+
+
+def sharding_of(mesh: DeviceMesh | int = 1, **options: Any) -> cp.Sharding:
+    return cp.Sharding(mesh, {"x": 1, "pos": 1}, cp.PositionIds("pos"), **options)
+
+
+def model(x: Tensor, pos: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def shifting(x: Tensor, pos: Tensor) -> Tensor:
+    return model(x.roll(1, 1), pos)
+
+
+def run(function: Any = model, **options: Any) -> Tensor:
+    """The gradient of x."""
+    torch._dynamo.reset()
+    sharding = sharding_of(**{"inner": "eager", **options})
+    compiled = torch.compile(function, backend=cp.backend(sharding), fullgraph=True)
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with sharding.shard({"x": x, "pos": torch.arange(12)[None]}) as local:
+        (grad,) = torch.autograd.grad(compiled(**local).square().sum(), x)
+    return grad
+
+
+def test_counters_tell_sites_exchanges_and_refusals() -> None:
+    counters["cp_rewrite"].clear()
+    run()
+    assert dict(counters["cp_rewrite"]) == {
+        "graphs rewritten": 1,
+        "sites": 1,
+        "exchange local": 1,
+        "kernel reference": 1,
+    }
+    with pytest.raises(cp.RewriteRefused):
+        run(shifting)
+    assert counters["cp_rewrite"]["graphs refused"] == 1
+    assert counters["cp_rewrite"]["refused TOKEN_MIXING"] == 1
+
+
+def test_log_shows_each_pass_with_time_and_ops(caplog: pytest.LogCaptureFixture) -> None:
+    torch._logging.set_logs(modules={"cp_rewrite": logging.DEBUG})
+    logging.getLogger("cp_rewrite").addHandler(caplog.handler)
+    try:
+        run()
+    finally:
+        logging.getLogger("cp_rewrite").removeHandler(caplog.handler)
+        torch._logging.set_logs()
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("cp_rewrite")]
+    for name in ("match_attention", "check_token_locality", "rewrite_sites"):
+        assert any(line.startswith(f"{name}: ") and " ms, " in line and line.endswith(" ops") for line in lines), lines
+
+
+@pytest.mark.parametrize("value", ["+cp_rewrite", pytest.param("+dynamo", marks=pytest.mark.slow)])
+def test_the_environment_variable_switches_the_log_on(value: str) -> None:
+    environment = {**os.environ, "TORCH_LOGS": value, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    command = [sys.executable, "-c", "from tests.diagnose.test_observe import run; run()"]
+    log = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    for name in ("match_attention", "check_token_locality", "rewrite_sites"):
+        shown = re.search(rf"\b{name}: \d+\.\d ms, [+-]\d+ ops$", log, re.MULTILINE)
+        assert bool(shown) == (value == "+cp_rewrite"), log
+
+
+def ranges(mesh: DeviceMesh, exchange: Any) -> set[str]:
+    """Names of the NVTX ranges of a forward and a backward, on a CPU that is taken for a GPU."""
+    names: set[str] = set()
+
+    @contextmanager
+    def record(name: str) -> Generator[None]:
+        names.add(name.removeprefix("cp_rewrite::"))
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cp_rewrite.kernels.nvtx._has_nvtx", lambda: True)
+        patch.setattr(torch.cuda.nvtx, "range", record)
+        run(mesh=mesh, exchange=exchange)
+    return names
+
+
+def test_profilers_see_exchange_and_attention(pool: Pool) -> None:
+    moved = {"exchange", "attention", "attention_backward"}
+    assert pool.run(2, ranges, "p2p") == [moved] * 2
+    assert pool.run(2, ranges, "needed") == [moved | {"exchange_backward"}] * 2
+
+
+def test_artifacts_reach_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def listen(kind: str, metadata_fn: Any, payload_fn: Any, **_: Any) -> None:
+        seen[metadata_fn()["name"]] = payload_fn()
+
+    monkeypatch.setattr(observe, "trace_structured", listen)
+    run()
+    assert "scaled_dot_product_attention" in seen["cp_rewrite_before"]
+    assert "cp_rewrite.packed_attention" in seen["cp_rewrite_after"]
+    with pytest.raises(cp.RewriteRefused):
+        run(shifting)
+    assert "TOKEN_MIXING" in seen["cp_rewrite_refused"]
+
+
+def test_the_hash_covers_all_sources() -> None:
+    root = Path(observe.__file__).parent.parent
+    assert (root / "passes" / "rewrite.py").exists()
+    with observe.cache_key(sharding_of()):
+        tag = torch.compiler.config.cache_key_tag
+    with observe.cache_key(sharding_of(keep_kv=True)):
+        assert torch.compiler.config.cache_key_tag != tag
+    assert torch.compiler.config.cache_key_tag == ""
+
+
+def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+        return attention._backward(ctx, 2 * dout, dlse)
+
+    def hits() -> int:
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    op: Any = attention.packed_attention
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+        first, before = run(inner="inductor"), hits()
+        try:
+            op.register_autograd(doubled, setup_context=attention._setup_context)
+            stale = run(inner="inductor")
+            assert hits() == before + 1  # this is what the hash is for
+            assert torch.equal(stale, first)
+            monkeypatch.setattr(observe, "source_hash", lambda: "of other sources")
+            assert torch.equal(run(inner="inductor"), 2 * first)
+            assert hits() == before + 1
+        finally:
+            op.register_autograd(attention._backward, setup_context=attention._setup_context)

@@ -1,0 +1,170 @@
+"""Masks compared on the first call, and whole models against one process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite.diagnose import compare_masks as verify
+from cp_rewrite.diagnose.compare_masks import MaskMismatch
+from tests.end_to_end.test_end_to_end import TOKENS, make_batch
+from tests.helpers import packed_model
+from tests.helpers.models import build_model
+from tests.helpers.pool import Pool
+from tests.passes.mutants import MUTANTS
+
+prove_masks: Any = importlib.import_module("cp_rewrite.passes.match.prove_masks")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def make_sharding(mesh: Any = 1, **options: Any) -> cp.Sharding:
+    values: dict[str, Any] = {"inner": "eager", "verify": "first_step", **options}
+    return cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), **values)
+
+
+def run_model(name: str, sharding: cp.Sharding, batch: dict[str, Tensor]) -> None:
+    model = build_model(name).requires_grad_(False)
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(batch, shift_labels=True) as local:
+        compiled(**local)
+
+
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", "nanogpt", "gemma2_flex", "gemma2_eager"])
+def test_true_masks_pass(name: str) -> None:
+    run_model(name, make_sharding(), make_batch([[13, 1, 7], [20, 1]]))
+
+
+@torch.library.custom_op("cp_rewrite_tests::shift", mutates_args=())
+def shift(x: Tensor) -> Tensor:
+    return x.roll(1, 1)
+
+
+@shift.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd("cp_rewrite_tests::shift", lambda ctx, grad: grad.roll(-1, 1))
+
+
+class Shifted(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """Mixes tokens in an op that the user vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 8)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        x = shift(self.embed(input_ids)).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
+    monkeypatch.setattr(prove_masks, "prove", lambda *_, **__: mask)
+
+
+@pytest.mark.parametrize("name", ["mistral", "torchtitan", pytest.param("gemma2_flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mask", [cp.PackedMask(causal=False), cp.PackedMask(window=(5, 0)), cp.PackedMask(packed=False)], ids=str
+)
+def test_a_wrong_reading_of_a_mask_raises(monkeypatch: pytest.MonkeyPatch, name: str, mask: cp.PackedMask) -> None:
+    lie(monkeypatch, mask)
+    with pytest.raises(MaskMismatch, match=r"see key \d+ in row 0"):
+        run_model(name, make_sharding(), make_batch([[13, 1, 9]]))
+
+
+def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "SAMPLE", 8)
+    documents = cp.Documents.from_lengths([5, 6, 7, 9])
+    assert verify.windows([documents]) == [(0, 8), (18, 26)]
+    run_model("mistral", make_sharding(), make_batch([[5, 6, 7, 9]]))
+    lie(monkeypatch, cp.PackedMask(causal=False))
+    torch._dynamo.reset()
+    with pytest.raises(MaskMismatch):
+        run_model("torchtitan", make_sharding(), make_batch([[5, 6, 7, 9]]))
+
+
+def with_mask(input_ids: Tensor, position_ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    x = F.one_hot(input_ids, 64).float()[:, None] + position_ids[:, None, :, None]
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
+    """What happens with a mask tensor that each rank makes of its own tokens, right or wrong."""
+    sharding = make_sharding(mesh, assume_mask=cp.PackedMask(), layout=layout, verify="never")
+    outcomes: list[str] = []
+    for kind in ("documents", "positions", "causal only", "not causal", "bias"):
+        torch._dynamo.reset()
+        compiled = torch.compile(with_mask, backend=cp.backend(sharding), fullgraph=True)
+        with sharding.shard(make_batch([[13, 1, 7, 29, 4]])) as local:
+            pos = local["position_ids"]
+            doc = torch.from_numpy(local.plan.rows[0].document_ids()[local.plan.local_indices(sharding.rank)])
+            doc = (pos.diff(prepend=pos[:, :1] - 1) != 1).cumsum(1) if kind == "positions" else doc
+            mask = (doc[:, :, None] == doc[:, None, :]) | (kind == "causal only")
+            mask = (mask.tril() if kind != "not causal" else mask)[:, None]
+            mask = torch.where(mask, 0.5, -torch.inf) if kind == "bias" else mask
+            torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
+            try:
+                compiled(**local, mask=mask)
+                outcomes.append("passes")
+            except MaskMismatch as error:
+                outcomes.append("raises" if "assumed" in str(error) else str(error))
+    return outcomes
+
+
+@pytest.mark.parametrize("layout", ["balanced", "dual_chunk"])
+def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
+    for outcomes in pool.run(2, local_masks, layout):
+        assert outcomes == ["passes", "passes", "raises", "raises", "raises"]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("torchtitan", 3), ("nanogpt", 2), pytest.param("gemma2", 4, marks=pytest.mark.slow)]
+)
+def test_check_compares_a_model_with_one_process(name: str, world_size: int) -> None:
+    sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"))
+    report = cp.check(build_model(name), sharding, make_batch([[13, 1, 7, 29, 5]]), shift_labels=True)
+    assert {"loss", "logits"} <= set(report.outputs)
+    assert report.gradients.keys() == dict(build_model(name).named_parameters()).keys()
+    assert report.largest < 1e-5, str(report)
+
+
+def test_check_compares_masks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lie(monkeypatch, cp.PackedMask(window=(5, 0)))
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    with pytest.raises(MaskMismatch):
+        cp.check(build_model("torchtitan"), sharding, make_batch([[13, 1, 7, 29]]), shift_labels=True)
+
+
+def test_masks_are_compared_as_attention_read_them() -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    report = cp.check(MUTANTS["MaskEditedAfterwards"](), sharding, packed_model.packed_batch())
+    assert report.largest < 1e-5, str(report)
+
+
+def test_check_shows_what_differs() -> None:
+    """An op that the user vouches for, wrongly."""
+    options: dict[str, Any] = {"local_ops": ("cp_rewrite_tests::shift",), "capacity": cp.Capacity(8, 8, 64)}
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **options)
+    report = cp.check(Shifted(), sharding, make_batch([[13, 1, 7, 29]]))
+    assert report.outputs["output"] > 1e-2
+    assert report.gradients["embed.weight"] > 1e-2
+    assert "output    output" in str(report)
+
+
+def test_check_refuses_as_the_model_would() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    with pytest.raises(cp.RewriteRefused, match="MASK_WRONG_SOURCE"):
+        cp.check(build_model("torchtitan_eos_mask"), sharding, make_batch([[13, 8]]), shift_labels=True)

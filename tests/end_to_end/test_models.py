@@ -1,0 +1,157 @@
+"""Models as people use them: each trains sharded as on one process, or is refused for a true reason.
+
+The outcomes are the table in docs/models.md; `CP_ACCEPT=1 pytest tests/end_to_end/test_models.py -m "slow or not slow"` writes it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.end_to_end.test_end_to_end import TOKENS, make_batch
+from tests.helpers.models import MODELS, RECIPES, build_model
+from tests.helpers.pool import Pool
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
+LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
+LIMIT = 1e-5
+QUICK = ("llama", "cohere2", "deepseek_v3", "gpt_oss", "gemma2_eager", "modernbert", "nanogpt", "nanogpt_mean_loss",
+         "torchtitan", "torchtitan_eos_mask")  # fmt: skip
+"""One of each kind of attention, mask, position and loss; the others are slow."""
+
+REFUSED = {
+    "nanogpt_mean_loss": ("TOKEN_MIXING", "the loss is a mean over the shard's tokens: a mean of means"),
+    "torchtitan_eos_mask": (
+        "MASK_WRONG_SOURCE",
+        "documents end at a token id, the packing is position_ids",
+    ),
+}
+"""Model -> the reason it must be refused for, and why that is true."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model did: its masks, or the reasons it was refused for; largest relative differences to one process."""
+
+    masks: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    loss: float = 0.0
+    gradient: float | None = None
+    worst: str = ""
+
+
+def test_every_model_is_right_or_refused(pool: Pool, name: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[name] = run(pool, name)
+    if name in REFUSED:
+        assert REFUSED[name][0] in outcome.refused
+        return
+    assert not outcome.refused
+    assert outcome.loss <= LIMIT
+    assert (outcome.gradient or 0.0) <= LIMIT, outcome.worst
+
+
+def test_the_table_in_the_docs_is_what_ran(outcomes: dict[str, Outcome]) -> None:
+    if os.environ.get("CP_ACCEPT") and set(outcomes) == set(MODELS):
+        DOCS.write_text(table(outcomes))
+    written = DOCS.read_text().splitlines()
+    for name, outcome in outcomes.items():
+        verdict = row(name, outcome).rpartition(" | ")[0].rpartition(" | ")[0]  # the numbers may differ
+        assert any(line.startswith(verdict) for line in written), verdict
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    return {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        slow = pytest.mark.slow
+        metafunc.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in MODELS])
+
+
+def run(pool: Pool, name: str) -> Outcome:
+    model = build_model(name)
+    batch = make_batch(LENGTHS)
+    trains = name not in RECIPES or RECIPES[name].attention != "flex_attention"  # torch has no flex backward on CPU
+    model.requires_grad_(trains)
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    torch._dynamo.reset()
+    report = cp.explain(model, sharding, shift_labels=True)(**batch)
+    masks = tuple(dict.fromkeys(site.mask for site in report.sites))
+    if not report.ok:
+        return Outcome(masks, tuple(dict.fromkeys(refusal.reason.name for refusal in report.refusals)))
+    loss, grads = step(model, batch, trains)
+    (total, sharded), (other, _) = pool.run(2, sharded_step, name, batch, trains)
+    assert total == other
+    errors = {key: difference(sharded[key], grad, grads) for key, grad in grads.items()}
+    worst = max(errors, key=errors.__getitem__, default="")
+    return Outcome(masks, (), abs(total - loss) / abs(loss), errors.get(worst), worst)
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], trains: bool) -> tuple[float, dict[str, Tensor]]:
+    loss: Tensor = model(**batch).loss
+    if trains:
+        loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: bool) -> tuple[float, Any]:
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="eager")
+    torch._dynamo.reset()
+    model = build_model(name).requires_grad_(trains)
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(batch, shift_labels=True) as local:
+        loss = compiled(**local).loss
+    if trains:
+        loss.backward()
+        cp.sum_gradients(model.parameters(), sharding)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total, group=sharding.group)
+    return float(total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(actual: Tensor, expected: Tensor, grads: dict[str, Tensor]) -> float:
+    """Relative norm error. A gradient that is zero in exact arithmetic (the bias of keys) is the rounding of terms that
+    cancel, so the norm counts as no less than a thousandth of the largest gradient's."""
+    floor = 1e-3 * max(float(g.norm()) for g in grads.values())
+    return float((actual - expected).norm()) / max(float(expected.norm()), floor)
+
+
+def row(name: str, outcome: Outcome) -> str:
+    attention = RECIPES[name].attention.removesuffix("_attention") if name in RECIPES else "sdpa"
+    verdict = f"refused: {REFUSED[name][0]}: {REFUSED[name][1]}" if outcome.refused else "right"
+    gradient = "not checked" if outcome.gradient is None else f"{outcome.gradient:.0e}"
+    numbers = "– | –" if outcome.refused else f"{outcome.loss:.0e} | {gradient}"
+    return f"| {name} | {attention} | {', '.join(outcome.masks) or '–'} | {verdict} | {numbers} |"
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    transformers: Any = importlib.import_module("transformers")
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    lines = [
+        "# Models",
+        "",
+        "Written by `tests/end_to_end/test_models.py`. Each model has a small config and random weights, in fp32, and takes a",
+        f"packed row of documents of {LENGTHS[0]} tokens with `position_ids`. *Right* means: on 2",
+        "processes loss and every gradient equal those of one process; the last columns hold the largest relative",
+        f"differences (the limit is 1e-5). {versions}.",
+        "",
+        "torch has no backward of flex_attention on CPUs: only the loss is compared there. transformers' masks ignore",
+        "`position_ids` in gpt-oss and in models that are not causal (ModernBERT): the whole row is one document, on",
+        "one process too.",
+        "",
+        "| model | attention | masks proven | outcome | loss | gradient |",
+        "|---|---|---|---|---|---|",
+        *(row(name, outcomes[name]) for name in MODELS),
+    ]
+    return "\n".join(lines) + "\n"

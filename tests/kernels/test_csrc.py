@@ -1,0 +1,64 @@
+"""Every CUDA kernel compiles for every architecture, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cp_rewrite.kernels import cuda
+from cp_rewrite.kernels.flash import fa4_internals as fa4_sums
+from cp_rewrite.kernels.peers import symm
+
+pytest.importorskip("cuda.core")
+pytest.importorskip("cuda.bindings")
+
+DTYPES = ("DTYPE_BF16", "DTYPE_FP16", "DTYPE_FP32")
+VARIANTS: dict[str, list[cuda.Macros]] = {
+    "gather_rows.cu": [(("ACCESS", str(n)),) for n in (2, 4, 8, 16)],
+    "sum_rows.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))]
+    + [((DTYPES[0], "1"), ("ACCESS", "2"), ("OUT_FP32", "1"))],
+    "zero_gaps.cu": [()],
+    "merge_steps.cu": [((dtype, "1"), *out) for dtype in DTYPES for out in ((), (("OUT_FP32", "1"),))],
+    "dual_chunk.cu": [()],
+    "meet.cu": [()],
+    "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm.BESIDE)],
+    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES]
+    + [((dtype, "1"), *cuda.MXINT15, *symm._macros(symm._SUM)) for dtype in DTYPES[:2]],
+    "round_sums.cu": [
+        ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
+        for dtype in DTYPES[:2]
+        for pairs in ((), fa4_sums._IN_PAIRS)
+        for out in ((), fa4_sums._OUT_FP32)
+    ],
+}
+
+
+def test_every_source_has_variants() -> None:
+    assert {path.name for path in cuda.SOURCES.glob("*.cu")} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("arch", cuda.ARCHITECTURES)
+@pytest.mark.parametrize("file", sorted(VARIANTS))
+def test_compiles(file: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_REWRITE_CACHE", str(tmp_path))
+    for macros in VARIANTS[file]:
+        assert cuda.compile_kernel(file, arch, macros)[:4] == b"\x7fELF"
+
+
+def test_cache_is_keyed_by_source_architecture_and_macros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_REWRITE_CACHE", str(tmp_path))
+    cubin = cuda.compile_kernel("zero_gaps.cu", "sm_80")
+    assert cuda.compile_kernel("zero_gaps.cu", "sm_80") == cubin
+    assert len(list(tmp_path.iterdir())) == 1
+    cuda.compile_kernel("zero_gaps.cu", "sm_90a")
+    cuda.compile_kernel("zero_gaps.cu", "sm_80", (("ACCESS", "8"),))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_broken_source_names_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.cu").write_text("extern int __global__ nonsense(")
+    monkeypatch.setattr(cuda, "SOURCES", tmp_path)
+    monkeypatch.setenv("CP_REWRITE_CACHE", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"broken\.cu does not compile for sm_80"):
+        cuda.compile_kernel("broken.cu", "sm_80")

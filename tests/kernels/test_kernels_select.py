@@ -1,0 +1,94 @@
+"""Every reason why a kernel can't run is told, for any GPU, on a machine without one."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from cp_rewrite.kernels.flash import fa4
+from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, choose, device_facts, in_parts, reasons
+
+SPEC = AttentionSpec(torch.bfloat16, 128, 128, 64, 8)
+ALL = frozenset({"flash_attn.cute", "flash_attn_interface"})
+HOPPER = DeviceFacts((9, 0), ALL, frozenset({"fa3_backward"}))
+
+
+def test_order_on_hopper() -> None:
+    assert choose(SPEC, HOPPER).kernel == "fa4"
+    assert choose(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn.cute"})).kernel == "fa3"
+    assert choose(SPEC, DeviceFacts((9, 0))).kernel == "aten_flash"
+    assert choose(SPEC, DeviceFacts(None)).kernel == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "facts", "reason"),
+    [
+        ("fa4", {"dtype": torch.float32}, HOPPER, "bfloat16 and float16 only, got float32"),
+        ("fa4", {"head_dim": 100}, HOPPER, "multiples of 8"),
+        ("fa4", {"head_dim": 192}, HOPPER, "equal head dims of keys and values"),
+        ("fa4", {}, DeviceFacts((8, 0), ALL), "needs Hopper or Blackwell, this GPU has compute capability 8.0"),
+        ("fa4", {}, DeviceFacts((9, 0)), "flash_attn.cute is not installed"),
+        ("fa4", {"head_dim": 160, "head_dim_v": 160}, DeviceFacts((10, 0), ALL), "on Blackwell"),
+        ("fa3", {}, DeviceFacts((9, 0), ALL), "no backward"),
+        ("fa3", {}, DeviceFacts((10, 0), ALL), "needs Hopper"),
+        ("fa3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, HOPPER, "no deterministic backward"),
+        ("fa4", {"causal": False, "heads_kv": 8, "head_dim_v": 64}, HOPPER, "can be wrong without a causal mask"),
+        ("fa4", {"head_dim": 72, "head_dim_v": 72}, HOPPER, "no multiple of 32, got (72, 72)"),
+        ("fa4", {"head_dim": 72, "head_dim_v": 72}, DeviceFacts((10, 0), ALL), "no multiple of 32, got (72, 72)"),
+        ("aten_flash", {"head_dim": 192}, HOPPER, "must be equal"),
+        ("aten_flash", {"softcap": 30.0}, HOPPER, "no soft cap"),
+        ("aten_flash", {}, DeviceFacts(None), "needs a CUDA GPU"),
+        ("aten_flash", {}, DeviceFacts((7, 5)), "Ampere or newer"),
+    ],
+)
+def test_reasons(name: str, change: dict[str, object], facts: DeviceFacts, reason: str) -> None:
+    assert any(reason in why for why in reasons(name, dataclasses.replace(SPEC, **change), facts))  # type: ignore[arg-type]
+
+
+def test_all_reasons_are_told() -> None:
+    spec = dataclasses.replace(SPEC, dtype=torch.float32, head_dim=100)
+    assert len(reasons("fa4", spec, DeviceFacts((8, 0)))) == 5
+
+
+def test_a_named_kernel_never_falls_back() -> None:
+    choice = choose(SPEC, DeviceFacts((9, 0)), "fa4")
+    assert choice.kernel is None
+    assert [name for name, _ in choice.rejected] == ["fa4"]
+    assert "flash_attn.cute is not installed" in str(choice)
+
+
+def test_forward_only_needs_no_backward() -> None:
+    facts = DeviceFacts((9, 0), ALL)
+    for change in ({"causal": False, "head_dim_v": 64}, {"head_dim": 72, "head_dim_v": 72}):
+        assert not reasons("fa4", dataclasses.replace(SPEC, **change, needs_backward=False), facts)  # type: ignore[arg-type]
+    full = dataclasses.replace(SPEC, heads=8, heads_kv=8, causal=False, windowed=True)
+    assert not reasons("fa4", full, facts)
+    assert not reasons("fa4", dataclasses.replace(full, causal=True, head_dim_v=64), facts)
+    assert not reasons("fa3", dataclasses.replace(SPEC, needs_backward=False), facts)
+    assert not reasons("fa4", dataclasses.replace(SPEC, head_dim=192, needs_backward=False), facts)
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises(ValueError, match="kernel must be auto or one of"):
+        choose(SPEC, HOPPER, "cudnn")
+
+
+def test_facts_of_a_cpu() -> None:
+    facts = device_facts(torch.device("cpu"))
+    assert facts.capability is None
+    assert choose(SPEC, facts).kernel == ORDER[-1]
+
+
+def test_only_read_versions_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    for version, expected in ((lambda name: "4.0.0b36", True), (lambda name: "4.0.0", False), (missing, False)):
+        monkeypatch.setattr(fa4, "version", version)
+        fa4.in_parts.cache_clear()
+        assert in_parts("fa4") == expected
+    fa4.in_parts.cache_clear()
+    assert not any(in_parts(name) for name in ORDER if name != "fa4")

@@ -1,0 +1,230 @@
+"""Rows through symmetric memory on the GPUs of one host, against the route on plain tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cp_rewrite.batch.active import PlanInput
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.flash import fa4
+from cp_rewrite.kernels.flash.launches import Beside
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import device_facts, in_parts
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.push_rows import push_kv, return_kv
+from cp_rewrite.ops.rows import as_rows, split_kv
+from cp_rewrite.planning.routes.push import NAMES, push_route
+from cp_rewrite.planning.schedule import Schedule
+from tests.end_to_end.test_conformance_gpu import free_port
+from tests.helpers.packed import make_schedule
+from tests.helpers.tolerances import relative_error
+
+pytestmark = pytest.mark.gpu
+
+HEADS, DIM, DIM_V = 3, 16, 24
+_ops: Any = torch.ops.cp_rewrite
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+def test_exchange_over_symmetric_memory() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    mp.spawn(_rank, (world_size, free_port()), nprocs=world_size)  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    from cp_rewrite.kernels.peers import symm_reasons
+
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    assert symm_reasons.reasons(name) == ()
+    for lengths, layout, mask in (
+        ([3000, 70, 1, 900], "balanced", PackedMask()),
+        ([5000], "dual_chunk", PackedMask()),  # grows the channels
+        ([300] * 20, "contiguous", PackedMask(False, (50, 20))),
+        ([8192], "balanced", PackedMask(False)),
+    ):
+        schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
+        for dtype in (torch.bfloat16, torch.float32):
+            _check(schedule, rank, world_size, name, dtype)
+    if "flash_attn.cute" in device_facts(torch.device("cuda", rank)).modules and in_parts("fa4"):
+        for case in BESIDE:
+            _check_beside(*case, rank, world_size, name)
+    _replay(rank, world_size, name)
+    dist.destroy_process_group()
+
+
+def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """kv rows (R, C) and gradients of expanded rows (E, C) of every rank, the same in all processes."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    columns = HEADS * (DIM + DIM_V)
+
+    def draw(rows: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device="cuda").to(dtype)
+
+    kv = [draw(schedule.rows) for _ in range(schedule.world_size)]
+    return kv, [draw(max(2, int(size))) for size in schedule.expanded]
+
+
+def _tensors(schedule: Schedule, rank: int) -> list[torch.Tensor]:
+    route = push_route(schedule, rank)
+    tensors = {name: torch.from_numpy(route[name]) for name in NAMES}
+    return [x if PlanInput(name).on_host else x.cuda() for name, x in tensors.items()]
+
+
+def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = kv.split([HEADS * DIM, HEADS * DIM_V], 1)
+    return k.unflatten(1, (HEADS, DIM)), v.unflatten(1, (HEADS, DIM_V))
+
+
+def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: torch.dtype) -> None:
+    route = _tensors(schedule, rank)
+    for call in range(5):  # over the same memory
+        kv, grads = _inputs(schedule, dtype, call)
+        k, v = _split(kv[rank])
+        used = int(schedule.expanded[rank])
+        expected = torch.cat(kv)[torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()]
+        if call % 2:  # ranks out of step
+            torch.cuda._sleep(3_000_000 * (rank if call == 1 else world_size - rank))
+        got = push_kv(k, v, route, group)
+        assert torch.equal(got[:used], expected[:used])
+        dk, dv = return_kv(grads[rank], k, v, route, group)
+        total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
+        for reader in range(world_size):
+            size = int(schedule.expanded[reader])
+            slots = torch.from_numpy(schedule.route("all_gather", reader)["kv_rows"]).cuda().long()[:size]
+            total.index_add_(0, slots, grads[reader][:size].float())
+        want = total[rank * schedule.rows : (rank + 1) * schedule.rows]
+        again = return_kv(grads[rank], k, v, route, group)
+        for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
+            torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
+            assert torch.equal(got_grad, repeat)
+
+
+BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
+    ([3000, 70, 1, 900, 4221], "balanced", PackedMask(), (16, 4)),
+    ([8192], "balanced", PackedMask(), (8, 8)),
+    ([8000, 100], "dual_chunk", PackedMask(), (16, 4)),
+    ([5000, 3000], "contiguous", PackedMask(True, (700, 0)), (8, 1)),
+    ([5000, 3000], "dual_chunk", PackedMask(False, (300, 200)), (8, 1)),  # several launches
+    ([1024] * 8, "balanced", PackedMask(), (16, 4)),  # no row travels
+    ([1500, 100, 4000, 2700, 1200], "contiguous", PackedMask(), (8, 2)),  # in place at the end of a rank's rows
+    ([700] * 9 + [1234], "balanced", PackedMask(), (8, 2)),
+    ([100] * 40 + [1100], "contiguous", PackedMask(), (16, 4)),  # few rows: no cut
+)
+
+
+def _check_beside(
+    lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
+) -> None:
+    """Rows that travel beside the kernel: bit for bit what exchanges before and after it give, eager and replayed; but
+    for gradients of grouped heads, of which finer parts travel: bit for bit what these give after it."""
+    schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
+    route = _tensors(schedule, rank)
+    arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
+    tables = Tables(**{name: x.cuda() if name.startswith("cu_") else x for name, x in arrays.items()})
+    generator = torch.Generator("cuda").manual_seed(rank)
+    shapes = [(schedule.rows, n, 128) for n in (heads[0], heads[0], heads[1], heads[1])]
+    q, dout, k, v = (torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes)
+    numbers, params = (0.1, 0.0, "fa4", True), Params(0.1, 0.0, True)
+    inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
+
+    def apart() -> tuple[torch.Tensor, ...]:
+        keys = split_kv(push_kv(k, v, route, group), heads[1], 128, 128)
+        out, lse = fa4.forward(q, *keys, tables, params)
+        dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
+        grads = return_kv(as_rows(dk, dv, *keys), k, v, route, group)
+        named: dict[str, torch.Tensor] = dict(zip(NAMES, route, strict=True))
+        if heads[0] == heads[1] or not int(named["capacity"]):
+            return out, lse, dq, *grads
+        finer = _finer(lambda beside: fa4.backward(dout, q, *keys, out, lse, tables, params, beside), keys, k, v, named)
+        for x, y in zip(grads, finer, strict=True):
+            assert relative_error(y, x) < 2**-8
+        return out, lse, dq, *finer
+
+    def beside(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
+        out, lse, kv = _ops.pushed_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
+        back = _ops.pushed_attention_backward.default
+        return out, lse, *back(dout, q, k, v, kv if keep else None, out, lse, *inputs, *numbers, group)
+
+    def same(expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...], what: object) -> None:
+        for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
+            assert torch.equal(want, found), (lengths, layout, what, name)
+
+    expected = apart()
+    for call in range(4):
+        torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
+        same(expected, beside(call > 1), call)
+    for call in range(2):
+        same(expected, beside(call > 0, *(torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v))), "rows that lie apart")
+    # Rows with holes travel as copies; deterministic torch fills new memory first.
+    with_holes = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
+    torch.use_deterministic_algorithms(True)
+    for _ in range(4):
+        same(expected, beside(False, *with_holes), "copies")
+    torch.use_deterministic_algorithms(False)
+    for keep in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = beside(keep)
+        for x in (q, dout, k, v):
+            x.mul_(0.5)
+        for _ in range(3):
+            graph.replay()
+        same(apart(), captured, "replayed")
+
+
+def _finer(
+    backward: Any, keys: tuple[torch.Tensor, ...], k: torch.Tensor, v: torch.Tensor, route: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """dk and dv, of which parts are MXINT15, in plain steps; those of rows in place are written there."""
+    from cp_rewrite.kernels.peers import symm
+
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    source, _, count = route["place"].tolist()
+    here = slice(source, source + count)
+    sums = [torch.empty_like(x) for x in (k, v)]
+    buffer = torch.empty_like(as_rows(*keys, *keys))
+    ptr = route["holder_ptr"][source : source + count + 1] if count else None
+    grads = (sums[0][here], sums[1][here]) if count else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
+    backward(Beside(grads, mxint15=True, holder_ptr=ptr))
+    rows = symm.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
+    rows.copy_(buffer[: route["copied"].shape[0]])
+    lists = [route[name] for name in ("holder_ptr", "holders")]
+    symm.return_rows(rows, route["partners"], route["capacity"], here, *lists, *sums, group=group, mxint15=True)
+    return sums
+
+
+def _replay(rank: int, world_size: int, group: str) -> None:
+    """Both directions in a CUDA graph: calls are numbered on the device, so replays meet as eager calls do."""
+    schedule, _ = make_schedule([Documents.from_lengths([2000, 48])], world_size, "balanced", PackedMask())
+    route = _tensors(schedule, rank)
+    kv, grads = _inputs(schedule, torch.bfloat16, 0)
+    k, v = (x.contiguous() for x in _split(kv[rank]))
+
+    def step() -> tuple[Any, Any]:
+        return push_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    used = int(schedule.expanded[rank])
+    for seed in range(1, 4):
+        kv, new = _inputs(schedule, torch.bfloat16, seed)
+        for target, source in zip((k, v, grads[rank]), (*_split(kv[rank]), new[rank]), strict=True):
+            target.copy_(source)
+        graph.replay()
+        slots = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()[:used]
+        assert torch.equal(captured[0][:used], torch.cat(kv)[slots])
+        expected = return_kv(grads[rank], k, v, route, group)
+        assert all(torch.equal(a, b) for a, b in zip(captured[1], expected, strict=True))

@@ -1,0 +1,189 @@
+"""What must stay in memory while another stream, or a CUDA graph, uses it; streams and kernels are played here."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import cuda
+from cp_rewrite.kernels.flash import varlen
+from cp_rewrite.kernels.flash.launches import Launch
+from cp_rewrite.kernels.peers import symm
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops import push_attention as pushed
+from cp_rewrite.planning.routes.push import push_route
+from tests.helpers.kernel_cases import make_case
+from tests.helpers.packed import make_schedule
+
+ops: Any = torch.ops.cp_rewrite
+HEADS, DIM = 2, 16
+
+
+class Stream:
+    """Has run what it was told only when another one waits for it; until then, what it reads must be there."""
+
+    def __init__(self) -> None:
+        self.reads: list[weakref.ref[Any]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        assert all(tensor() is not None for tensor in other.reads), "freed while another stream reads it"
+        other.reads.clear()
+
+
+class Copies:
+    """What `contiguous` and `cat` give, by address."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tensors: dict[int, weakref.ref[Any]] = {}
+        patch.setattr(Tensor, "contiguous", self._told(Tensor.contiguous))
+        patch.setattr(torch, "cat", self._told(torch.cat))
+
+    def _told(self, make: Any) -> Any:
+        def told(*args: Any) -> Tensor:
+            made: Tensor = make(*args)
+            self.tensors[made.data_ptr()] = weakref.ref(made)
+            return made
+
+        return told
+
+
+def _kernel(*arguments: Any) -> None:
+    *_, dq, dk, dv, launch, _ = arguments
+    assert isinstance(launch, Launch)
+    assert launch.beside is not None
+    launch.beside.keys_needed()
+    for x in (dq, dk, dv):
+        x.zero_()
+    launch.beside.gradients_written()
+
+
+def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
+    """(the second stream, how many copies each launch reads, these copies), from now on."""
+    main, side, current = Stream(), Stream(), list[Stream]()
+    copies = Copies(monkeypatch)
+    seen: list[int] = []
+
+    class On:
+        def __init__(self, stream: Stream | None) -> None:
+            self.stream = stream or main
+
+        def __enter__(self) -> None:
+            current.append(self.stream)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def launch(_kernel: Any, _grid: Any, _block: int, _device: torch.device, *args: Any) -> None:
+        found = [copies.tensors[a] for a in args if isinstance(a, int) and a in copies.tensors]
+        current[-1].reads.extend(found)
+        seen.append(len(found))
+
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q.clone(), torch.zeros(q.shape[1], q.shape[0])
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        return varlen.run_backward(_kernel, *args)
+
+    memory = torch.zeros(symm._HEADER + 2**20, dtype=torch.uint8)
+    way = symm.Channel(memory, torch.zeros(8), 0, 2**20, None, 0, 2)
+    for where, name, value in (
+        (torch.cuda, "current_stream", lambda *_: main),
+        (torch.cuda, "stream", On),
+        (symm, "side_stream", lambda *_: side),
+        (symm, "channel", lambda *_: way),
+        (cuda, "kernel", lambda *_: None),
+        (cuda, "multiprocessors", lambda *_: 1),
+        (cuda, "launch", launch),
+        (pushed, "load", lambda _: SimpleNamespace(forward=forward, backward=backward)),
+    ):
+        monkeypatch.setattr(where, name, value)
+    return side, seen, copies
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["in place", "copied"])
+def test_copies_outlive_the_second_stream(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, seen, copies = _play(monkeypatch)
+    documents = Documents.from_lengths([40, 24])
+    case = make_case(documents, PackedMask(), world_size=2, rank=rank, layout="contiguous")
+    schedule, _ = make_schedule([documents], 2, "contiguous", PackedMask())
+    route = [torch.from_numpy(array) for array in push_route(schedule, rank).values()]
+    rows = schedule.rows
+    k, v = (torch.zeros(HEADS, rows, DIM).transpose(0, 1) for _ in range(2))  # heads outside: rows are not dense
+    lse = torch.zeros(case.q.shape[1], rows)
+    tables = case.tables
+    inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
+    numbers = 0.1, 0.0, "fa4", True
+    ops.pushed_attention.default(case.q, k, v, *inputs, *numbers, True, "group", None)
+    # k and v for peers, and for this rank; a meeting, if that waits for peers at once.
+    assert seen == [2, 2, *[0] * rank]
+    assert not side.reads
+    seen.clear()
+    copies.tensors.clear()
+    ops.pushed_attention_backward.default(case.dout, case.q, k, v, None, case.q, lse, *inputs, *numbers, "group")
+    # A meeting, where many blocks could keep peers out; k and v; a meeting; and, when gradients are written, a meeting
+    # and the sum.
+    assert seen == [*[0] * rank, 2, 2, 0, 0, 0]
+    assert not side.reads
+
+
+def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
+    made = partial(symm.Channel, torch.zeros(1), torch.zeros(1), 0)
+    for where, name, value in (
+        (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
+        (torch.cuda, "current_stream", lambda *_: None),
+        (torch.cuda, "synchronize", lambda _: None),
+        (symm.dist, "barrier", lambda *_, **__: None),
+        (symm, "_resolve_process_group", lambda _: None),
+        (symm, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
+        (symm, "_channels", {}),
+        (symm, "_captured", set()),
+    ):
+        monkeypatch.setattr(where, name, value)
+    device = torch.device("cuda", 0)
+    for captured in (False, True):
+        size = 4096 << captured
+        first = weakref.ref(symm.channel("group", "push", size, device))
+        capturing[0] = captured
+        assert symm.channel("group", "push", size, device) is first()
+        capturing[0] = False
+        assert symm.channel("group", "push", 4 * size, device).nbytes > size
+        gc.collect()
+        assert (first() is not None) == captured
+        symm._channels.clear()
+
+
+def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Named) -> None:
+            waits.append((self.name, other.name))
+
+    first, second = Named("first"), Named("second")
+    now: dict[str, Any] = {}
+    known = symm.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
+    for where, name, value in (
+        (torch.cuda, "is_current_stream_capturing", lambda: now["capturing"]),
+        (torch.cuda, "current_stream", lambda _: now["stream"]),
+        (symm, "_channels", {("group", "push"): known}),
+        (symm, "_captured", set()),
+        (symm, "_last", {}),
+    ):
+        monkeypatch.setattr(where, name, value)
+    calls = (first, False), (first, False), (second, False), (second, False), (first, True), (second, False)
+    for stream, capturing in calls:
+        now.update(stream=stream, capturing=capturing)
+        symm.channel("group", "push", 4096, torch.device("cuda", 0))
+    assert waits == [("second", "first"), ("second", "first")]

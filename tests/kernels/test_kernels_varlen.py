@@ -1,0 +1,212 @@
+"""Launches and padding of the flash backends, with a plain kernel that is as easily poisoned as a real one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import reference
+from cp_rewrite.kernels.flash import varlen
+from cp_rewrite.kernels.flash.launches import Beside, Launch, launches_of
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.masks import PackedMask
+from tests.helpers.kernel_cases import Case, make_case
+from tests.helpers.packs import documents, masks
+from tests.helpers.tolerances import assert_close
+
+PARAMS = Params(0.25)
+
+
+def _entries(launch: Launch) -> Tables:
+    """A launch's running sums as pieces, which the reference understands."""
+    q, k = launch.cu_seqlens_q.long(), launch.cu_seqlens_k.long()
+    left, right = (-1 if side is None else side for side in launch.window)
+    rest = torch.tensor([left, right, 0]).expand(len(q) - 1, 3)
+    return Tables(q, k, torch.cat([torch.stack([q[:-1], q[1:], k[:-1], k[1:]], 1), rest], 1), q)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
+    assert q.shape[0] == launch.stop == int(launch.cu_seqlens_q[-1])
+    assert k.shape[0] == int(launch.cu_seqlens_k[-1])
+    assert lse.is_contiguous()
+    computed = reference.forward(q, k, v, _entries(launch), params)
+    # Rows without a key are garbage when their query is.
+    unseen = (computed[1] == -torch.inf).T[..., None] & q.isnan().any()
+    out.copy_(computed[0].masked_fill(unseen, torch.nan))
+    lse.copy_(computed[1])
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    launch: Launch,
+    params: Params,
+) -> None:
+    beside = launch.beside
+    if beside is not None:
+        beside.keys_needed()
+        # Of exactly the keys that the launch gets.
+        assert [x.data_ptr() for x in beside.grads] == [dk.data_ptr(), dv.data_ptr()]
+        assert [x.shape for x in beside.grads] == [dk.shape, dv.shape]
+        if beside.mxint15:
+            assert beside.holder_ptr is not None
+            assert beside.holder_ptr.shape[0] == dk.shape[0] + 1
+            assert int(beside.holder_ptr[0]) == min(launch.keys[0], launch.keys[1])
+    # A tile of such rows would poison its neighbours.
+    assert not q.isnan().any()
+    assert not dout.isnan().any()
+    for target, grad in zip(
+        (dq, dk, dv), reference.backward(dout, q, k, v, out, lse, _entries(launch), params), strict=True
+    ):
+        target.copy_(grad)
+    if launch.beside is not None:
+        launch.beside.gradients_written()
+
+
+def _run(case: Case) -> tuple[Tensor, ...]:
+    out, lse = varlen.run_forward(_forward, case.q, case.k, case.v, case.tables, PARAMS)
+    grads = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, out, lse, case.tables, PARAMS)
+    return out, lse, *grads
+
+
+@settings(max_examples=60)
+@given(documents(60), masks(), st.integers(1, 3), st.data())
+def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    layout = data.draw(st.sampled_from(("contiguous", "dual_chunk", "balanced")))
+    case = make_case(row, mask, world_size=world_size, rank=rank, layout=layout)
+    expected = case.oracle(PARAMS)
+    clean = _run(case.poisoned(0.0))
+    poisoned = _run(case.poisoned(torch.nan))
+    for name, want, first, second in zip(("out", "lse", "dq", "dk", "dv"), expected, clean, poisoned, strict=True):
+        assert torch.equal(first, second), name
+        if name == "lse":
+            torch.testing.assert_close(first, want)
+        else:
+            assert_close(first, want, what=name)
+    out, lse, dq = poisoned[:3]
+    assert not out[case.padding].any()
+    assert not dq[case.padding].any()
+    assert (lse[:, case.padding] == -torch.inf).all()
+
+
+@settings(max_examples=60)
+@given(documents(60), masks(), st.integers(1, 3), st.data())
+def test_parts_give_what_one_piece_gives(
+    row: Documents, mask: PackedMask, world_size: int, data: st.DataObject
+) -> None:
+    layout = data.draw(st.sampled_from(("contiguous", "dual_chunk", "balanced")))
+    case = make_case(row, mask, world_size=world_size, layout=layout).poisoned(torch.nan)
+    expected = _run(case)
+    cu_q, cu_k = case.tables.cu_seqlens_q, case.tables.cu_seqlens_k
+    n = data.draw(st.integers(1, len(cu_q) - 1))
+    cut, early = (n, int(cu_q[n]), int(cu_k[n])), data.draw(st.integers(0, 1))
+    several = len(launches_of(case.tables, case.q.shape[0])) > 1  # is never cut
+    # What the early part reads may lie elsewhere.
+    keys, near = (case.k, case.v), None
+    if not several and 0 < cut[2] < int(cu_k[-1]) and data.draw(st.booleans()):
+        part = slice(cut[2], None) if early else slice(cut[2])
+        near, keys = tuple(x[part].clone() for x in keys), tuple(x.clone() for x in keys)
+        for x in keys:
+            x[part] = torch.nan
+    stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), None, near)
+    got = varlen.run_forward(_forward, case.q, keys[0], keys[1], case.tables, PARAMS, stages)
+    told: list[str] = []
+    columns = case.k[0].numel()
+    rows = torch.full((case.k.shape[0], columns + case.v[0].numel()), torch.nan, dtype=case.k.dtype)
+    grads = rows[:, :columns].view(case.k.shape), rows[:, columns:].view(case.v.shape)
+    used = int(case.tables.pieces[:, 3].max())
+
+    def written() -> None:
+        told.append("written")
+        assert torch.equal(rows[:used], torch.cat([x.flatten(1) for x in expected[3:]], 1)[:used])
+        assert rows[used:].isnan().all()  # peers may still read there
+
+    holder_ptr = torch.arange(rows.shape[0] + 1, dtype=torch.int32)
+    beside = Beside(grads, lambda: told.append("needed"), written, True, holder_ptr)
+    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
+    assert told == ["needed", "written"]
+    for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):
+        assert torch.equal(found, want), name
+    params = replace(PARAMS, wide=True)
+    wide = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, params)
+    for name, want, found in zip(("dq", "dk", "dv"), expected[2:], wide, strict=True):
+        assert torch.equal(found, want), name
+        assert name == "dq" or found.dtype == torch.float32
+
+
+def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic torch fills new memory by a kernel, which must not run after the late part has written there."""
+    told: list[str] = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    unused = torch.zeros(2, dtype=torch.int32)
+    stages = varlen.Stages((1, 1, 1), 1, (unused, unused), side)  # type: ignore[arg-type]
+    stages.run([lambda: told.append("late part"), lambda: told.append("early part")])
+    assert told == ["side waits for main", "early part", "late part", "main waits for side"]
+
+
+def test_padding_at_the_end_is_left_out_without_a_copy() -> None:
+    case = make_case(Documents.from_lengths([20, 13], 50), PackedMask(), world_size=1)
+    (launch,) = launches_of(case.tables, case.q.shape[0])
+    assert (launch.stop, launch.gaps, launch.dirty) == (33, False, False)
+    assert launch.cu_seqlens_q.tolist() == [0, 20, 33]
+
+
+def test_windows_that_a_documents_end_clips_get_a_launch() -> None:
+    case = make_case(Documents.from_lengths([200]), PackedMask(False, (8, 4)), layout="dual_chunk")
+    first, *others = launches_of(case.tables, case.q.shape[0])
+    assert first.rows is None
+    assert others
+    assert all(launch.rows is not None and launch.window != first.window for launch in others)
+    assert not first.dirty
+
+
+def test_launches_are_made_once_per_batch() -> None:
+    case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
+    launches = launches_of(case.tables, 32)
+    assert launches_of(case.tables, 32) is launches
+    case.tables.pieces.copy_(case.tables.pieces.clone())
+    assert launches_of(case.tables, 32) is not launches
+
+
+def test_gradients_of_keys_share_one_buffer() -> None:
+    case = make_case(Documents.from_lengths([40, 24]), PackedMask(), world_size=2)
+    *_, dk, dv = _run(case)
+    assert dk._base is dv._base is not None
+    assert dk._base.is_contiguous()
+
+
+@pytest.mark.parametrize("mask", [PackedMask(), PackedMask(False, (3, 3))])
+def test_no_document(mask: PackedMask) -> None:
+    case = make_case(Documents.from_lengths([], 12), mask, world_size=2).poisoned(torch.nan)
+    out, lse, dq, dk, dv = _run(case)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in (dq, dk, dv))

@@ -1,0 +1,75 @@
+"""Masks that transformers makes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cp_rewrite as cp
+from cp_rewrite import PackedMask, Reason
+from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.match.find_sites import match_sites
+from cp_rewrite.passes.values.site import Site
+from tests.helpers.matching import BATCH, match_model, reasons, the_site
+from tests.passes.mask_spellings import POSITIONS, capture
+
+
+def llama(layers: int, family: str = "Llama", **options: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, attn_implementation="sdpa", **options,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+TOKENS = {"input_ids": 1, "position_ids": 1}
+
+
+def packed_batch() -> dict[str, Any]:
+    return {k: BATCH[k] for k in TOKENS} | {"use_cache": False}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("Llama", {}, PackedMask()),
+        ("Mistral", {"sliding_window": 5}, PackedMask(window=(4, 0))),
+        ("Qwen3", {"head_dim": 8}, PackedMask()),
+    ],
+)
+def test_transformers_packed(family: str, options: Any, expected: PackedMask, dynamic: bool) -> None:
+    sharding = cp.Sharding(2, TOKENS, POSITIONS)
+    model = llama(2, family, **options).eval()
+    found = match_model(model, sharding, batch=packed_batch(), dynamic=dynamic)
+    assert [f.mask for f in found if isinstance(f, Site)] == [expected] * 2, found
+    assert all(f.key.meta["example_value"].shape[1] == 2 for f in found if isinstance(f, Site))
+
+
+def test_transformers_without_positions_sees_one_document() -> None:
+    sharding = cp.Sharding(2, TOKENS, POSITIONS)
+    batch = {"input_ids": BATCH["input_ids"], "use_cache": False}
+    site = the_site(llama(1), sharding, batch=batch)
+    assert site.mask == PackedMask(packed=False)
+
+
+def test_transformers_four_dim_mask_is_opaque() -> None:
+    sharding = cp.Sharding(2, TOKENS, POSITIONS)
+    batch = packed_batch() | {"attention_mask": torch.ones(2, 1, 12, 12, dtype=torch.bool)}
+    assert reasons(llama(1), sharding, batch=batch) == {Reason.MASK_OPAQUE}
+
+
+@pytest.mark.slow
+def test_matching_32_layers_is_fast() -> None:
+    gm = capture(llama(32), packed_batch(), dynamic=None)
+    sharding = cp.Sharding(2, TOKENS, POSITIONS)
+    match_sites(gm, sharding, argument_names(gm))
+    start = time.perf_counter()
+    sites, _ = match_sites(gm, sharding, argument_names(gm))
+    assert len(sites) == 32
+    assert time.perf_counter() - start < 0.5

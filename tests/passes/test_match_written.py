@@ -1,0 +1,292 @@
+"""Attention that is written out as products and a softmax: its spellings, and everything that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_rewrite as cp
+from cp_rewrite import PackedMask, Reason
+from tests.helpers.matching import BATCH, PACKED, heads, reasons, the_site
+from tests.passes.mask_spellings import DOCUMENTS, annotate
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Written(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """`attend(q, k, v, keep)`, with sinks where its name ends so. 4 query heads, `kv_heads` repeated key heads."""
+
+    def __init__(self, attend: Any, kv_heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.table = nn.Embedding(64, 4 * 4)
+        self.attend, self.kv_heads = attend, kv_heads
+
+    def forward(self, **b: Tensor) -> Tensor:
+        x = self.table(b["input_ids"]).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = (x[:, : self.kv_heads] * c for c in (1.5, -2.0))
+        k, v = (y[:, :, None].expand(-1, -1, 4 // self.kv_heads, -1, -1).flatten(1, 2) for y in (k, v))
+        more = (self.sinks,) if self.attend.__name__.endswith("sinks") else ()
+        return self.attend(x, k, v, PACKED(**b), *more)
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    mask = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) * 0.5 + mask, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.0, training=True), v)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    scores = scores.masked_fill(keep == 0, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd, bhkd -> bhqk", q, k) / 2
+    weights = torch.where(keep, scores, float("-inf")).softmax(dim=3)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def scaled_queries(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q * 0.5 @ k.mT).masked_fill(~keep, -1e9).softmax(-1) @ v
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.permute(0, 1, 3, 2)
+    scores *= 0.5
+    scores += torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, float("-inf"))
+    return F.dropout(scores.softmax(-1), 0.3, training=False) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.5 / 3.0) * 3.0
+    return F.softmax(scores + torch.where(keep, 0.0, -math.inf), dim=-1) @ v
+
+
+def two_masks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    scores = (q @ k.transpose(-1, -2)).float() * 0.5
+    scores = scores.masked_fill(~keep, -math.inf) + torch.where(i[:, None] - i < 3, 0.0, -math.inf)
+    return torch.softmax(scores, dim=-1).type_as(v) @ v
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    logits = torch.cat([scores, column], dim=-1)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return F.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1] @ v
+
+
+def checkpointed_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    return checkpoint(with_sinks, q, k, v, keep, sinks, use_reentrant=False)  # type: ignore[return-value]
+
+
+SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks, with_sinks)
+
+
+@pytest.mark.parametrize("attend", SPELLINGS)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_spellings_are_read(attend: Attention, dynamic: bool) -> None:
+    site = the_site(Written(attend), dynamic=dynamic)
+    assert site.mask == (PackedMask(window=(2, 0)) if attend is two_masks else PackedMask())
+    assert site.scale == (1.0 if attend is scaled_queries else 0.5)
+    assert site.softcap == pytest.approx(3.0 if attend is capped else 0.0)
+    assert site.key.meta["example_value"].shape[1] == 2
+    assert (site.sinks is not None) == (attend is with_sinks)
+
+
+@pytest.mark.parametrize("attend", [*SPELLINGS, checkpointed_sinks])
+def test_spellings_give_what_they_gave(attend: Attention) -> None:
+    model = Written(attend, kv_heads=1 if attend is chosen else 2)
+    sharding = cp.Sharding(1, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="aot_eager", verify="first_step")
+    batch = {name: BATCH[name] for name in sharding.tokens}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(batch) as local:
+        out = compiled(**local).transpose(1, 2)
+    expected = model(**batch)
+    assert torch.allclose(sharding.unshard(out, 1), expected.transpose(1, 2), atol=1e-5)
+    grads = [
+        torch.autograd.grad(y.sin().sum(), list(model.parameters()), allow_unused=True)
+        for y in (out.transpose(1, 2), expected)
+    ]
+    for grad, whole in zip(*grads, strict=True):
+        assert (grad is None and whole is None) or torch.allclose(grad, whole, atol=1e-4)
+
+
+def with_keys_of_one_head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return filled(q, k[:, :1] + 0, v[:, :1] + 0, keep)
+
+
+def test_products_broadcast_one_head() -> None:
+    assert the_site(Written(with_keys_of_one_head)).key.meta["example_value"].shape[1] == 1
+
+
+def test_no_mask_sees_the_whole_row() -> None:
+    site = the_site(Written(lambda q, k, v, keep: (q @ k.mT).softmax(-1) @ v))
+    assert site.mask == PackedMask(causal=False, packed=False)
+
+
+def test_a_mask_that_comes_in_needs_the_users_word() -> None:
+    def model(mask: Tensor, **b: Tensor) -> Tensor:
+        x = heads(b)
+        return (x @ x.mT + mask).softmax(-1) @ x
+
+    batch = {**BATCH, "mask": torch.zeros(2, 1, 12, 12)}
+    assert reasons(model, batch=batch) == {Reason.MASK_OPAQUE}
+    assert the_site(model, annotate(DOCUMENTS, assume_mask=PackedMask()), batch=batch).assumed
+
+
+# -- what differs --------------------------------------------------------------------------------------------
+
+
+def mask_of_logits(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return (scores.masked_fill(~keep, -math.inf) + scores).softmax(-1) @ v
+
+
+def filled_behind_its_back(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores.masked_fill_(~keep, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def weights_changed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    weights = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1)
+    weights[..., 0] = 0.0
+    return weights @ v
+
+
+def queries_changed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    q = q * 1.0
+    scores = (q @ k.mT).masked_fill(~keep, -math.inf)
+    q.mul_(2.0)
+    return scores.softmax(-1) @ v
+
+
+def over_queries(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-2) @ v
+
+
+def scaled_after_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return ((q @ k.mT + torch.where(keep, 0.0, -1e5)) * 0.01).softmax(-1) @ v
+
+
+def capped_after_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (torch.tanh((q @ k.mT).masked_fill(~keep, -math.inf)) * 5).softmax(-1) @ v
+
+
+def masked_after_softmax(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) * keep) @ v
+
+
+def less_the_mean(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return (scores - scores.amax(-2, keepdim=True)).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
+def added_twice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return torch.add(q @ k.mT, torch.where(keep, 0.0, -1.0), alpha=-math.inf).softmax(-1) @ v
+
+
+def weights_returned(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
+    weights = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1)
+    return weights @ v, weights
+
+
+def mixed_dtypes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q.double() @ k.double().mT).masked_fill(~keep, -math.inf).softmax(-1).float() @ v
+
+
+def negative_scale(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * -0.5).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
+def heads_mixed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k).masked_fill(~keep, -math.inf)
+    return torch.einsum("bhqk,bgkd->bhqd", scores.softmax(-1), v)
+
+
+def column_per_token(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(~keep, -math.inf)
+    return torch.cat([scores, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+
+
+def first_column_dropped_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(~keep, -math.inf)
+    column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., 1:] @ v
+
+
+def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = (q @ k.mT).masked_fill(~keep, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [scores_without_gradient, mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries,
+     scaled_after_mask, capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
+     mixed_dtypes, negative_scale, heads_mixed, column_per_token, first_column_dropped_sinks],
+)  # fmt: skip
+def test_anything_else_is_refused(attend: Any) -> None:
+    assert reasons(Written(attend)) == {Reason.KERNEL}
+
+
+def test_dropout_is_refused() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return F.dropout((q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1), 0.1) @ v
+
+    assert reasons(Written(attend)) == {Reason.DROPOUT}
+
+
+def test_masks_are_proven_as_those_of_attention_nodes() -> None:
+    def bias(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        i = torch.arange(q.shape[2])
+        return (q @ k.mT + (i[None] - i[:, None])).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+    def other_tokens(**b: Tensor) -> Tensor:
+        x, ids = heads(b), b["input_ids"]
+        return (x @ x.mT).masked_fill(ids[:, None, :, None] != ids[:, None, None, :], -math.inf).softmax(-1) @ x
+
+    assert reasons(Written(bias)) == {Reason.MASK_NOT_PACKED}
+    assert reasons(other_tokens) == {Reason.MASK_WRONG_SOURCE}
+
+
+def test_a_softmax_over_features_is_no_attention() -> None:
+    def model(**b: Tensor) -> Tensor:
+        x = heads(b)
+        gate = x.softmax(-1)
+        return F.scaled_dot_product_attention(x, x, gate, PACKED(**b))
+
+    assert the_site(model).mask == PackedMask()
+
+
+def test_heads_repeated_before_the_key_changes_stay() -> None:
+    def model(**b: Tensor) -> Tensor:
+        k = heads(b, 2) + 1.0
+        repeated = k.repeat_interleave(3, 1)
+        k.mul_(2.0)
+        return F.scaled_dot_product_attention(heads(b, 6), repeated, repeated, PACKED(**b))
+
+    assert the_site(model).key.meta["example_value"].shape[1] == 6
+
+
+def test_heads_repeated_without_gradients_stay() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        with torch.no_grad():
+            k = k[:, :2].repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(q, k, v, keep)
+
+    assert the_site(Written(attend)).key.meta["example_value"].shape[1] == 4

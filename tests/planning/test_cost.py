@@ -1,0 +1,178 @@
+"""The cost model against counting, and its choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.choose_exchange import choose_exchange
+from cp_rewrite.planning.cost import (
+    DEVICES,
+    Device,
+    Model,
+    all_gather_seconds,
+    exchange_seconds,
+    ideal_seconds,
+    least_seconds,
+    load_of,
+    most_runs,
+    needed_seconds,
+    padding_seconds,
+)
+from cp_rewrite.planning.layouts.line import Parts, SeenKeys, part_tiles
+from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
+from cp_rewrite.planning.plan import plan
+from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD, imbalance, window_tiles
+from tests.helpers.packs import batches, masks
+
+H200 = DEVICES["h200"]
+
+
+def counted_tiles(queries: int, keys: int, left: int, right: int) -> float:
+    """Tiles that hold a pair of the window, row of tiles by row of tiles."""
+    work = 0.0
+    for first in range(0, queries, TILE):
+        last = min(first + TILE, queries) - 1
+        low = 0 if left < 0 else max(0, first + keys - queries - left)
+        high = keys - 1 if right < 0 else min(keys - 1, last + keys - queries + right)
+        work += high // TILE - low // TILE + 1 + TILE_ROW_OVERHEAD
+    return work
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 500), st.integers(0, 500), st.sampled_from((-1, 0, 7, 200)), st.sampled_from((-1, 0, 90))
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_window_tiles_are_counted_right(pieces: list[tuple[int, int, int, int]]):
+    queries, more, left, right = (np.array(column) for column in zip(*pieces, strict=True))
+    wanted = [counted_tiles(n, n + m, le, r) for n, m, le, r in pieces]
+    np.testing.assert_allclose(window_tiles(queries, queries + more, left, right), wanted)
+
+
+@given(batches(max_rows=1), masks(), st.integers(1, 5))
+def test_seen_pairs_and_seen_keys(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
+    p = plan(rows[0], world_size, "dual_chunk", mask)
+    dense = mask.materialize(rows[0])
+    pairs = np.bincount(p.rank_of, dense.sum(1), world_size)
+    np.testing.assert_array_equal(p.schedule.seen_pairs(), pairs)
+    assert p.area_imbalance == pytest.approx(imbalance(pairs.astype(float)))
+    docs = Documents.from_lengths([rows[0].total])
+    alone = PackedMask(mask.causal, mask.window)
+    running = np.append(0, np.cumsum(alone.materialize(docs).sum(1)))
+    x = np.arange(docs.total + 1)
+    np.testing.assert_array_equal(SeenKeys(alone).of(np.full_like(x, docs.total), x), running)
+    assert [SeenKeys(alone).of_one(docs.total, int(i)) for i in x] == running.tolist()
+
+
+@given(batches(max_rows=1, max_total=900), masks())
+def test_whole_documents_cost_what_one_rank_pays(rows: tuple[Documents, ...], mask: PackedMask):
+    parts = Parts.of_row(rows[0], mask)
+    one_rank = plan(rows[0], 1, "contiguous", mask)
+    np.testing.assert_allclose(parts.work.sum(), one_rank.load.tiles.sum())
+    np.testing.assert_allclose(part_tiles(parts, mask), parts.work)
+
+
+@given(batches(max_rows=1, max_total=900), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS[:3]))
+def test_least_seconds_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
+    p = plan(rows[0], world_size, layout, mask)
+    bound = least_seconds(rows[0], p.order, mask, H200, p.model)
+    assert bound <= needed_seconds(p.load, H200, p.model, world_size) * (1 + 1e-9)
+
+
+@given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
+def test_most_runs_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
+    p = plan(rows[0], world_size, layout, mask)
+    pieces_per_interval = 2 if mask.right else 1  # windows that a document's end clips are cut once more
+    assert len(p.schedule.runs.reader) <= pieces_per_interval * most_runs(rows[0], p.order, mask)
+
+
+def test_seconds_are_bytes_over_links_and_flops_over_kernels():
+    model = Model((8, 2), 64)
+    load = plan([4096], 4, "contiguous", heads=model.heads, head_dim=model.head_dim).load
+    device = Device("unit", forward=1.0, backward=np.inf, memory=np.inf, link=np.inf, node_link=1.0,
+                    latency=0.0, node_latency=0.0, launch=0.0)  # fmt: skip
+    flops = load.tiles.max() * 4 * TILE * TILE * 64 * 8
+    assert needed_seconds(load, device, model, 4) == pytest.approx(flops)
+    link = replace(device, forward=np.inf, link=1.0, node_link=np.inf)
+    # Keys twice in bf16; their gradients once in fp32: rank 3 receives 3072 rows, rank 0 gives back 3072.
+    assert needed_seconds(load, link, model, 4) == pytest.approx((2 * 3072 + 2 * 3072) * model.kv_bytes)
+    assert all_gather_seconds(load, link, model, 4) == pytest.approx(4 * 3072 * model.kv_bytes)
+    across = replace(link, link=np.inf, node_link=1.0)
+    assert needed_seconds(load, across, model, 4) == 0
+    assert needed_seconds(load, across, model, 2) == pytest.approx((2 * 2048 + 2 * 2048) * model.kv_bytes)
+    assert ideal_seconds(load, device, model) == pytest.approx(load.tiles.sum() / 4 * 4 * TILE * TILE * 64 * 8)
+
+
+def test_rows_beyond_an_even_share_are_paid_for_outside_attention():
+    model = Model((8, 2), 64)
+    device = replace(H200, forward=2.0, backward=1.0)
+    load = plan([7], 2, "dual_chunk").load  # 4 and 3 tokens; an even share is 3.5
+    assert load.padding == 0.5
+    assert padding_seconds(load, device, model) == pytest.approx(0.5 * 24 * 512**2 * (1 / 2 + 2))
+    more = exchange_seconds(replace(load, padding=1.5), device, model)
+    for name, seconds in exchange_seconds(load, device, model).items():
+        assert more[name] - seconds == pytest.approx(24 * 512**2 * 2.5)
+    assert plan([4096], 4, "contiguous").load.padding == 0
+    assert plan([1000, 3096], 4, pad_to_multiple=1500).load.padding == 1500 - 1024
+
+
+def test_a2a_needs_heads_that_divide():
+    load = plan([4096], 4).load
+    assert "a2a" in exchange_seconds(load, H200, Model((8, 2)))
+    assert "a2a" not in exchange_seconds(load, H200, Model((6, 2)))
+
+
+def test_load_counts_extra_launches():
+    mask = PackedMask(causal=False, window=(64, 64))
+    assert load_of(plan([500, 524], 4, "contiguous", mask).schedule).launches == 2
+
+
+def test_choice_by_mask():
+    packed = choose_exchange(Model(), 4, PackedMask(), H200)
+    assert packed.exchange == "needed"
+    assert "20% of remote rows" in packed.reason
+    assert "all_gather" in packed.reason
+    full_row = choose_exchange(Model(), 4, PackedMask(causal=False, packed=False), H200)
+    assert full_row.exchange == "all_gather"
+    window = choose_exchange(Model(), 8, PackedMask(window=(1023, 0), packed=False), H200)
+    assert window.exchange == "needed"
+    assert choose_exchange(Model(), 1, PackedMask(), H200).exchange == "local"
+
+
+def test_choice_of_many_ranks_with_few_heads_per_key():
+    mha = Model((32, 32), 128)
+    every = ("all_gather", "needed", "p2p", "a2a")
+    choice = choose_exchange(mha, 8, PackedMask(packed=False), H200, available=every, tokens_per_rank=2048)
+    assert choice.exchange == "a2a"
+    assert set(choice.seconds) == set(every)
+    with pytest.raises(ValueError, match="no exchange can serve"):
+        choose_exchange(Model((6, 2)), 4, PackedMask(), H200, available=("a2a",))
+
+
+def test_devices_are_named_or_measured(tmp_path: Path):
+    assert Device.named("h200") is H200
+    H200.save(tmp_path / "mine.json")
+    assert Device.named(str(tmp_path / "mine.json")) == H200
+    with pytest.raises(ValueError, match="h200, h100, a100, cpu, or a file"):
+        Device.named("tpu")
+
+
+@pytest.mark.parametrize(("lengths", "measured"), [([32768], 648), ([512] * 64, 254)])
+def test_tiles_explain_the_speeds_they_were_fitted_to(lengths: list[int], measured: float):
+    load = plan(lengths, 1).load
+    model = Model()
+    useful = sum(length**2 / 2 for length in lengths) * 4 * model.head_dim * model.heads[0]
+    seconds = load.tiles.sum() * model.tile_flops / H200.forward
+    assert useful / seconds / 1e12 == pytest.approx(measured, rel=0.02)
