@@ -1,6 +1,5 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
-from cp_rewrite.batch.capacity import Capacity
 from cp_rewrite.batch.gradients import sum_gradients
 from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.diagnose.check import CheckReport, check
@@ -9,6 +8,7 @@ from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.planning.plan import Plan, plan
 
 from .backend import backend, context_parallel
+from .capacity import Capacity
 from .documents import Documents
 from .masks import PackedMask
 from .refusal import Reason, Refusal, RewriteRefused

@@ -13,17 +13,17 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import ActivePlan, active_plan, number_tokens
+from cp_rewrite.batch.active import active_plan, number_tokens
 from cp_rewrite.diagnose.compare_masks import check_masks
+from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_lines
-from cp_rewrite.passes.graph.sources import argument_names
 from cp_rewrite.passes.locality.inputs import token_dims
 
 from . import passes
 from .batch import agree
 from .diagnose import observe
 from .refusal import RewriteRefused, source_line
-from .sharding import Sharding, device_of, require_sharding
+from .sharding import Sharding, require_sharding
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -160,13 +160,6 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     return decorate
 
 
-def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> passes.State:
-    """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
-    copy = _copy(gm)
-    device = plan.device if plan.device.type != "cpu" else device_of(sharding)
-    return passes.State(copy, sharding, argument_names(copy), device, plan)
-
-
 def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
@@ -203,20 +196,6 @@ def _token_places(state: passes.State) -> list[tuple[int, str, int]]:
         and isinstance(value := node.meta["example_value"], Tensor)
         and value.ndim > dims[name]
     ]
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph and those of its nested regions; tensors and other modules are shared."""
-    graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    graph.output(result[0]).meta = dict(result[1].meta)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
-            setattr(copy, str(node.target), _copy(body))
-    return copy
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.batch.capacity import Capacity
 from cp_rewrite.planning.cost import Device
 
 from .arguments import checked_dims, checked_ops
+from .capacity import Capacity
 from .masks import PackedMask
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch import capacity
 from cp_rewrite.kernels.peers import symm_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts, in_parts
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost import Device, Model
+from cp_rewrite.planning.routes import fixed
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, split_exchange
@@ -34,7 +34,7 @@ def plan_sites(state: State) -> State:
 
 def _decide(site: Site, state: State) -> Decision | Refusal:
     spec = spec_of(site, state.sharding.deterministic)
-    if state.sharding.capacity is not None and not capacity.fits(site.mask):
+    if state.sharding.capacity is not None and not fixed.fits(site.mask):
         return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
     exchange, why = _exchange(site, spec, state)
     if against := exchange_reasons(exchange, state.sharding):
@@ -57,7 +57,7 @@ def exchange_reasons(exchange: str, sharding: Sharding) -> list[str]:
     found: list[str] = []
     if scattered and outer != "local" and isinstance(sharding.mesh, int):
         found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
-    if sharding.capacity is not None and exchange not in capacity.EXCHANGES:
+    if sharding.capacity is not None and exchange not in fixed.EXCHANGES:
         found.append(
             "with capacity, rows travel by all_gather, or by needed where GPUs read each other's memory: the host must "
             "not know how many"

@@ -16,7 +16,7 @@ from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import HeadScatter, attend
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.locality.walk import PositionGenerator
+from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import split_exchange

@@ -17,12 +17,13 @@ from torch import Tensor
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
 from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.routes.fixed import fixed_route, fixed_tables
 from cp_rewrite.planning.routes.grid import outer_schedule, row_order
 from cp_rewrite.planning.routes.push import push_route
 from cp_rewrite.planning.routes.ring import ring_tables
 from cp_rewrite.sharding import Sharding, split_exchange
 
-from .capacity import buffers_of, fixed_route, fixed_tables
+from .buffers import buffers_of
 
 Arrays = dict[str, NDArray[Any]]
 

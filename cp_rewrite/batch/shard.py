@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.planning.plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import CuSeqlens, Sharding, device_of, packing_args
 
 from . import agree
 from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
-from .capacity import Capacity, buffers_of, fill_cu_seqlens
+from .buffers import buffers_of, fill_cu_seqlens
 from .read_documents import documents_of
 
 IGNORE_INDEX = -100

@@ -12,8 +12,8 @@ import torch.fx as fx
 from torch import nn
 
 from cp_rewrite import passes
-from cp_rewrite.backend import capture
 from cp_rewrite.batch.active import active_plan
+from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
 from cp_rewrite.refusal import Refusal, source_line
 from cp_rewrite.sharding import Sharding, require_sharding

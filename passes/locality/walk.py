@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 import torch.fx as fx
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.operands import is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -29,24 +30,6 @@ from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
 from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
-
-
-@dataclass(frozen=True)
-class PositionGenerator:
-    """A node that makes positions 0, 1, 2, … of the shard, whose values are used per token.
-
-    Args:
-        node: `arange`: its (T,) result stands for the rows' global indices. `table`: it takes the first T rows, along
-            `dim`, of its first operand; these stand for the rows at the global indices.
-        kind: which of both.
-        dim: for a table, the dim of the operand that positions run over.
-        shared_order: the batch has several rows, which share these positions: they must be cut in one order.
-    """
-
-    node: fx.Node
-    kind: Literal["arange", "table"] = "arange"
-    dim: int = 0
-    shared_order: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan, PlanInput
-from cp_rewrite.passes.locality.walk import PositionGenerator
+from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 

@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import PlanInput, active_plan
-from cp_rewrite.batch.capacity import EXCHANGES, Capacity, buffers_of, fits, fixed_route, fixed_tables
+from cp_rewrite.batch.buffers import buffers_of
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash.launches import launches_of
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
+from cp_rewrite.planning.routes.fixed import EXCHANGES, fits, fixed_route, fixed_tables
 from cp_rewrite.planning.routes.push import push_route
 from tests.end_to_end.test_end_to_end import LIMIT, TOKENS, make_batch, plain_step
 from tests.helpers.models import build_model

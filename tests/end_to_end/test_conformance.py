@@ -71,8 +71,8 @@ def write_table(found: dict[Cell, float]) -> None:
     lines = [
         "# Conformance",
         "",
-        "Written by `pytest -m slow tests/end_to_end/test_conformance.py`. Each cell ran on gloo processes with the `reference`",
-        "kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients against dense",
+        "Written by `pytest -m slow tests/end_to_end/test_conformance.py`. Each cell ran on gloo processes with the",
+        "`reference` kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients against dense",
         "attention in fp64 (worst relative norm), exact zeros in padding, two runs bitwise equal.",
         "",
         "LSE and largest logits per head are compared in every cell too.",

@@ -1,0 +1,41 @@
+"""Plan tensors of fixed sizes at fixed addresses, so that a CUDA graph of a whole step replays on other documents.
+
+sharding = cp.Sharding(..., capacity=cp.Capacity(documents=256, pieces=128, rows=40_000))
+for batch in warm_up:                        # compiles, grows every buffer
+    with sharding.shard(batch) as local:
+        step(local)
+with sharding.shard(batch) as local, torch.cuda.graph(graph):
+    step(local)
+for batch in batches:                        # refills the buffers that the graph reads
+    with sharding.shard(batch):
+        graph.replay()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The most that a batch may need; entries of zero length fill up what it does not.
+
+    Args:
+        documents: documents of a row: `cu_seqlens` arguments are filled up to documents + 1 entries.
+        pieces: pieces of a rank, and runs of rows between them that belong to no document.
+        rows: expanded rows of a rank: keys of all its pieces, one piece after another.
+    Raises:
+        TypeError, ValueError: a number that is no int of at least 2.
+    """
+
+    documents: int
+    pieces: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"capacity.{f.name} must be an int, got {value!r}")
+            if value < 2:
+                raise ValueError(f"capacity.{f.name} must be at least 2, got {value}")

@@ -1,0 +1,31 @@
+"""Take a graph from Dynamo: a copy that passes may change."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.sharding import Sharding, device_of
+
+
+def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
+    """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
+    copy = _copy(gm)
+    device = plan.device if plan.device.type != "cpu" else device_of(sharding)
+    return State(copy, sharding, argument_names(copy), device, plan)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph and those of its nested regions; tensors and other modules are shared."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    graph.output(result[0]).meta = dict(result[1].meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
+            setattr(copy, str(node.target), _copy(body))
+    return copy
