@@ -142,8 +142,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
     lines = [
         "# Models",
         "",
-        "Written by `tests/end_to_end/test_models.py`. Each model has a small config and random weights, in fp32, and takes",
-        f"a packed row of documents of {LENGTHS[0]} tokens with `position_ids`. *Right* means: on 2",
+        "Written by `tests/end_to_end/test_models.py`. Each model has a small config and random weights, in fp32,",
+        f"and takes a packed row of documents of {LENGTHS[0]} tokens with `position_ids`. *Right* means: on 2",
         "processes loss and every gradient equal those of one process; the last columns hold the largest relative",
         f"differences (the limit is 1e-5). {versions}.",
         "",
