@@ -99,7 +99,7 @@ def test_pushed_attention_traces_with_its_gradients(
     rows, wide = schedule.rows, torch.float32
     assert [(x.shape, x.dtype) for x in found[:2]] == [((rows, 4, 6), torch.bfloat16), ((4, rows), wide)]
     assert [(x.shape, x.dtype) for x in found[2:]] == [(x.shape, x.dtype) for x in inputs]
-    names = [str(node.target) for node in traced.graph.nodes if "cp_rewrite.planning.routes.push" in str(node.target)]
+    names = [str(node.target) for node in traced.graph.nodes if "cp_rewrite.push" in str(node.target)]
     assert names == ["cp_rewrite.pushed_attention.default", "cp_rewrite.pushed_attention_backward.default"]
     (backward,) = traced.graph.find_nodes(op="call_function", target=ops.pushed_attention_backward.default)
     assert (backward.args[4] is not None) == keep_kv
