@@ -1,13 +1,16 @@
-// One output from several partial ones over disjoint keys, in fp32: weights exp(lse_s - lse), lse = log sum exp(lse_s).
-// A step that saw no key (lse -inf, or +inf as FlashAttention 2 writes it) has weight 0 and its output is not read;
-// a row without any key gives exact zeros and -inf.
-// outs (S, R, H, D), lses (S, H, R) -> out (R, H, D), lse (H, R). WIDTH = chunks per head, S small.
+// Attention over several disjoint sets of keys from the fp32 results over each ("step"): the weight of step s is
+// exp(lse_s - lse), with lse = log sum exp(lse_s). A step that saw no key (lse -inf, or +inf as FlashAttention 2 writes
+// it) has weight 0 and its output is not read; a row that saw no key in any step becomes exact zeros and -inf.
+//
+// outs (S, R, H, D), lses (S, H, R) -> out (R, H, D), lse (H, R). width: chunks of one head of a row.
 #include "rows.cuh"
 
-__device__ __forceinline__ float seen(float lse) { return lse == __int_as_float(0x7f800000) ? __int_as_float(0xff800000) : lse; }
+__device__ __forceinline__ float seen(float lse) {
+  return lse == __int_as_float(0x7f800000) ? __int_as_float(0xff800000) : lse;
+}
 
 extern "C" __global__ void __launch_bounds__(256) merge_steps(
-    const chunk* __restrict__ outs, const float* __restrict__ lses, void* __restrict__ out, float* __restrict__ lse,
+    const chunk* __restrict__ outs, const float* __restrict__ lses, chunk* __restrict__ out, float* __restrict__ lse,
     u32 steps, u32 rows, u32 heads, u32 width) {
   const float none = __int_as_float(0xff800000);
   const u64 total = (u64)rows * heads * width;
@@ -33,12 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) merge_steps(
     const float scale = top == none ? 0.f : 1.f / mass;
 #pragma unroll
     for (int i = 0; i < PER_CHUNK; ++i) sum[i] *= scale;
-#if defined(OUT_FP32) && !defined(DTYPE_FP32)
-#pragma unroll
-    for (int i = 0; i < PER_CHUNK; ++i) ((float*)out)[at * PER_CHUNK + i] = sum[i];
-#else
-    ((chunk*)out)[at] = rounded(sum);
-#endif
+    out[at] = rounded(sum);
     if (at - (u64)pair * width == 0) lse[where] = top == none ? none : top + logf(mass);
   }
 }

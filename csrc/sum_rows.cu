@@ -1,17 +1,14 @@
-// out[i] = sum of x[rows[2 i]] and x[rows[2 i + 1]], where these are not negative, and of x[rows[j]] for j in [ptr[i],
-// ptr[i + 1]), accumulated in fp32 in that order: bitwise repeatable. Few rows have more than two contributions: two
-// lie where a thread finds them without knowing ptr (2 to 3 % faster than lists alone, measured on an H200).
-// OUT_FP32 keeps the sums in fp32; otherwise they are rounded once to the input's dtype.
+// out[i] = x[rows[2 i]] + x[rows[2 i + 1]] (a negative index adds nothing) + the sum of x[rows[j]] over j in [ptr[i],
+// ptr[i + 1]). Sums are fp32 and added in that order, so they are bitwise repeatable. Few rows have more than two
+// summands: the first two have fixed places, where a thread finds them before it knows ptr (2 to 3 % faster than one
+// list for all, measured on an H200).
 #include "rows.cuh"
 
 #ifndef BLOCK
 #define BLOCK 64
 #endif
 #ifndef UNROLL
-#define UNROLL 3
-#endif
-#if defined(OUT_FP32) && !defined(DTYPE_FP32)
-#define WIDER
+#define UNROLL 2
 #endif
 
 // Zeros where there is nothing to load. A predicate, not a branch: all UNROLL chunks of a thread are in flight together.
@@ -38,7 +35,7 @@ __device__ __forceinline__ chunk load_if(bool there, const chunk* p) {
 
 // Chunk `at` of the result. All threads of a warp call it, those past the end, too.
 __device__ __forceinline__ void store_sum(void* out, u64 at, u64 total, const float* sum) {
-#if !defined(WIDER)
+#if defined(DTYPE_FP32)
   if (at < total) store_once((chunk*)out + at, rounded(sum));
 #elif ACCESS == 16
   // Neighbour threads swap halves of their 8 sums: each store of a warp then fills the sectors that it touches.
@@ -93,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) sum_rows(
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const u64 at = first + u * BLOCK;
-#if !defined(WIDER)
+#if defined(DTYPE_FP32)
     if (pair[u].y < 0) {
       // The sum of one row is that row.
       if (at < total) store_once((chunk*)out + at, head[u]);

@@ -69,11 +69,11 @@ def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
 
 
 @cache
-def kernel(name: str, device: torch.device, macros: Macros = (), file: str | None = None) -> Any:
-    """The kernel `name` of `csrc/<file>` (by default `<name>.cu`), loaded for `device`."""
+def kernel(name: str, device: torch.device, macros: Macros = ()) -> Any:
+    """The kernel `name` of `csrc/<name>.cu`, loaded for `device`."""
     from cuda.core import ObjectCode
 
-    cubin = compile_kernel(file or f"{name}.cu", architecture(device), macros)
+    cubin = compile_kernel(f"{name}.cu", architecture(device), macros)
     return ObjectCode.from_cubin(cubin).get_kernel(name)
 
 

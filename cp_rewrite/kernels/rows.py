@@ -13,10 +13,10 @@ from torch import Tensor
 from . import cuda, reference
 
 # Measured best on an H200, see examples/bench/RESULTS.md.
-_GATHER, _SUM, _SUM_FP32 = (128, 2), (64, 3), (64, 2)
-"""Threads of a block, and chunks of each thread."""
+_GATHER, _SUM = (128, 2), (64, 2)
+"""Threads of a block, and chunks that each thread moves."""
 _THREADS = 256
-"""Threads of a block of the kernels that are not unrolled."""
+"""Threads of a block of the other kernels."""
 
 
 @cache
@@ -45,35 +45,29 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     return out
 
 
-def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(n, C): row i is the sum of `x_EC` at `rows[2 i]` and `rows[2 i + 1]`, where these are not negative, and at
-    `rows[ptr[i]:ptr[i + 1]]`, in that order, in fp32 (fp64 for fp64).
+def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
+    """(n, C) in fp32 (fp64 for fp64): row i is the sum of `x_EC` at `rows[2 i]` and `rows[2 i + 1]`, where these are
+    not negative, and at `rows[ptr[i]:ptr[i + 1]]`, in that order.
 
     Args:
         ptr: (n + 1,) int32. rows: (at least 2 n,) int32.
-        dtype: of the result; fp32 (fp64 for fp64) by default. x's own dtype rounds each sum once.
     """
-    wide = torch.promote_types(x_EC.dtype, torch.float32)
-    dtype = wide if dtype is None else dtype
-    ready = x_EC.is_cuda and _compiled() and x_EC.dtype in cuda.DTYPES and dtype in (x_EC.dtype, torch.float32)
     x_EC = x_EC.contiguous()
     columns = x_EC.shape[1]
     access = _access(columns * x_EC.element_size(), x_EC.data_ptr())
-    if not ready or access < x_EC.element_size():
-        return reference.sum_rows(x_EC, ptr, rows).to(dtype)
+    if not (x_EC.is_cuda and _compiled()) or x_EC.dtype not in cuda.DTYPES or access < x_EC.element_size():
+        return reference.sum_rows(x_EC, ptr, rows)
     # Vectors of fewer than 16 bytes are stored element by element: one element at a time then.
     access = access if access == 16 else x_EC.element_size()
     size, width = ptr.shape[0] - 1, columns * x_EC.element_size() // access
-    out = x_EC.new_empty(size, columns, dtype=dtype)
+    out = x_EC.new_empty(size, columns, dtype=torch.float32)
     if out.numel() == 0:
         return out
-    # Pairs are loaded together, and lists may begin anywhere.
+    # The kernel loads pairs by 8 bytes.
     rows = rows if rows.data_ptr() % 8 == 0 else rows.clone()
-    block, unroll = _SUM_FP32 if dtype == torch.float32 else _SUM
-    wider: cuda.Macros = (("OUT_FP32", "1"),) if dtype == torch.float32 else ()
-    macros = ((cuda.DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll), *wider)
+    block, unroll = _SUM
     cuda.launch(
-        cuda.kernel("sum_rows", x_EC.device, macros),
+        cuda.kernel("sum_rows", x_EC.device, ((cuda.DTYPES[x_EC.dtype], "1"), *_macros(access, block, unroll))),
         -(-size * width // (block * unroll)),
         block,
         x_EC.device,
@@ -117,36 +111,27 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
     )
 
 
-def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
     """One attention output from steps over disjoint keys: out = Σ exp(lse_s - lse) out_s, lse = log Σ exp(lse_s).
 
     Args:
-        outs_SRHD: (S, R, H, D). lses_SHR: (S, H, R) fp32; ±inf where a step saw no key: weight 0, its out is not read.
-        dtype: of the output; that of `outs_SRHD` by default, or fp32.
+        outs_SRHD: (S, R, H, D) fp32 or fp64.
+        lses_SHR: (S, H, R), the same; ±inf where a step saw no key: its weight is 0 and its output is not read.
     Returns:
-        out (R, H, D), exact zeros where no step saw a key; lse (H, R) fp32, -inf there.
+        out (R, H, D), exact zeros where no step saw a key; lse (H, R), -inf there.
     """
-    dtype = outs_SRHD.dtype if dtype is None else dtype
     steps, rows, heads, dim = outs_SRHD.shape
     outs_SRHD, lses_SHR = outs_SRHD.contiguous(), lses_SHR.contiguous()
-    access = _access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr())
-    ready = (
-        outs_SRHD.is_cuda
-        and _compiled()
-        and outs_SRHD.dtype in cuda.DTYPES
-        and dtype in (outs_SRHD.dtype, torch.float32)
-    )
-    if not ready or access < outs_SRHD.element_size() or outs_SRHD.numel() == 0:
-        return _merge_steps_torch(outs_SRHD, lses_SHR, dtype)
-    access = access if access == 16 else outs_SRHD.element_size()
-    out = outs_SRHD.new_empty(rows, heads, dim, dtype=dtype)
+    access = 16 if _access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr()) == 16 else 4
+    ready = outs_SRHD.is_cuda and _compiled() and outs_SRHD.dtype == torch.float32
+    if not ready or outs_SRHD.numel() == 0:
+        return _merge_steps_torch(outs_SRHD, lses_SHR)
+    out = outs_SRHD.new_empty(rows, heads, dim)
     lse = lses_SHR.new_empty(heads, rows)
-    macros = [(cuda.DTYPES[outs_SRHD.dtype], "1"), ("ACCESS", str(access))]
-    macros += [("OUT_FP32", "1")] if dtype == torch.float32 else []
     width = dim * outs_SRHD.element_size() // access
     device = outs_SRHD.device
     cuda.launch(
-        cuda.kernel("merge_steps", device, tuple(macros)),
+        cuda.kernel("merge_steps", device, (("DTYPE_FP32", "1"), ("ACCESS", str(access)))),
         min(-(-rows * heads * width // _THREADS), cuda.multiprocessors(device) * 32),
         _THREADS,
         device,
@@ -159,70 +144,6 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype | None =
     return out, lse
 
 
-def dual_chunk_rank(
-    cu_seqlens_padded: Tensor, cu_seqlens: Tensor, local_rows: int, world_size: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """The `dual_chunk` order of one rank, computed on the tensors' device without any copy to the host.
-
-        world size 2, one document of 8    tokens 0 1 2 3 4 5 6 7    rank 0: 0 1 6 7    rank 1: 2 3 4 5
-
-    Args:
-        cu_seqlens_padded: (N + 1,) int32 physical offsets, lengths divisible by 2 · world_size.
-        cu_seqlens: (N + 1,) int32 real lengths. local_rows: rows per rank, at least cu_seqlens_padded[-1] / world_size.
-    Returns:
-        tokens (local_rows,) int32, the global token of each local row, -1 past the last document;
-        valid (N,) int32, real tokens of each document on this rank.
-    """
-    documents = cu_seqlens.shape[0] - 1
-    if not (cu_seqlens.is_cuda and _compiled()):
-        return _dual_chunk_rank_torch(cu_seqlens_padded, cu_seqlens, local_rows, world_size, rank)
-    tokens, valid = cu_seqlens.new_empty(local_rows), cu_seqlens.new_empty(documents)
-    cuda.launch(
-        cuda.kernel("dual_chunk_rank", cu_seqlens.device, file="dual_chunk.cu"),
-        max(1, -(-max(local_rows, documents) // _THREADS)),
-        _THREADS,
-        cu_seqlens.device,
-        cu_seqlens_padded.data_ptr(),
-        cu_seqlens.data_ptr(),
-        tokens.data_ptr(),
-        valid.data_ptr(),
-        cuda.u32(documents),
-        cuda.u32(local_rows),
-        cuda.i32(world_size),
-        cuda.i32(rank),
-    )
-    return tokens, valid
-
-
-def dual_chunk_gathered(cu_seqlens_padded: Tensor, local_rows: int, world_size: int) -> Tensor:
-    """(world_size · local_rows,) int32: where each global token lies in the all-gathered buffer (rank after rank).
-
-    `gather_rows(gathered, this)` puts gathered rows back in their original order; the inverse of `dual_chunk_rank`
-    on all ranks. Rows past the last document keep their place.
-    """
-    documents = cu_seqlens_padded.shape[0] - 1
-    if not (cu_seqlens_padded.is_cuda and _compiled()):
-        slots = torch.arange(local_rows * world_size, dtype=torch.int32, device=cu_seqlens_padded.device)
-        for rank in range(world_size):
-            tokens, _ = _dual_chunk_rank_torch(cu_seqlens_padded, cu_seqlens_padded, local_rows, world_size, rank)
-            real = tokens >= 0
-            slots[tokens[real].long()] = (torch.arange(local_rows, device=slots.device)[real] + rank * local_rows).int()
-        return slots
-    slots = cu_seqlens_padded.new_empty(local_rows * world_size)
-    cuda.launch(
-        cuda.kernel("dual_chunk_gathered", slots.device, file="dual_chunk.cu"),
-        max(1, -(-slots.shape[0] // _THREADS)),
-        _THREADS,
-        slots.device,
-        cu_seqlens_padded.data_ptr(),
-        slots.data_ptr(),
-        cuda.u32(documents),
-        cuda.u32(local_rows),
-        cuda.i32(world_size),
-    )
-    return slots
-
-
 def _access(*sizes: int) -> int:
     """The widest access, in bytes, that divides all sizes and addresses; 0: not even 2 bytes."""
     return next((n for n in (16, 8, 4, 2) if all(size % n == 0 for size in sizes)), 0)
@@ -232,29 +153,8 @@ def _macros(access: int, block: int, unroll: int) -> cuda.Macros:
     return ("ACCESS", str(access)), ("BLOCK", str(block)), ("UNROLL", str(unroll))
 
 
-def _merge_steps_torch(outs_SRHD: Tensor, lses_SHR: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(outs_SRHD.dtype, torch.float32)
-    lses = lses_SHR.to(wide).masked_fill(lses_SHR == torch.inf, -torch.inf)
+def _merge_steps_torch(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
+    lses = lses_SHR.masked_fill(lses_SHR == torch.inf, -torch.inf)
     lse = lses.logsumexp(0)
     weight = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0)).transpose(1, 2)[..., None]
-    out = torch.where(weight > 0, outs_SRHD.to(wide) * weight, 0.0).sum(0)
-    return out.to(dtype), lse.to(lses_SHR.dtype)
-
-
-def _dual_chunk_rank_torch(
-    cu_padded: Tensor, cu: Tensor, local_rows: int, world_size: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    starts, sizes = cu_padded[:-1], cu_padded.diff()
-    t = torch.arange(local_rows, dtype=torch.int32, device=cu.device)
-    document = torch.searchsorted(cu_padded, t * world_size, right=True).sub_(1)
-    real = (document >= 0) & (document < sizes.shape[0])
-    document = document.clamp(0, max(sizes.shape[0] - 1, 0))
-    chunk = sizes // (2 * world_size)
-    valid = torch.zeros_like(chunk)
-    for part in (rank, 2 * world_size - 1 - rank):
-        valid += (cu.diff() - part * chunk).clamp(min=0).minimum(chunk)
-    if sizes.shape[0] == 0:
-        return torch.full_like(t, -1), valid
-    half, at = chunk[document], t - starts[document] // world_size
-    shift = torch.where(at < half, rank, 2 * (world_size - 1) - rank)
-    return torch.where(real, starts[document] + at + half * shift, -1).int(), valid
+    return torch.where(weight > 0, outs_SRHD * weight, 0.0).sum(0), lse

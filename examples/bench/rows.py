@@ -1,6 +1,6 @@
 """Bandwidth of the row kernels, beside a device-to-device copy of the same payload measured in the same run.
 
-python examples/bench/rows.py [--sweep]
+python examples/bench/rows.py
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import rows
+from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.intervals import sum_lists
+from cp_rewrite.planning.layouts.order_tokens import order_tokens
 
 SETS = 4
 """Payloads take turns, so that no run finds its data in the L2 cache."""
@@ -50,12 +54,12 @@ def gather_rate(src: list[Tensor], index: Tensor) -> float:
     return (2 * index.numel() * src[0][0].nbytes + index.nbytes) / time / 1e6
 
 
-def sum_rate(x: list[Tensor], owners: Tensor, dtype: torch.dtype) -> float:
+def sum_rate(x: list[Tensor], owners: Tensor) -> float:
     """Row `i` is part of sum `owners[i]`."""
     size = int(owners.max()) + 1
     ptr, lists = (torch.from_numpy(each).int().cuda() for each in sum_lists(owners.cpu().numpy(), size))
-    time = milliseconds(lambda i: rows.sum_rows(x[i % SETS], ptr, lists, dtype))
-    written = size * x[0].shape[1] * dtype.itemsize
+    time = milliseconds(lambda i: rows.sum_rows(x[i % SETS], ptr, lists))
+    written = size * x[0].shape[1] * 4
     return (x[0].nbytes + written + ptr.nbytes + lists.nbytes) / time / 1e6
 
 
@@ -77,29 +81,26 @@ def table() -> None:
         size = f"{count} rows x {2 * columns} B ({src[0].nbytes >> 20} MB)"
         report(f"gather, runs of 128, {size}", gather_rate(src, runs(count, 128)), copy)
         report(f"gather, any order, {size}", gather_rate(src, runs(count, 1)), copy)
-        report(f"sum of 1, {size}", sum_rate(src, runs(count, 128), bf16), copy)
-        report(f"sum of 2, {size}", sum_rate(src, runs(count, 1) // 2, bf16), copy)
-        report(f"sum of 2 into fp32, {size}", sum_rate(src, runs(count, 1) // 2, torch.float32), copy)
-    # TransformerEngine's published case: 16 documents of 4096, 16 heads x 64.
-    cu = torch.arange(0, 65536 + 1, 4096, dtype=torch.int32, device="cuda")
+        report(f"sum of 2 into fp32, {size}", sum_rate(src, runs(count, 1) // 2), copy)
+    # TransformerEngine's published case: 16 documents of 4096 gathered into their order, 16 heads x 64.
     src, copy = row_set(65536, 1024, bf16), copy_rate(65536, 1024, bf16)
     for cp in (2, 4, 8):
-        slots = rows.dual_chunk_gathered(cu, 65536 // cp, cp)
+        order = order_tokens(Documents.from_lengths([4096] * 16), cp, "dual_chunk", PackedMask())
+        tokens = np.concatenate([order.local_indices(rank) for rank in range(cp)])
+        slots = torch.from_numpy(np.argsort(tokens)).int().cuda()
         report(f"dual_chunk reorder, cp {cp}, 16 x 4096 x 16 x 64", gather_rate(src, slots), copy)
-    time = milliseconds(lambda i: rows.dual_chunk_gathered(cu, 65536 // 4, 4))
-    print(f"dual_chunk metadata on the device: {1e3 * time:.1f} us")
     merge_table()
 
 
 def merge_table() -> None:
-    for steps, dtype in ((2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float32)):
+    for steps in (2, 4):
         shape = steps, 8192, 32, 128
-        outs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(SETS)]
+        outs = [torch.randn(shape, device="cuda") for _ in range(SETS)]
         lses = [torch.randn(steps, 32, 8192, device="cuda") for _ in range(SETS)]
         time = milliseconds(lambda i, o=outs, x=lses: rows.merge_steps(o[i % SETS], x[i % SETS]))
         moved = outs[0].nbytes * (1 + 1 / steps) + lses[0].nbytes * (1 + 1 / steps)
-        copy = copy_rate(steps * 8192, 4096, dtype)
-        report(f"merge of {steps} steps, {str(dtype)[6:]}, 8192 x 32 x 128", moved / time / 1e6, copy)
+        copy = copy_rate(steps * 8192, 4096, torch.float32)
+        report(f"merge of {steps} steps, float32, 8192 x 32 x 128", moved / time / 1e6, copy)
 
 
 if __name__ == "__main__":
