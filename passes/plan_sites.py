@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.peers import symm_reasons
-from cp_rewrite.kernels.select import AttentionSpec, choose, device_facts, in_parts
+from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose, device_facts
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
@@ -46,7 +46,7 @@ def _decide(site: Site, state: State) -> Decision | Refusal:
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
     if exchange == "push":
-        why += " beside the kernel" if in_parts(choice.kernel) else " before and after the kernel"
+        why += " beside the kernel" if capabilities(choice.kernel).overlaps_exchange else " before and after the kernel"
     rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
     return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 ORDER = ("fa4", "fa3", "aten_flash", "reference")
-"""Backends, best first: modules of this package with `reasons`, `forward` and `backward`. `reference` takes all."""
+"""Backends, best first: modules of this package with `reasons`, `forward` and `backward`, and with `capabilities`
+where they have any. `reference` takes all."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,25 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can do beyond what all can.
+
+    Args:
+        overlaps_exchange: rows can travel while it computes; see `flash/overlap.py`.
+        unrounded_on: generations of GPUs (9 for Hopper) on which it hands out its fp32 sums of gradients of keys, where
+            query heads share keys.
+    """
+
+    overlaps_exchange: bool = False
+    unrounded_on: frozenset[int] = frozenset()
+
+    def unrounded_gradients(self, q_RHD: Tensor, heads_kv: int) -> bool:
+        """Whether gradients of keys can be had before they are rounded (`Params.unrounded`, `BackwardOverlap.mxint15`).
+        The same on all GPUs of one kind."""
+        return q_RHD.shape[1] != heads_kv and device_facts(q_RHD.device).major in self.unrounded_on
+
+
+@dataclass(frozen=True)
 class Choice:
     """The kernel that runs, None when none can; and why each kernel that was asked can't, by name."""
 
@@ -110,14 +130,10 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     return load(name).reasons(spec, facts)
 
 
-def in_parts(name: str) -> bool:
-    """Whether a kernel knows `Stages` and `Beside`: rows can travel while it works on what needs none of them."""
-    return name == "fa4" and bool(load(name).in_parts())
-
-
-def keeps_sums(name: str, q_RHD: Tensor, heads_kv: int) -> bool:
-    """Whether a kernel's gradients of keys can be had before they are rounded: parts of sums need not be."""
-    return in_parts(name) and bool(load(name).keeps_sums(q_RHD, heads_kv))
+@cache
+def capabilities(name: str) -> Capabilities:
+    """What backend `name` can do here beyond what all can."""
+    return getattr(load(name), "capabilities", Capabilities)()
 
 
 def load(name: str) -> Any:
@@ -132,7 +148,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     libraries = ("flash_attn.cute", "flash_attn_interface")
     modules = frozenset(name for name in libraries if _importable(name))
-    features = frozenset({"fa3_backward"} if "flash_attn_interface" in modules and _has_fa3_backward() else ())
+    features = frozenset({"fa3_backward"} if "flash_attn_interface" in modules and load("fa3").has_backward() else ())
     return DeviceFacts(capability, modules, features)
 
 
@@ -141,11 +157,3 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
-
-
-def _has_fa3_backward() -> bool:
-    try:
-        interface: Any = importlib.import_module("flash_attn_interface")
-    except ImportError:
-        return False
-    return hasattr(interface, "_flash_attn_backward") and hasattr(torch.ops.flash_attn_3, "bwd")

@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import in_parts, keeps_sums, load
+from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 
@@ -94,13 +94,13 @@ def packed_attention_backward(
     softcap: float,
     kernel: str,
     deterministic: bool,
-    wide: bool,
+    unrounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's, or with `wide` (where the kernel `keeps_sums`) in fp32; exact
-    zeros in rows of no piece."""
+    """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's, or in fp32 with `unrounded` (see `Params`); exact zeros in
+    rows of no piece."""
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
-    params = Params(scale, softcap, deterministic, wide)
+    params = Params(scale, softcap, deterministic, unrounded)
     with nvtx("attention_backward"):
         dq, dk, dv = load(kernel).backward(dout, q, keys, values, out, lse, tables, params)
     return dq, as_rows(dk, dv, keys, values)
@@ -151,7 +151,7 @@ def attend(
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     if where[0] == "p2p":
         return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, *where[1:], sinks)
-    if where[0] == "push" and in_parts(kernel):
+    if where[0] == "push" and capabilities(kernel).overlaps_exchange:
         result = _ops.pushed_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, where[1], sinks)
         return result[0], result[1]
     kv = exchange_kv(k, v, route, *where)
@@ -183,7 +183,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
         ctx.softcap,
         ctx.kernel,
         ctx.deterministic,
-        ctx.where[0] != "local" and keeps_sums(ctx.kernel, x.q, x.k.shape[1]),
+        ctx.where[0] != "local" and capabilities(ctx.kernel).unrounded_gradients(x.q, x.k.shape[1]),
     )
     dk, dv = return_kv(dkv, x.k, x.v, x.route, *ctx.where)
     return dq, dk.to(x.k.dtype), dv.to(x.v.dtype), *([None] * 5), no_gradients(ctx), *([None] * 8), dsinks

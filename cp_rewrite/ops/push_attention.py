@@ -10,9 +10,9 @@ in the local rows are not even sent (`push.py`).
 
 Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
 
-Only for kernels that run in parts (`select.in_parts`); others exchange first (`packed_attention`). Results are the same
-bit for bit, for the same kernels read the same rows, but for gradients of keys that a kernel sums in fp32
-(`keeps_sums`): parts of them travel as MXINT15 (`csrc/rows.cuh`) and come out nearer to those of one GPU.
+Only for kernels whose `Capabilities` say `overlaps_exchange`; others exchange first (`packed_attention`). Results are
+the same bit for bit, for the same kernels read the same rows. The exception is `unrounded_gradients` of keys: parts of
+them travel as MXINT15 (`csrc/rows.cuh`) and come out nearer to those of one GPU.
 
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V).
 """
@@ -30,7 +30,7 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import keeps_sums, load
+from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.routes.push import NAMES
 
@@ -65,7 +65,7 @@ def pushed_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_attention` with its exchange: (out, lse, kv). `route` is in the order of `push.NAMES`; kv (E, C) are the
     expanded rows with `keep_kv` (not where all is in place), else (0, C): they are pushed again in the backward."""
-    from cp_rewrite.kernels.flash.varlen import Stages
+    from cp_rewrite.kernels.flash.overlap import ForwardOverlap
     from cp_rewrite.kernels.peers import symm
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
@@ -88,9 +88,11 @@ def pushed_attention(
             if awaited:
                 push.early_rows()
         keys = near if whole else split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
-    stages = Stages(tuple(where), early, (rest[0], rest[1]), side, near if some else None) if where[0] else None
+    overlap = None
+    if where[0]:
+        overlap = ForwardOverlap(tuple(where), early, (rest[0], rest[1]), side, near if some else None)
     with nvtx("attention"):
-        out, lse = load(kernel).forward(q, *keys, tables, params, stages)
+        out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(capacity):
         main.wait_stream(side)
     return (out, lse, kv) if sinks is None else (*add_sinks(out, lse, sinks), kv)
@@ -139,7 +141,7 @@ def pushed_attention_backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), dk (R, Hkv, D) and dv (R, Hkv, V) of this rank's rows, in their dtypes; kv: if it was kept."""
-    from cp_rewrite.kernels.flash.launches import Beside
+    from cp_rewrite.kernels.flash.overlap import BackwardOverlap
     from cp_rewrite.kernels.peers import symm
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
@@ -148,7 +150,7 @@ def pushed_attention_backward(
     here = slice(source, source + whole)
     main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
     k, v = symm.dense_rows(k), symm.dense_rows(v)
-    mxint15 = bool(int(capacity)) and keeps_sums(kernel, q, k.shape[1])
+    mxint15 = bool(int(capacity)) and capabilities(kernel).unrounded_gradients(q, k.shape[1])
     rows: Tensor | None = None
     if int(capacity):
         if kv is None:
@@ -159,11 +161,11 @@ def pushed_attention_backward(
         sums = [x.new_empty(x.shape) for x in (k, v)]
         holders_here = holder_ptr[source : source + whole + 1]
         keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
-        beside = Beside(grads, mxint15=mxint15, holder_ptr=holders_here)
+        overlap = BackwardOverlap(grads, mxint15=mxint15, holder_ptr=holders_here)
     else:
         sums = []  # made when the kernel has given its memory back
         keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, rows))
-        beside = Beside(grads, partial(main.wait_stream, side), mxint15=mxint15)
+        overlap = BackwardOverlap(grads, partial(main.wait_stream, side), mxint15=mxint15)
 
     def send_home(rows: Tensor) -> None:
         sums.extend(x.new_empty(x.shape) for x in (k, v)[len(sums) :])
@@ -174,9 +176,9 @@ def pushed_attention_backward(
     if rows is None:
         zero_others(sums, here)
     else:
-        beside = replace(beside, gradients_written=partial(send_home, rows))
+        overlap = replace(overlap, gradients_written=partial(send_home, rows))
     with nvtx("attention_backward"):
-        dq, _, _ = load(kernel).backward(dout, q, *keys, out, lse, tables, params, beside)
+        dq, _, _ = load(kernel).backward(dout, q, *keys, out, lse, tables, params, overlap)
     if rows is not None:
         main.wait_stream(side)
     return dq, sums[0], sums[1]

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import keeps_sums, load
+from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 
 from . import rows
@@ -119,7 +119,8 @@ def ring_attention_backward(
     Every owner's gradients are summed in the order in which its rows go round, so two runs are bitwise equal.
     """
     steps = _steps((cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds), q.shape[0])
-    run, params = load(kernel), Params(scale, softcap, deterministic, keeps_sums(kernel, q, k.shape[1]))
+    unrounded = capabilities(kernel).unrounded_gradients(q, k.shape[1])
+    run, params = load(kernel), Params(scale, softcap, deterministic, unrounded)
     ring = _Ring(group, world_size)
     wide = torch.promote_types(q.dtype, torch.float32)
     saved = [_as_exact(x, kernel) for x in (dout, q, out)]

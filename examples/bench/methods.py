@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import keeps_sums, load
+from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
@@ -119,8 +119,8 @@ class Ours:
         return self.out
 
     def backward(self) -> object:
-        sums = self.where[0] != "push" and keeps_sums(self.setup.kernel, self.q, self.setup.heads_kv)
-        params = replace(self.setup.params, wide=sums)
+        able = capabilities(self.setup.kernel).unrounded_gradients(self.q, self.setup.heads_kv)
+        params = replace(self.setup.params, unrounded=able and self.where[0] != "push")
         dq, dk, _ = self.setup.module.backward(
             self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, params
         )

@@ -88,7 +88,7 @@ def te_sweep(world_size: int) -> list[Cell]:
 
 
 def sums_travel(cell: Cell) -> bool:
-    """Are gradients of keys summed in fp32 by the kernel, and parts of these not rounded before (`keeps_sums`)?"""
+    """Are gradients of keys summed in fp32 by the kernel, and do these travel unrounded (`Capabilities`)?"""
     grouped = cell.heads[0] != cell.heads[1]
     return cell.kernel == "fa4" and cell.exchange in WHOLE and grouped
 

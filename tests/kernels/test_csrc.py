@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cp_rewrite.kernels import cuda
-from cp_rewrite.kernels.flash import fa4_internals as fa4_sums
+from cp_rewrite.kernels.flash import fa4_internals
 from cp_rewrite.kernels.peers import symm
 
 pytest.importorskip("cuda.core")
@@ -26,8 +26,8 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "round_sums.cu": [
         ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
         for dtype in DTYPES[:2]
-        for pairs in ((), fa4_sums._IN_PAIRS)
-        for out in ((), fa4_sums._OUT_FP32)
+        for pairs in ((), fa4_internals._IN_PAIRS)
+        for out in ((), fa4_internals._OUT_FP32)
     ],
 }
 

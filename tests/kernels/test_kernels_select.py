@@ -8,8 +8,18 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from cp_rewrite.kernels.flash import fa4
-from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, choose, device_facts, in_parts, reasons
+from cp_rewrite.kernels import select
+from cp_rewrite.kernels.flash import fa4_internals
+from cp_rewrite.kernels.select import (
+    ORDER,
+    AttentionSpec,
+    Capabilities,
+    DeviceFacts,
+    capabilities,
+    choose,
+    device_facts,
+    reasons,
+)
 
 SPEC = AttentionSpec(torch.bfloat16, 128, 128, 64, 8)
 ALL = frozenset({"flash_attn.cute", "flash_attn_interface"})
@@ -82,13 +92,22 @@ def test_facts_of_a_cpu() -> None:
     assert choose(SPEC, facts).kernel == ORDER[-1]
 
 
-def test_only_read_versions_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capabilities_are_those_of_versions_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    for version, expected in ((lambda name: "4.0.0b36", True), (lambda name: "4.0.0", False), (missing, False)):
-        monkeypatch.setattr(fa4, "version", version)
-        fa4.in_parts.cache_clear()
-        assert in_parts("fa4") == expected
-    fa4.in_parts.cache_clear()
-    assert not any(in_parts(name) for name in ORDER if name != "fa4")
+    for version, expected in ((lambda _: "4.0.0b36", True), (lambda _: "4.0.0", False), (missing, False)):
+        monkeypatch.setattr(fa4_internals, "version", version)
+        found = fa4_internals.capabilities()
+        assert found.overlaps_exchange == expected
+        assert (found == Capabilities()) != expected
+    assert all(capabilities(name) == Capabilities() for name in ORDER if name != "fa4")
+
+
+def test_unrounded_gradients_are_those_of_grouped_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    able, q = Capabilities(unrounded_on=frozenset({9})), torch.zeros(2, 8, 16)
+    for capability, hopper in (((9, 0), True), ((10, 0), False), (None, False)):
+        monkeypatch.setattr(select, "device_facts", lambda _, found=capability: DeviceFacts(found))
+        assert able.unrounded_gradients(q, 2) == hopper
+        assert not able.unrounded_gradients(q, 8)
+        assert not Capabilities().unrounded_gradients(q, 2)

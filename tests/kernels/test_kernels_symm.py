@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash import fa4
-from cp_rewrite.kernels.flash.launches import Beside
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import device_facts, in_parts
+from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.push_rows import push_kv, return_kv
@@ -56,9 +56,9 @@ def _rank(rank: int, world_size: int, port: int) -> None:
         schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
         for dtype in (torch.bfloat16, torch.float32):
             _check(schedule, rank, world_size, name, dtype)
-    if "flash_attn.cute" in device_facts(torch.device("cuda", rank)).modules and in_parts("fa4"):
-        for case in BESIDE:
-            _check_beside(*case, rank, world_size, name)
+    if "flash_attn.cute" in device_facts(torch.device("cuda", rank)).modules and capabilities("fa4").overlaps_exchange:
+        for case in OVERLAPPED:
+            _check_overlap(*case, rank, world_size, name)
     _replay(rank, world_size, name)
     dist.destroy_process_group()
 
@@ -110,7 +110,7 @@ def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: to
             assert torch.equal(got_grad, repeat)
 
 
-BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
+OVERLAPPED: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
     ([3000, 70, 1, 900, 4221], "balanced", PackedMask(), (16, 4)),
     ([8192], "balanced", PackedMask(), (8, 8)),
     ([8000, 100], "dual_chunk", PackedMask(), (16, 4)),
@@ -123,10 +123,10 @@ BESIDE: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
 )
 
 
-def _check_beside(
+def _check_overlap(
     lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
 ) -> None:
-    """Rows that travel beside the kernel: bit for bit what exchanges before and after it give, eager and replayed; but
+    """Rows that travel while the kernel runs: bit for bit what exchanges before and after it give, eager and replayed; but
     for gradients of grouped heads, of which finer parts travel: bit for bit what these give after it."""
     schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
     route = _tensors(schedule, rank)
@@ -146,12 +146,14 @@ def _check_beside(
         named: dict[str, torch.Tensor] = dict(zip(NAMES, route, strict=True))
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
-        finer = _finer(lambda beside: fa4.backward(dout, q, *keys, out, lse, tables, params, beside), keys, k, v, named)
+        finer = _finer(
+            lambda overlap: fa4.backward(dout, q, *keys, out, lse, tables, params, overlap), keys, k, v, named
+        )
         for x, y in zip(grads, finer, strict=True):
             assert relative_error(y, x) < 2**-8
         return out, lse, dq, *finer
 
-    def beside(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
+    def overlapped(keep: bool, k: torch.Tensor = k, v: torch.Tensor = v) -> tuple[torch.Tensor, ...]:
         out, lse, kv = _ops.pushed_attention.default(q, k, v, *inputs, *numbers, keep, group, None)
         back = _ops.pushed_attention_backward.default
         return out, lse, *back(dout, q, k, v, kv if keep else None, out, lse, *inputs, *numbers, group)
@@ -163,19 +165,23 @@ def _check_beside(
     expected = apart()
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
-        same(expected, beside(call > 1), call)
+        same(expected, overlapped(call > 1), call)
     for call in range(2):
-        same(expected, beside(call > 0, *(torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v))), "rows that lie apart")
+        same(
+            expected,
+            overlapped(call > 0, *(torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v))),
+            "rows that lie apart",
+        )
     # Rows with holes travel as copies; deterministic torch fills new memory first.
     with_holes = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     torch.use_deterministic_algorithms(True)
     for _ in range(4):
-        same(expected, beside(False, *with_holes), "copies")
+        same(expected, overlapped(False, *with_holes), "copies")
     torch.use_deterministic_algorithms(False)
     for keep in (False, True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = beside(keep)
+            captured = overlapped(keep)
         for x in (q, dout, k, v):
             x.mul_(0.5)
         for _ in range(3):
@@ -196,7 +202,7 @@ def _finer(
     buffer = torch.empty_like(as_rows(*keys, *keys))
     ptr = route["holder_ptr"][source : source + count + 1] if count else None
     grads = (sums[0][here], sums[1][here]) if count else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
-    backward(Beside(grads, mxint15=True, holder_ptr=ptr))
+    backward(BackwardOverlap(grads, mxint15=True, holder_ptr=ptr))
     rows = symm.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
     rows.copy_(buffer[: route["copied"].shape[0]])
     lists = [route[name] for name in ("holder_ptr", "holders")]

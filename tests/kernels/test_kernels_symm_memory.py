@@ -58,11 +58,11 @@ class Copies:
 def _kernel(*arguments: Any) -> None:
     *_, dq, dk, dv, launch, _ = arguments
     assert isinstance(launch, Launch)
-    assert launch.beside is not None
-    launch.beside.keys_needed()
+    assert launch.overlap is not None
+    launch.overlap.keys_needed()
     for x in (dq, dk, dv):
         x.zero_()
-    launch.beside.gradients_written()
+    launch.overlap.gradients_written()
 
 
 def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:

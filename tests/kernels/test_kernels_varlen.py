@@ -14,7 +14,8 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.flash import varlen
-from cp_rewrite.kernels.flash.launches import Beside, Launch, launches_of
+from cp_rewrite.kernels.flash.launches import Launch, launches_of
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
@@ -57,16 +58,16 @@ def _backward(
     launch: Launch,
     params: Params,
 ) -> None:
-    beside = launch.beside
-    if beside is not None:
-        beside.keys_needed()
+    overlap = launch.overlap
+    if overlap is not None:
+        overlap.keys_needed()
         # Of exactly the keys that the launch gets.
-        assert [x.data_ptr() for x in beside.grads] == [dk.data_ptr(), dv.data_ptr()]
-        assert [x.shape for x in beside.grads] == [dk.shape, dv.shape]
-        if beside.mxint15:
-            assert beside.holder_ptr is not None
-            assert beside.holder_ptr.shape[0] == dk.shape[0] + 1
-            assert int(beside.holder_ptr[0]) == min(launch.keys[0], launch.keys[1])
+        assert [x.data_ptr() for x in overlap.grads] == [dk.data_ptr(), dv.data_ptr()]
+        assert [x.shape for x in overlap.grads] == [dk.shape, dv.shape]
+        if overlap.mxint15:
+            assert overlap.holder_ptr is not None
+            assert overlap.holder_ptr.shape[0] == dk.shape[0] + 1
+            assert int(overlap.holder_ptr[0]) == min(launch.keys[0], launch.keys[1])
     # A tile of such rows would poison its neighbours.
     assert not q.isnan().any()
     assert not dout.isnan().any()
@@ -74,8 +75,8 @@ def _backward(
         (dq, dk, dv), reference.backward(dout, q, k, v, out, lse, _entries(launch), params), strict=True
     ):
         target.copy_(grad)
-    if launch.beside is not None:
-        launch.beside.gradients_written()
+    if launch.overlap is not None:
+        launch.overlap.gradients_written()
 
 
 def _run(case: Case) -> tuple[Tensor, ...]:
@@ -124,35 +125,35 @@ def test_parts_give_what_one_piece_gives(
         near, keys = tuple(x[part].clone() for x in keys), tuple(x.clone() for x in keys)
         for x in keys:
             x[part] = torch.nan
-    stages = None if several else varlen.Stages(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), None, near)
-    got = varlen.run_forward(_forward, case.q, keys[0], keys[1], case.tables, PARAMS, stages)
-    told: list[str] = []
+    overlap = None if several else ForwardOverlap(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), None, near)
+    got = varlen.run_forward(_forward, case.q, keys[0], keys[1], case.tables, PARAMS, overlap)
+    calls: list[str] = []
     columns = case.k[0].numel()
     rows = torch.full((case.k.shape[0], columns + case.v[0].numel()), torch.nan, dtype=case.k.dtype)
     grads = rows[:, :columns].view(case.k.shape), rows[:, columns:].view(case.v.shape)
     used = int(case.tables.pieces[:, 3].max())
 
     def written() -> None:
-        told.append("written")
+        calls.append("written")
         assert torch.equal(rows[:used], torch.cat([x.flatten(1) for x in expected[3:]], 1)[:used])
         assert rows[used:].isnan().all()  # peers may still read there
 
     holder_ptr = torch.arange(rows.shape[0] + 1, dtype=torch.int32)
-    beside = Beside(grads, lambda: told.append("needed"), written, True, holder_ptr)
-    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, beside)
-    assert told == ["needed", "written"]
+    back = BackwardOverlap(grads, lambda: calls.append("needed"), written, True, holder_ptr)
+    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, back)
+    assert calls == ["needed", "written"]
     for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):
         assert torch.equal(found, want), name
-    params = replace(PARAMS, wide=True)
-    wide = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, params)
-    for name, want, found in zip(("dq", "dk", "dv"), expected[2:], wide, strict=True):
+    params = replace(PARAMS, unrounded=True)
+    unrounded = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, params)
+    for name, want, found in zip(("dq", "dk", "dv"), expected[2:], unrounded, strict=True):
         assert torch.equal(found, want), name
         assert name == "dq" or found.dtype == torch.float32
 
 
 def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic torch fills new memory by a kernel, which must not run after the late part has written there."""
-    told: list[str] = []
+    log: list[str] = []
 
     class Stream:
         device = torch.device("cuda", 0)
@@ -161,15 +162,15 @@ def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyP
             self.name = name
 
         def wait_stream(self, other: Stream) -> None:
-            told.append(f"{self.name} waits for {other.name}")
+            log.append(f"{self.name} waits for {other.name}")
 
     main, side = Stream("main"), Stream("side")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     unused = torch.zeros(2, dtype=torch.int32)
-    stages = varlen.Stages((1, 1, 1), 1, (unused, unused), side)  # type: ignore[arg-type]
-    stages.run([lambda: told.append("late part"), lambda: told.append("early part")])
-    assert told == ["side waits for main", "early part", "late part", "main waits for side"]
+    overlap = ForwardOverlap((1, 1, 1), 1, (unused, unused), side)  # type: ignore[arg-type]
+    overlap.run([lambda: log.append("late part"), lambda: log.append("early part")])
+    assert log == ["side waits for main", "early part", "late part", "main waits for side"]
 
 
 def test_padding_at_the_end_is_left_out_without_a_copy() -> None:

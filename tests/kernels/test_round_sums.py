@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cp_rewrite.kernels.cuda import SOURCES
-from cp_rewrite.kernels.flash import fa4_internals as fa4_sums
+from cp_rewrite.kernels.flash import fa4_internals
 from tests.kernels.emulated import COMPILER, HERE, compile_cpp
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -195,11 +195,11 @@ def test_the_order_in_a_tile_is_read_off() -> None:
     in_pairs = np.repeat(2 * random.permutation(48 * 32), 2) + np.arange(48 * 64) % 2
     odd = (in_pairs + 1) % (48 * 64)  # pairs, but not where 8 bytes can be read
     like = torch.empty(5, 3, 64, dtype=torch.bfloat16)
-    for kind, (order, macros) in enumerate(((apart, ()), (in_pairs, fa4_sums._IN_PAIRS), (odd, ()))):
+    for kind, (order, macros) in enumerate(((apart, ()), (in_pairs, fa4_internals._IN_PAIRS), (odd, ()))):
         order = order.reshape(48, 64).astype(np.int16)
         for batch in ("one", "another"):
             options = OPTIONS | {"cu_total_m_blocks": batch, "kind": kind}
-            found = fa4_sums._order(rounding_of(order), like, *REST, **options)
+            found = fa4_internals._order(rounding_of(order), like, *REST, **options)
             assert (found[0].numpy() == order).all()
             assert found[1] == macros
 
@@ -217,4 +217,4 @@ def test_an_order_that_is_not_understood_is_told(wrong: str) -> None:
     else:
         order, out = order[:40], out[:40]
     with pytest.raises(RuntimeError, match="not understood"):
-        fa4_sums._read_order(rounding_of(order), out, rest, options)
+        fa4_internals._read_order(rounding_of(order), out, rest, options)

@@ -16,6 +16,7 @@ from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import Capabilities
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
@@ -81,7 +82,7 @@ def test_pushed_attention_traces_with_its_gradients(
     keep_kv: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on GPUs only; what compilers see of it, shapes, dtypes and gradients, is told on the CPU."""
-    monkeypatch.setattr("cp_rewrite.ops.attention.in_parts", lambda kernel: kernel == "fa4")
+    monkeypatch.setattr("cp_rewrite.ops.attention.capabilities", lambda _: Capabilities(overlaps_exchange=True))
     schedule, _ = make_schedule([Documents.from_lengths([5, 0, 17, 3])], 2, "balanced", PackedMask())
     route = [torch.from_numpy(array) for array in push_route(schedule, 0).values()]
     tables = [torch.from_numpy(array) for array in schedule.attention(0).values()]

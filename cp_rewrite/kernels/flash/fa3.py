@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.params import Params
@@ -30,8 +31,16 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     return found
 
 
+def has_backward() -> bool:
+    """Whether this build has one, and can be imported at all."""
+    try:
+        return hasattr(_interface(), "_flash_attn_backward") and hasattr(torch.ops.flash_attn_3, "bwd")
+    except ImportError:
+        return False
+
+
 def _interface() -> Any:
-    import flash_attn_interface
+    import flash_attn_interface  # imported when it runs: few machines have it
 
     return flash_attn_interface
 

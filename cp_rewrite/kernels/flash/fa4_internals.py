@@ -1,25 +1,40 @@
-"""FlashAttention 4's fp32 sums of gradients of keys, where several query heads share them: written out by a kernel of
-ours instead of the library's, which rounds to half precision what is only a part of a sum.
+"""What FlashAttention 4 does inside, where it offers no way to say what we need. All that relies on it is in this file.
 
-The library's kernels keep the sums of a tile in an order of their own. It is read off what the library's rounding does
-to a tile of known numbers.
+Two things are used, of exactly the versions in `VERSIONS`, whose source was read; of others neither is
+(`capabilities`). `tests/kernels/test_flash_internals.py` has a test of each fact, to be run before a version is added.
+
+1. `_flash_attn_bwd` calls `_bwd_preprocess` before it reads keys, and `_bwd_postprocess_convert` last, which rounds dq,
+   dk and dv from fp32: `run_backward` calls an exchange between them.
+2. Where several query heads share a key, on Hopper, these fp32 values are sums of dk and dv over all of the rank's
+   queries: `_write_sums` writes them by a kernel of ours. The library would round to half precision what is only a part
+   of a sum over ranks. The order of a tile's sums is the library's own; it is read off what its rounding does to a tile
+   of known numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_rewrite.kernels import cuda
+from cp_rewrite.kernels.select import Capabilities
+
+from .overlap import BackwardOverlap
+
+VERSIONS = ("4.0.0b36",)
+"""Of the package `flash-attn-4`."""
 
 Convert = Callable[..., None]
-"""`_bwd_postprocess_convert(accumulated, output, scale, cu_seqlens, seqused, arch, dtype, head_dim, tile, …)`."""
+"""`_bwd_postprocess_convert(accum, output, scale, cu_seqlens, seqused, arch, dtype, hdim, block_size, …)`."""
 
 _GROUP, _BLOCK = 16, 128
-"""Of `csrc/round_sums.cu`."""
+"""Of `csrc/round_sums.cu`: rows that a block takes, and its threads."""
 _BASE = 256
 """Whole numbers below are exact in half precision."""
 _IN_PAIRS: cuda.Macros = (("IN_PAIRS", "1"),)
@@ -27,12 +42,61 @@ _OUT_FP32: cuda.Macros = (("OUT_FP32", "1"),)
 _orders: dict[tuple[Any, ...], tuple[Tensor, cuda.Macros]] = {}
 
 
-def keeps_sums(q_RHD: Tensor, heads_kv: int) -> bool:
-    """Are there such sums? The same on all GPUs of one kind."""
-    return q_RHD.shape[1] != heads_kv and torch.cuda.get_device_capability(q_RHD.device)[0] == 9
+def capabilities() -> Capabilities:
+    """Both of the above, or none where the installed version was not read."""
+    try:
+        known = version("flash-attn-4") in VERSIONS
+    except PackageNotFoundError:  # built from source under another name
+        known = False
+    return Capabilities(overlaps_exchange=True, unrounded_on=frozenset({9})) if known else Capabilities()
 
 
-def round_sums(
+def run_backward(
+    backward: Any, overlap: BackwardOverlap | None, *inputs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any
+) -> None:
+    """The library's `_flash_attn_bwd`, with calls of `overlap` between its steps, and with other kinds of dk and dv.
+
+        sums of out * dout, fp32 dq cleared | keys_needed | kernel | dk, dv rounded | gradients_written | dq rounded
+
+    The first and the last step take long where rows and heads are many. The library's function runs over a copy of its
+    globals with two helpers replaced: nothing of the library is changed.
+
+    Args:
+        backward: `_flash_attn_bwd`. inputs, options: its arguments.
+        dk, dv: of q's dtype, or fp32, which is then not rounded; MXINT15 with `overlap.mxint15`.
+    """
+    library = backward.__globals__
+    convert: Convert = library["_bwd_postprocess_convert"]
+    unrounded = dk.dtype == torch.float32
+    # The library checks the dtype of dk and dv. It sees memory of the right shape, in which it does not write.
+    seen_dk, seen_dv = (x.view(dq.dtype)[..., : x.shape[2]] if unrounded else x for x in (dk, dv))
+    last: list[Callable[[], None]] = []
+
+    def preprocess(*args: Any, **kwargs: Any) -> None:
+        library["_bwd_preprocess"](*args, **kwargs)
+        if overlap is not None:
+            overlap.keys_needed()
+
+    def postprocess(sums: Tensor, output: Tensor, scale: float, cu_seqlens: Tensor, *rest: Any, **kwargs: Any) -> None:
+        if output is dq:
+            last.append(partial(convert, sums, output, scale, cu_seqlens, *rest, **kwargs))
+        elif unrounded or (overlap is not None and overlap.mxint15):
+            target = dk if output is seen_dk else dv
+            holder_ptr = None if overlap is None else overlap.holder_ptr
+            _write_sums(convert, sums, output, target, scale, cu_seqlens, holder_ptr, *rest, **kwargs)
+        else:
+            convert(sums, output, scale, cu_seqlens, *rest, **kwargs)
+
+    helpers = {"_bwd_preprocess": preprocess, "_bwd_postprocess_convert": postprocess}
+    inner = FunctionType(backward.__code__, library | helpers, backward.__name__, backward.__defaults__)
+    inner(*inputs, dq=dq, dk=seen_dk, dv=seen_dv, **options)
+    if overlap is not None:
+        overlap.gradients_written()
+    for convert_dq in last:
+        convert_dq()
+
+
+def _write_sums(
     convert: Convert,
     sums: Tensor,
     rounded_EHD: Tensor,
@@ -43,13 +107,13 @@ def round_sums(
     *rest: Any,
     **options: Any,
 ) -> None:
-    """Write rows of `scale` times the sums.
+    """Write rows of `scale` times the sums, instead of the library's `convert`.
 
     Args:
         convert, rest, options: the library's rounding, and its further arguments.
-        sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32. rounded_EHD: what the library would write.
-        out_EHD: fp32, or of that dtype, which then holds MXINT15 (`csrc/rows.cuh`); its rows have no holes.
-        holder_ptr: (E + 1,) int32; rows whose part of it is empty are rounded for good. None: none are.
+        sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32. rounded_EHD: where the library would write; not touched.
+        out_EHD: fp32, or of the dtype of `rounded_EHD`: then it receives MXINT15 (`csrc/rows.cuh`). Rows are dense.
+        holder_ptr: of `BackwardOverlap`.
 
     Raises:
         RuntimeError: the library's order within a tile is not understood.
@@ -57,8 +121,8 @@ def round_sums(
     order, in_pairs = _order(convert, rounded_EHD, *rest, **options)
     tile, heads, columns = order.shape[0], out_EHD.shape[1], out_EHD.shape[2]
     width = _width(columns, options)
-    wide = _OUT_FP32 * (out_EHD.dtype == torch.float32)
-    macros = ((cuda.DTYPES[rounded_EHD.dtype], "1"), *cuda.MXINT15, *in_pairs, *wide)
+    out_fp32 = _OUT_FP32 * (out_EHD.dtype == torch.float32)
+    macros = ((cuda.DTYPES[rounded_EHD.dtype], "1"), *cuda.MXINT15, *in_pairs, *out_fp32)
     cuda.launch(
         cuda.kernel("round_sums", sums.device, macros),
         (sums.shape[1] // width // _GROUP, heads),

@@ -8,7 +8,6 @@ their own over gathered query rows; their keys lie side by side already.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,44 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.tables import Tables
 
+from .overlap import BackwardOverlap
+
 _SOME = 256
-"""The least length told to a kernel: FA4 compiles other variants for shorter ones, to no gain here."""
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, eq=False)
-class Beside:
-    """Where a backward writes gradients of keys, and rows that travel beside it. It calls each once, when its stream is
-    told all that comes before.
-
-    Args:
-        grads: (dk, dv), of the keys that it is given.
-        keys_needed: from here on keys and values are read, and dk and dv written. gradients_written: they are.
-        mxint15: dk and dv are parts of sums, written as MXINT15 (`csrc/rows.cuh`), where the kernel `keeps_sums`.
-        holder_ptr: (E + 1,) int32, of `push.push_route`: keys that nobody holds a part of are not; None: all are.
-    """
-
-    grads: tuple[Tensor, Tensor]
-    keys_needed: Callable[[], None] = _nothing
-    gradients_written: Callable[[], None] = _nothing
-    mxint15: bool = False
-    holder_ptr: Tensor | None = None
-
-    @property
-    def wide(self) -> bool:
-        """Gradients are fp32, not rounded at all."""
-        return self.grads[0].dtype == torch.float32
-
-    def of_keys(self, keys: slice, *, told: bool) -> Beside:
-        """The same for one launch over some of the keys, which calls nothing unless `told`."""
-        stop = min(keys.stop, self.grads[0].shape[0])
-        grads = self.grads[0][keys], self.grads[1][keys]
-        ptr = None if self.holder_ptr is None else self.holder_ptr[keys.start : stop + 1]
-        calls = (self.keys_needed, self.gradients_written) if told else (_nothing, _nothing)
-        return Beside(grads, *calls, self.mxint15, ptr)
+"""The least length that a kernel is given as its longest: for shorter ones FA4 compiles more variants, to no gain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +36,7 @@ class Launch:
         window: (left, right), bottom-right aligned; None: no limit.
         max_q, max_k: the longest entry of each side.
         gaps: some rows in [0, stop) belong to no piece of this launch; dirty: to no piece at all, so may hold NaN.
-        beside: what a backward calls on its way.
+        overlap: what a backward calls between its steps, for kernels that overlap with an exchange.
     """
 
     cu_seqlens_q: Tensor
@@ -84,7 +49,7 @@ class Launch:
     max_k: int
     gaps: bool = False
     dirty: bool = False
-    beside: Beside | None = None
+    overlap: BackwardOverlap | None = None
 
     @property
     def causal(self) -> bool:

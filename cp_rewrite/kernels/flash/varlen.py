@@ -10,8 +10,8 @@ Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,58 +22,13 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.tables import Tables
 
-from .launches import Beside, Launch, launches_of
+from .launches import Launch, launches_of
+from .overlap import BackwardOverlap, ForwardOverlap
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
 """(q, k, v, out, lse, launch, params): writes out (rows, Hq, V) and lse (Hq, rows), -inf where a row sees no key."""
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
 """(dout, q, k, v, out, lse, dq, dk, dv, launch, params): writes dq, dk and dv."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stages:
-    """A forward in two parts, of which one has its keys while those of the other come on another stream.
-
-    Args:
-        cut: (entries, query rows, expanded rows) before the cut. early: the part (0 or 1) whose keys are here.
-        rest: (cu_seqlens_q, cu_seqlens_k) of the entries after the cut, from 0.
-        stream: after what it is told so far, all keys are here; None: they are.
-        near: (k, v) of the early part, if they lie elsewhere than those of the late one.
-    """
-
-    cut: tuple[int, int, int]
-    early: int
-    rest: tuple[Tensor, Tensor]
-    stream: torch.cuda.Stream | None = None
-    near: tuple[Tensor, ...] | None = None
-
-    def run(self, parts: Sequence[Callable[[], None]]) -> None:
-        """Both parts; the late one fills the GPU up as the early one ends."""
-        if self.stream is not None:
-            # Deterministic torch fills new memory, results among it: not after the late part has written there.
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        parts[self.early]()
-        with torch.cuda.stream(self.stream):
-            parts[1 - self.early]()
-        self.join()
-
-    def join(self) -> None:
-        """Wait for all keys, and for what was told to wait for them."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-    def of(self, launch: Launch, keys: tuple[Tensor, ...]) -> tuple[tuple[Launch, slice, tuple[Tensor, ...]], ...]:
-        """(launch, query rows, its part of the keys) of both parts."""
-        n, rows, cut = self.cut
-        more = launch.cu_seqlens_q.shape[0] - n
-        cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
-        rest_q, rest_k = (cu[:more] for cu in self.rest)
-        parts = [tuple(x[:cut] for x in keys), tuple(x[cut:] for x in keys)]
-        if self.near is not None:
-            parts[self.early] = self.near
-        first = replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows)
-        last = replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows)
-        return (first, slice(rows), parts[0]), (last, slice(rows, launch.stop), parts[1])
 
 
 def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -88,7 +43,7 @@ def run_forward(
     v_EHV: Tensor,
     tables: Tables,
     params: Params,
-    stages: Stages | None = None,
+    overlap: ForwardOverlap | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
     rows, heads = q_RHD.shape[:2]
@@ -96,10 +51,10 @@ def run_forward(
     lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
     launches = launches_of(tables, rows)
     # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
-    if stages is not None and stages.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
-        assert stages.near is None
-        stages.join()
-        stages = None
+    if overlap is not None and overlap.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
+        assert overlap.early_kv is None
+        overlap.join()
+        overlap = None
     for number, launch in enumerate(launches):
         k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
         if launch.rows is not None:
@@ -108,9 +63,9 @@ def run_forward(
             kernel(q, k, v, *part, launch, params)
             out.index_copy_(0, launch.rows, part[0])
             lse.index_copy_(1, launch.rows, part[1])
-        elif stages is not None:
-            parts = stages.of(launch, (k, v))
-            stages.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
+        elif overlap is not None:
+            parts = overlap.split(launch, (k, v))
+            overlap.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
         elif launch.stop:
             seen = slice(launch.stop)
             _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
@@ -122,7 +77,7 @@ def run_forward(
 def _over(
     kernel: Forward, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params
 ) -> Callable[[], None]:
-    """The kernel over some rows, told later. It wants an lse of its own where these are not all rows."""
+    """A call of the kernel over some rows. It can write a contiguous lse only: one of its own where rows are not all."""
     part = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
 
     def run() -> None:
@@ -143,25 +98,25 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
-    beside: Beside | None = None,
+    overlap: BackwardOverlap | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer or
-    those of `beside`, which is for kernels that know `Launch.beside`; rows that no piece reads are then left alone."""
+    """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer and
+    zeros past the last key, or `overlap.grads`, where rows that no piece reads keep what they hold."""
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
     launches = launches_of(tables, rows)
-    inside = beside is not None and len(launches) == 1 and launches[0].stop > 0
-    if beside is not None and not inside:
-        beside.keys_needed()
-    dk, dv = _grad_rows(k_EHD, v_EHV, params.wide) if beside is None else beside.grads
+    inside = overlap is not None and len(launches) == 1 and launches[0].stop > 0
+    if overlap is not None and not inside:
+        overlap.keys_needed()
+    dk, dv = _grad_rows(k_EHD, v_EHV, params.unrounded) if overlap is None else overlap.grads
     last = max((launch.keys[1] for launch in launches), default=0)
-    if beside is None and last < dk.shape[0]:
+    if overlap is None and last < dk.shape[0]:
         dk[last:], dv[last:] = 0, 0
     for number, launch in enumerate(launches):
         keys = slice(*launch.keys)
         outputs = dk[keys], dv[keys]
-        if beside is not None:
-            launch = replace(launch, beside=beside.of_keys(keys, told=inside))
+        if overlap is not None:
+            launch = replace(launch, overlap=overlap.of_keys(keys, calls=inside))
         q, dout = _clean(q_RHD, tables, launch), _clean(dout_RHV, tables, launch)
         out, lse, grad = out_RHV, lse_HR, dq
         if launch.rows is not None:
@@ -175,8 +130,8 @@ def run_backward(
             dq.index_copy_(0, launch.rows, grad)
         if number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
-    if beside is not None and not inside:
-        beside.gradients_written()
+    if overlap is not None and not inside:
+        overlap.gradients_written()
     return dq, dk, dv
 
 
@@ -191,7 +146,7 @@ def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:
     return x
 
 
-def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
+def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, fp32: bool) -> tuple[Tensor, Tensor]:
     k_width, v_width = k_EHD.shape[1] * k_EHD.shape[2], v_EHV.shape[1] * v_EHV.shape[2]
-    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width, dtype=torch.float32 if wide else None)
+    buffer = k_EHD.new_empty(k_EHD.shape[0], k_width + v_width, dtype=torch.float32 if fp32 else None)
     return buffer[:, :k_width].view(k_EHD.shape), buffer[:, k_width:].view(v_EHV.shape)
