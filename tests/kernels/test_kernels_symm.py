@@ -126,8 +126,8 @@ OVERLAPPED: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
 def _check_overlap(
     lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
 ) -> None:
-    """Rows that travel while the kernel runs: bit for bit what exchanges before and after it give, eager and replayed; but
-    for gradients of grouped heads, of which finer parts travel: bit for bit what these give after it."""
+    """An exchange that overlaps with the kernel gives, bit for bit, what exchanges before and after it give, eager and
+    replayed; gradients of grouped heads, of which finer parts travel, what such an exchange after it gives."""
     schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
     route = _tensors(schedule, rank)
     arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
@@ -146,9 +146,7 @@ def _check_overlap(
         named: dict[str, torch.Tensor] = dict(zip(NAMES, route, strict=True))
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
-        finer = _finer(
-            lambda overlap: fa4.backward(dout, q, *keys, out, lse, tables, params, overlap), keys, k, v, named
-        )
+        finer = _finer(lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
         for x, y in zip(grads, finer, strict=True):
             assert relative_error(y, x) < 2**-8
         return out, lse, dq, *finer
@@ -166,12 +164,9 @@ def _check_overlap(
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
         same(expected, overlapped(call > 1), call)
-    for call in range(2):
-        same(
-            expected,
-            overlapped(call > 0, *(torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v))),
-            "rows that lie apart",
-        )
+    strided = [torch.cat([x, x], 1)[:, : heads[1]] for x in (k, v)]
+    for keep in (False, True):
+        same(expected, overlapped(keep, *strided), "rows that lie apart")
     # Rows with holes travel as copies; deterministic torch fills new memory first.
     with_holes = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     torch.use_deterministic_algorithms(True)

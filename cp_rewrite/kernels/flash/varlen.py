@@ -77,7 +77,7 @@ def run_forward(
 def _over(
     kernel: Forward, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params
 ) -> Callable[[], None]:
-    """A call of the kernel over some rows. It can write a contiguous lse only: one of its own where rows are not all."""
+    """A call of the kernel over some rows. Kernels write a contiguous lse: where these are not all rows, a copy."""
     part = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
 
     def run() -> None:
