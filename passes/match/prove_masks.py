@@ -14,8 +14,8 @@ from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, c
 from cp_rewrite.passes.graph.operands import expression, same_size
 from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.passes.locality.inputs import token_dims
-from cp_rewrite.passes.predicate.aten import Evaluator
 from cp_rewrite.passes.predicate.decide import prove
+from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 

@@ -1,4 +1,33 @@
-"""Decide what a symbolic mask means: a PackedMask, or the reasons why it is none."""
+"""Decide what a mask means: a PackedMask, or the reasons why it is none.
+
+A mask is read in three steps. Here is one of a model that has document ids of shape (B, T):
+
+    mask = (ids[:, :, None] == ids[:, None, :]) & torch.ones(T, T).tril().bool()
+
+1. `evaluate` turns every tensor into a function from an index to an expression. At batch row b, query q and key k this
+   mask is
+
+    Eq(ids(b, q) - ids(b, k), 0)  &  (k - q <= 0)
+
+2. `recognise` finds the query's and the key's token in it: their document ids IQ and IK, their places in the row Q, K.
+
+    IQ - IK == 0  &  K - Q <= 0
+
+3. `decide` asks in every cell of a table whether the mask keeps the key. A cell (`worlds.Cell`) is a world, such as
+   "keys of the query's document", and a range of distances d = query - key. Ranges end where a relation may change,
+   here at 0.
+
+                         d < 0     d = 0     d > 0
+    the same document    drops     keeps     keeps
+    other documents      drops               drops
+
+   All keys of other documents are dropped, so documents are packed. Of its own document a query keeps the distances
+   from 0 on: no key to its right and all to its left. That is `PackedMask(causal=True, window=None, packed=True)`.
+
+A mask is refused where it keeps some pairs of a cell and drops others, where the kept distances are no window, and
+where keys of other documents are kept at other distances. A term that steps 1 and 2 can't read is carried along with
+its trouble, and is named where the answer hangs on it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +44,18 @@ from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import CuSeqlens, DocumentIds, Sharding
 
-from .aten import Evaluator
-from .read_documents import Reader
+from .evaluate import Evaluator
+from .recognise import Reader
+from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .values import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .worlds import Cell, Span, World, distances, turning_points
 
-# At or below the lowest fp16 number a key's softmax weight is exactly zero, in every dtype, unless logits differ by as
-# much: the additive masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
 DROPPED_AT = torch.finfo(torch.float16).min
+"""An additive mask drops the keys to which it adds this or less: -65504.
+
+A key's softmax weight is then exactly zero in every dtype, unless its logit is as much above another one. The additive
+masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
+"""
 
 
 def prove(
@@ -39,12 +71,13 @@ def prove(
     """What the mask of an attention node means, for the row that the annotation describes.
 
     Args:
-        canonical, mask: the mask's computation, and the node that refusals without a node of their own name.
+        canonical: the mask's computation.
+        mask: the node that refusals name where they know none of their own.
         query_shape: (B, H, T, D) of the queries, ints or SymInts.
-        name_of: the argument's name of a leaf node.
+        name_of: the name of a leaf's node, see `Leaf.name`.
         local_tokens: the expressions that count this shard's tokens.
-        indices: placeholders that stand for b, h, q and k, when the mask is a function of them.
-        zeros: nodes that count as 0: logits that the mask is added to.
+        indices: placeholders that stand for b, h, q and k, where the mask is a function of them (flex_attention).
+        zeros: nodes that count as 0: the logits that the mask is added to.
     """
     ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds) else None
     evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids)
@@ -61,14 +94,17 @@ def prove(
 
 
 def index_of(evaluator: Evaluator, sizes: Sequence[Expr]) -> Index:
-    """The index symbols b, h, q, k; 0 for a dim of one."""
+    """The index (b, h, q, k) of a mask's element, with 0 in place of b or h where that dim has one entry."""
     batch, heads, tokens = sizes
     named = zip(("b", "h", "q", "k"), (batch, heads, tokens, tokens), strict=True)
     return tuple(ZERO if size == 1 else evaluator.symbol(name, size) for name, size in named)
 
 
 def read_mask(tensor: SymTensor, index: Index, sizes: Sequence[Expr]) -> tuple[Any, Pair]:
-    """The mask's element at (b, h, q, k), or a Refusal when its shape does not broadcast to `sizes`, (B, H, T, T)."""
+    """(the mask's element at (b, h, q, k), what query and key are called in it).
+
+    The element is a Refusal where the mask's shape does not broadcast to `sizes`, (B, H, T, T).
+    """
     others = {s: name for s, name in ((index[0], "batch row"), (index[1], "head")) if s != 0}
     pair = Pair(index[2], index[3], index[0], others)
     shape = sizes[4 - len(tensor.shape) :]
@@ -79,55 +115,59 @@ def read_mask(tensor: SymTensor, index: Index, sizes: Sequence[Expr]) -> tuple[A
 
 
 def decide(reader: Reader, value: Value, static_tokens: int | None, mask: fx.Node) -> PackedMask | list[Refusal]:
-    """Evaluate the mask in every world and at every distance where it can change."""
+    """Ask in every cell whether the mask keeps the key, and read a window off the answers.
 
-    def refuse(reason: Reason, detail: str, node: fx.Node | None = None) -> list[Refusal]:
-        return [Refusal(reason, detail, node or mask)]
-
-    points = {0}
-    for relation in relations(value):
-        points |= turning_points(reader.linear(relation.lhs))
-    spans = distances(points)
+    Args:
+        value: the mask's element at (b, h, q, k).
+        static_tokens: the shard's token count, in a graph that was captured for one; else None.
+        mask: the node that refusals name.
+    """
+    spans = distances({0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value))))
     same = {span: _kept(reader, value, Cell(World.SAME, span)) for span in spans}
     other = {span: _kept(reader, value, Cell(World.DIFFERENT, span)) for span in spans if span != (0, 0)}
-    unread = _unread(reader, value)
-    undecided = [v for v in (*same.values(), *other.values()) if not isinstance(v, bool)]
-    if undecided and unread:
-        return list(dict.fromkeys(Refusal(t.reason, t.detail, t.node or mask) for t in unread))
-    if undecided and value.has(TOKENS):
-        return refuse(Reason.MASK_NOT_PACKED, "the mask depends on the number of tokens, which a shard changes")
+    undecided = [kept for kept in (*same.values(), *other.values()) if not isinstance(kept, bool)]
     if undecided:
-        return refuse(Reason.MASK_NOT_PACKED, undecided[0])
+        return _why_undecided(reader, value, undecided[0], mask)
     packed = not any(other.values())
+    window = _window([span for span, kept in same.items() if kept])
+    detail = ""
     if not packed and any(same[span] != kept for span, kept in other.items()):
         seen = next(span for span, kept in other.items() if kept)
-        return refuse(Reason.MASK_NOT_PACKED, f"the mask keeps {Cell(World.DIFFERENT, seen)}")
-    window = _window([span for span, kept in same.items() if kept])
-    if window is None:
+        detail = f"the mask keeps {Cell(World.DIFFERENT, seen)}"
+    elif window is None:
         kept = ", ".join(f"{low:g} to {high:g}" for (low, high), keep in same.items() if keep) or "nowhere"
-        return refuse(
-            Reason.MASK_NOT_PACKED,
-            f"query - key may be {kept}: no window around the query itself",
-        )
-    left, right = window
-    if static_tokens is not None and any(w is not None and abs(w - static_tokens) <= 1 for w in window):
-        return refuse(
-            Reason.MASK_NOT_PACKED,
+        detail = f"query - key may be {kept}: no window around the query itself"
+    elif static_tokens is not None and any(w is not None and abs(w - static_tokens) <= 1 for w in window):
+        detail = (
             f"the window {window} may be the length of a shard ({static_tokens} tokens) or a constant: the graph was "
-            "captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell them apart",
+            "captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell them apart"
         )
+    elif packed and _keeps_padding(reader, value, spans):
+        detail = "padding after a document counts as its tokens, and queries see keys after them"
+    if detail or window is None:
+        return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
+    return PackedMask(causal=window[1] == 0, window=window, packed=packed)
+
+
+def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> list[Refusal]:
+    """Refusals of a mask that leaves cells undecided: the terms that can't be read; without any, the `first` cell."""
+    unread = _unread(reader, value)
+    if unread:
+        return list(dict.fromkeys(Refusal(t.reason, t.detail, t.node or mask) for t in unread))
+    counts = "the mask depends on the number of tokens, which a shard changes"
+    return [Refusal(Reason.MASK_NOT_PACKED, counts if value.has(TOKENS) else first, mask)]
+
+
+def _keeps_padding(reader: Reader, value: Value, spans: Sequence[Span]) -> bool:
+    """Whether a query may see padding that follows its document: where a numbering gives padding the number of the
+    document before it, and the mask lets queries see keys to their right."""
     merged = isinstance(reader.sharding.packing, CuSeqlens) and any(o.with_padding for o in reader.ordinals.values())
-    later = [span for span in spans if span[1] < 0]
-    if packed and merged and any(_kept(reader, value, Cell(World.PADDING, span)) is not False for span in later):
-        return refuse(
-            Reason.MASK_NOT_PACKED,
-            "padding after a document counts as its tokens, and queries see keys after them",
-        )
-    return PackedMask(causal=right == 0, window=(left, right), packed=packed)
+    right = [span for span in spans if span[1] < 0]
+    return merged and any(_kept(reader, value, Cell(World.PADDING, span)) is not False for span in right)
 
 
 def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:
-    """Whether the mask keeps every key of the cell (True), drops every one (False), or what else it does."""
+    """True: the mask keeps every key of the cell. False: it drops every one. A text: what else it does."""
     if is_bool(value):
         truths = reader.truths(value, cell)
         return next(iter(truths)) if len(truths) == 1 else f"the mask is not the same for all {cell}"
@@ -145,14 +185,19 @@ def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:
 
 
 def _unread(reader: Reader, value: Value) -> list[Trouble]:
-    """Troubles of the terms in the mask, the ones that name a tensor or an op first."""
+    """Troubles of the mask's terms: those that name a tensor or an op, or all where there are none of them."""
     found = reader.blame(value)
     named = [t for t in found if t.reason is not Reason.MASK_NOT_PACKED]
     return named or found
 
 
 def _window(spans: list[Span]) -> tuple[int | None, int | None] | None:
-    """(left, right) of a run of distances that holds 0; None for any other set."""
+    """(left, right) of the kept distances, where they are one run around 0; None for any other set.
+
+    (0, 0), (1, inf)      ->  (None, 0)
+    (-3, -1), (0, 0)      ->  (0, 3)
+    (1, inf)              ->  None
+    """
     if not any(low <= 0 <= high for low, high in spans):
         return None
     if any(after[0] != before[1] + 1 for before, after in pairwise(spans)):

@@ -1,7 +1,11 @@
 """What a tensor's dtype makes of a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
 
-Constants become what the dtype holds. Values that vary over tokens must be ones that the dtype holds as they are, in
-rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; others are `Inexact`.
+A constant becomes what the dtype holds of it. A value that varies over tokens must be one that the dtype holds as it
+is, in rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; any other is `Inexact`.
+
+    -1e9 in float16               -> -inf
+    q - k in int64                -> q - k
+    q - k in bfloat16 (8 digits)  -> Inexact: 257 would be 256
 """
 
 from __future__ import annotations
@@ -16,13 +20,26 @@ from sympy.core.function import AppliedUndef
 
 from cp_rewrite.documents import MAX_TOKENS
 
-from .values import Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver, Value, is_bool, number, outer_select
-from .views import Undecidable
+from .symbolic import (
+    Expr,
+    RepeatIndex,
+    RunningMax,
+    RunningSum,
+    Select,
+    SumOver,
+    Undecidable,
+    Value,
+    is_bool,
+    number,
+    outer_select,
+)
 
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-Extent = tuple[float, int]  # largest magnitude; binary digits after the point
+"""Binary digits that a floating-point dtype holds."""
+Extent = tuple[float, int]
+"""(largest magnitude, binary digits after the point) of a value: an upper bound of both."""
 LeafOf = Callable[[Any], tuple[torch.dtype, float]]
-"""Of a term that reads a leaf: the leaf's dtype and its largest magnitude."""
+"""A term that reads a leaf -> (the leaf's dtype, its largest magnitude)."""
 
 
 class Inexact(Undecidable):
@@ -64,7 +81,7 @@ def held(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
 def compared(
     values: tuple[Value, Value], dtypes: tuple[Any, Any], common: torch.dtype, leaf_of: LeafOf
 ) -> tuple[Value, Value]:
-    """Both sides of a comparison, which runs in the dtype `common`; a dtype of None is a Python number's."""
+    """Both sides of a comparison as they are compared: in the dtype `common`. The dtype of a Python number is None."""
     if common is torch.bool:
         return values
     numbers = [value.is_number for value in values]
@@ -79,7 +96,7 @@ def compared(
 
 
 def on_constants(value: Expr, function: Callable[[Expr], Expr]) -> Expr:
-    """`function` of a value that is a choice between constants."""
+    """`function` of a value that is a choice between constants: log of Select(c, 1, 0) is Select(c, 0, -oo)."""
     choice = outer_select(value)
     if choice is not None:
         branches = (value.xreplace({choice: branch}) for branch in choice.args[1:])
@@ -97,6 +114,7 @@ def _varies(value: Expr) -> bool:
 
 
 def _constant(value: Expr, dtype: torch.dtype) -> Expr:
+    """A number as the dtype holds it: rounded in a floating-point dtype, wrapped around in an integer one."""
     if not value.is_finite:
         if dtype.is_floating_point:
             return value
@@ -110,6 +128,7 @@ def _constant(value: Expr, dtype: torch.dtype) -> Expr:
 
 
 def _extent(value: Expr, leaf_of: LeafOf) -> Extent:
+    """Bounds of a value: of a sum they add up, of a product magnitudes multiply and digits add up."""
     if value.is_number:
         return _extent_of_number(value)
     if isinstance(value, Select):

@@ -1,4 +1,11 @@
-"""Recognise how masks read the offsets at which documents start (`CuSeqlens`)."""
+"""Recognise how masks read the offsets at which documents start (`CuSeqlens`).
+
+cu_seqlens                             0 3 5 6       documents of 3, 2 and 1 tokens
+q                                      0 1 2 3 4 5
+SumOver(cu_seqlens(i) <= q)            1 1 1 2 2 3   counts the offsets up to the token: `counted`
+RepeatIndex(cu_seqlens(i + 1) - …(i))  0 0 0 1 1 2   repeats each document's number: `are_lengths`
+cu_seqlens(that number)                0 0 0 3 3 5   is where the token's document starts: `document_start`
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,26 @@ from sympy.core.relational import Relational
 
 from cp_rewrite.sharding import CuSeqlens, Packing
 
-from .aten import Leaf
+from .context import Leaf
+from .symbolic import Expr, RepeatIndex, Select, SumOver
 from .terms import Pair, maximal_terms
-from .values import Expr, RepeatIndex, Select, SumOver
 from .worlds import PK, PQ, Linear, Q
+
+
+@dataclass(frozen=True)
+class Count:
+    """A count of offsets up to a token, or (`at_token`) at it.
+
+    Args:
+        first, last: which offsets are counted. size: how many there are.
+        side: Q or K, the token.
+    """
+
+    first: Expr
+    last: Expr
+    size: Expr
+    side: Expr
+    at_token: bool
 
 
 @dataclass(frozen=True)
@@ -27,7 +50,7 @@ class Offsets:
     pair: Pair
 
     def leaf(self, term: Any) -> Leaf | None:
-        """The leaf, if `term` reads the offsets where documents start."""
+        """The leaf, if `term` reads the offsets; None for other terms."""
         packing = self.packing
         leaf = self.leaves.get(term.func)
         if not isinstance(packing, CuSeqlens) or leaf is None or len(term.args) != 1:
@@ -45,9 +68,8 @@ class Offsets:
         assert leaves[0] is not None
         return sympy.expand(lengths - read(i + 1) + read(i)) == 0 and leaves[0].shape[0] - count == 1
 
-    def counted(self, term: Any) -> tuple[Any, Any, Any, Expr, bool] | None:
-        """(first offset, last offset, number of offsets, side, equal) where a SumOver counts the offsets that are at or
-        before a side's token, or, when `equal`, at it."""
+    def counted(self, term: Any) -> Count | None:
+        """What a SumOver counts; None for one that counts no offsets, or not by the query's or the key's token."""
         inner, i, count = term.args
         if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
             return None
@@ -65,10 +87,10 @@ class Offsets:
         first = sympy.expand(reads[0].args[0] - i)
         if side is None or not first.is_Integer or first.is_negative:
             return None
-        return first, first + count - 1, leaf.shape[0], side[0], op == "Equality"
+        return Count(first, first + count - 1, leaf.shape[0], side[0], op == "Equality")
 
     def document_start(self, term: Any) -> Linear | None:
-        """offsets[number of the token's document]: the token's index minus its position."""
+        """offsets[number of the token's document], as the token's index minus its position; None for other reads."""
         if self.leaf(term) is None:
             return None
         for number in maximal_terms(term.args[0]):
@@ -76,8 +98,7 @@ class Offsets:
             if isinstance(number, RepeatIndex) and index == 0 and self.are_lengths(number):
                 side = self.pair.side(number.args[3])
                 return {side[0]: sympy.S.One, side[1]: -sympy.S.One} if side else None
-            counted = self.counted(number) if isinstance(number, SumOver) else None
-            if counted is not None and not counted[4] and counted[0] in (0, 1) and index == counted[0] - 1:
-                position = PQ if counted[3] == Q else PK
-                return {counted[3]: sympy.S.One, position: -sympy.S.One}
+            found = self.counted(number) if isinstance(number, SumOver) else None
+            if found is not None and not found.at_token and found.first in (0, 1) and index == found.first - 1:
+                return {found.side: sympy.S.One, PQ if found.side == Q else PK: -sympy.S.One}
         return None

@@ -1,4 +1,8 @@
-"""The terms that a mask's symbolic value is made of."""
+"""The terms that a mask's symbolic value is made of: reads of leaves, index symbols, and generators.
+
+Eq(RunningSum(starts(j), j, q) - RunningSum(starts(j), j, k), 0) & (k - q <= 0)
+   generator                     generator                         index symbols
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from sympy.core.relational import Relational
 
 from cp_rewrite.refusal import Reason
 
-from .values import Expr, RepeatIndex, RunningMax, RunningSum, SumOver
+from .symbolic import Expr, RepeatIndex, RunningMax, RunningSum, SumOver
 from .worlds import IK, IQ, PK, PQ, K, Q
 
 GENERATORS = (RunningSum, RunningMax, SumOver, RepeatIndex)
+"""Functions that run over all tokens or offsets: what numbers documents is made of them."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A term that no rule reads: the reason to refuse when the mask turns out to hang on it."""
+    """Why a term can't be read: what to refuse a mask for that hangs on it."""
 
     reason: Reason
     detail: str
@@ -30,7 +35,10 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Pair:
-    """The index expressions that stand for the query token, the key token and the batch row."""
+    """How a value calls the query token, the key token and the batch row: by an index expression each.
+
+    `others` are symbols that a mask over tokens must not depend on, each with what it is: b and h.
+    """
 
     query: Expr
     key: Expr
@@ -38,7 +46,7 @@ class Pair:
     others: Mapping[Expr, str] = field(default_factory=dict)
 
     def side(self, index: Expr) -> tuple[Expr, ...] | None:
-        """(index, position, id) symbols of the token that an index expression names."""
+        """(index, position, id): symbols of the token that an index expression names; None for neither token's."""
         if sympy.expand(index - self.query) == 0:
             return Q, PQ, IQ
         if sympy.expand(index - self.key) == 0:
@@ -46,7 +54,7 @@ class Pair:
         return None
 
     def at(self, side: Expr) -> Expr:
-        """The index expression of a side's token."""
+        """The index expression of the token at Q or K."""
         return self.query if side == Q else self.key
 
 

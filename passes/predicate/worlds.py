@@ -13,12 +13,15 @@ from enum import Enum
 
 import sympy
 
-from .values import ONE, TOKENS, Expr
+from .symbolic import ONE, TOKENS, Expr
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
-STARTS = sympy.Symbol("S", integer=True)  # how many of the batch's document starts are at Q; for ADJACENT tokens
-Linear = dict[Expr, Expr]  # term -> coefficient; ONE -> the constant
-Span = tuple[float, float]  # inclusive bounds
+STARTS = sympy.Symbol("S", integer=True)
+"""How many of the batch's document starts are at Q. None or more: empty documents start where others do."""
+Linear = dict[Expr, Expr]
+"""A sum: term -> coefficient, ONE -> the constant. K - Q + 3 is {K: 1, Q: -1, ONE: 3}."""
+Span = tuple[float, float]
+"""Inclusive bounds."""
 EVERYTHING: Span = (-math.inf, math.inf)
 _IN_ROW = frozenset({Q, K, PQ, PK})
 _MIN_TOKENS = 2
@@ -35,8 +38,12 @@ class World(Enum):
 
 @dataclass(frozen=True)
 class Ordinal:
-    """A numbering of documents, as its values at the query and at the key: never falling along the row, one value
-    per document. `with_padding`: padding after a document has that document's number."""
+    """A numbering of documents: one value per document, never falling along the row.
+
+    Args:
+        query, key: the numbers of the query's and of the key's document.
+        with_padding: padding after a document has that document's number.
+    """
 
     query: sympy.Symbol
     key: sympy.Symbol
@@ -57,7 +64,10 @@ class Cell:
 
 
 def distances(points: Iterable[int]) -> list[Span]:
-    """The integers cut at `points`: every point alone, and the gaps between."""
+    """The integers cut at `points`: every point alone, and the gaps between.
+
+    {0, 3}  ->  (-inf, -1) (0, 0) (1, 2) (3, 3) (4, inf)
+    """
     spans: list[Span] = []
     low: float = -math.inf
     for point in sorted(set(points)):
@@ -69,8 +79,11 @@ def distances(points: Iterable[int]) -> list[Span]:
 
 
 def turning_points(linear: Linear) -> set[int]:
-    """Distances where the sign of a relation between indices alone, or positions of one document alone, changes."""
-    reduced = _reduce(linear, World.SAME, (), sign=0)
+    """Distances around which `linear` changes its sign: K - Q + 3 at 3.
+
+    Only where it is made of indices alone, or of positions of one document alone; {} for anything else.
+    """
+    reduced = _reduce(linear, World.SAME, ())
     if set(reduced) - {D, ONE} or not reduced.get(D):
         return set()
     root = -reduced.get(ONE, sympy.S.Zero) / reduced[D]
@@ -78,12 +91,14 @@ def turning_points(linear: Linear) -> set[int]:
 
 
 def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> bool | None:
-    """Whether `linear op 0` holds for every pair of tokens in the cell (True), for none (False), or None: can't say."""
+    """Whether `linear op 0` holds in a cell. True: for every pair of tokens; False: for none; None: can't say.
+
+    `op` is the name of a sympy relation.
+    """
     ordinals = tuple(ordinals)
-    sign = (cell.span[0] > 0) - (cell.span[1] < 0)
-    spans = _spans(cell, ordinals, sign)
+    spans = _spans(cell, ordinals)
     low, high = EVERYTHING
-    for form in (linear, _reduce(linear, cell.world, ordinals, sign)):
+    for form in (linear, _reduce(linear, cell.world, ordinals)):
         form_low, form_high = _bounds(form, spans)
         low, high = max(low, form_low), min(high, form_high)
         if _is_multiple_of_nonzero(form, cell.world) and op in ("Equality", "Unequality"):
@@ -107,11 +122,17 @@ def _compare(op: str, low: float, high: float) -> bool | None:
     return True if always[op] else False if always[opposite[op]] else None
 
 
-_APART, _IDS = sympy.symbols("starts ids", integer=True)  # start(q) - start(k); id(q) - id(k)
+_APART, _IDS = sympy.symbols("starts ids", integer=True)
+"""start(query's document) - start(key's document); id(query's document) - id(key's document)."""
 
 
-def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int) -> Linear:
-    """The relation in the distance D and what the world says of query minus key."""
+def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal]) -> Linear:
+    """`linear` without the query's symbols: each is the key's and a difference, which the world may know.
+
+    K - Q       ->  -D                in all worlds
+    PQ - PK     ->  D                 of one document; D - starts of two
+    IQ - IK     ->  0                 of one document; ids of two
+    """
     out: Linear = {}
 
     def add(term: Expr, coefficient: Expr) -> None:
@@ -144,15 +165,20 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal], sign: int
     return {term: c for term, c in out.items() if c != 0}
 
 
-def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[Expr, Span]:
-    apart: Span = (1, math.inf) if sign > 0 else (-math.inf, -1) if sign < 0 else EVERYTHING
+def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
+    """Bounds of the symbols in a cell.
+
+    Starts and numbers of documents only grow along the row, so those of two documents differ as the distance does.
+    """
+    low, high = cell.span
+    apart: Span = (1, math.inf) if low > 0 else (-math.inf, -1) if high < 0 else EVERYTHING
     row: Span = (0, math.inf)
     spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
-    spans |= {Q: (max(0, cell.span[0]), math.inf), K: (max(0, -cell.span[1]), math.inf), PK: row, PQ: row}
+    spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row}
     spans[_APART] = apart
     spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
     if cell.world is World.SAME:
-        spans |= {PQ: (max(0, cell.span[0]), math.inf), PK: (max(0, -cell.span[1]), math.inf), IQ: row, IK: row}
+        spans |= {PQ: (max(0, low), math.inf), PK: (max(0, -high), math.inf), IQ: row, IK: row}
         spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING
     elif cell.world is World.DIFFERENT:
         spans |= {IQ: row}
@@ -164,6 +190,7 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal], sign: int) -> dict[Expr, Spa
 
 
 def _is_multiple_of_nonzero(form: Linear, world: World) -> bool:
+    """Whether a form is a multiple of id - id, which two documents never share."""
     return world in (World.DIFFERENT, World.ADJACENT) and set(form) == {_IDS}
 
 
@@ -172,7 +199,10 @@ def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:
 
 
 def _highest(form: Linear, spans: Mapping[Expr, Span]) -> float:
-    """The largest value: a bound e*T + c over all row lengths T, where indices and positions end at T - 1."""
+    """The largest value of `form`, over rows of all lengths T from `_MIN_TOKENS` on.
+
+    It is bounded by e·T + c: indices and positions end at T - 1, so each adds its coefficient to e and takes it off c.
+    """
     per_token, constant = 0.0, 0.0
     for term, coefficient in form.items():
         c = float(coefficient)

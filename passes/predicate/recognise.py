@@ -1,4 +1,15 @@
-"""Recognise, in symbolic values, the row's tokens: their index, their position, the document that holds them."""
+"""Recognise the row's tokens in a mask's symbolic value: their index, their position, the document that holds them.
+
+    term                                   packing      is read as
+    q                                      any          Q, the query's index
+    position_ids(b, k)                     PositionIds  PK, the key's position
+    doc_ids(b, q)                          DocumentIds  IQ, the id of the query's document
+    RunningSum(position_ids(b, j) == 0)    PositionIds  an Ordinal: a number that grows from document to document
+    SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
+    cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
+
+Any other term stays what it is, with a Trouble that says why.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +26,10 @@ from sympy.core.relational import Relational
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
 
-from .aten import Leaf
+from .context import Leaf
 from .offsets import Offsets
+from .symbolic import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
 from .terms import GENERATORS, Pair, Trouble, maximal_terms, relations
-from .values import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
 from .worlds import STARTS, Cell, K, Linear, Ordinal, Q, World, holds
 
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
@@ -26,7 +37,17 @@ _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
 
 @dataclass
 class Reader:
-    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `worlds`."""
+    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `worlds`.
+
+    Args:
+        sharding: the annotation; its packing says which argument tells documents apart.
+        leaves: by the function that stands for each in the value.
+        pair: what query, key and batch row are called in the value.
+        token_size: the sizes that count tokens.
+        ordinals: the numberings found so far, by the term with its token left open.
+        troubles: the terms that can't be read, each with the reason.
+        skips_end: marks of document starts were read that leave out where the last document ends.
+    """
 
     sharding: Sharding
     leaves: Mapping[Any, Leaf]
@@ -34,8 +55,8 @@ class Reader:
     token_size: frozenset[Expr]
     ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
+    skips_end: bool = False
     _linears: dict[Expr, Linear] = field(default_factory=dict)
-    skips_end: bool = False  # marks of starts leave out where the last document ends
 
     @cached_property
     def _offsets(self) -> Offsets:
@@ -93,7 +114,10 @@ class Reader:
         return None
 
     def blame(self, value: Any) -> list[Trouble]:
-        """The troubles of every term that `value` reads."""
+        """The troubles of every term that `value` reads.
+
+        A term that is only added to logits is blamed for what its exact value reads: that it was rounded does no harm.
+        """
         found: dict[Trouble, None] = {}
         compared = {term for relation in relations(value) for term in maximal_terms(relation)}
         for term in maximal_terms(value):
@@ -111,7 +135,7 @@ class Reader:
     def _term(self, term: Expr) -> Linear:
         if term == 1:
             return {ONE: sympy.S.One}
-        if term in (TOKENS,):
+        if term == TOKENS:
             return {TOKENS: sympy.S.One}
         if term == self.pair.query:
             return {Q: sympy.S.One}
@@ -120,8 +144,7 @@ class Reader:
         if isinstance(term, AppliedUndef):
             return self._read(term)
         if isinstance(term, GENERATORS):
-            ordinal = self._generator(term)
-            return ordinal if ordinal is not None else self._trouble(term, self._generator_trouble(term))
+            return self._generator(term) or self._trouble(term, self._generator_trouble(term))
         return self._trouble(term, self._plain_trouble(term))
 
     def _trouble(self, term: Expr, trouble: Trouble) -> Linear:
@@ -142,6 +165,7 @@ class Reader:
         return Trouble(Reason.MASK_NOT_PACKED, f"a term `{term}` is no difference of indices or positions")
 
     def _read(self, term: Any) -> Linear:
+        """A read of a leaf: the batch's own argument at the query or the key is one symbol, anything else a trouble."""
         leaf = self.leaves.get(term.func)
         packing = self.sharding.packing
         assert leaf is not None
@@ -163,6 +187,7 @@ class Reader:
         return self._trouble(term, self._foreign(term, leaf))
 
     def _foreign(self, term: Any, leaf: Leaf) -> Trouble:
+        """Why a read of another tensor than the packing's is a trouble."""
         at = {self.pair.side(i) for i in term.args}
         if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
             return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
@@ -175,6 +200,7 @@ class Reader:
         )
 
     def _token_of(self, term: Any, leaf: Leaf) -> tuple[Expr, ...] | None:
+        """The symbols (`Pair.side`) of the token at which a read takes the leaf, in the attention's own row."""
         dim = self.sharding.tokens[leaf.name]
         if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
             return None
@@ -186,6 +212,7 @@ class Reader:
     # -- numberings of documents -----------------------------------------------------------------------------
 
     def _ordinal(self, key: Expr, side: Expr, with_padding: bool) -> Linear:
+        """A numbering's value at the query or the key. `key`: the term, its token replaced by `_TOKEN`."""
         if key not in self.ordinals:
             n = len(self.ordinals)
             names = sympy.symbols(f"G{n}q G{n}k", integer=True)
@@ -194,55 +221,57 @@ class Reader:
         return {ordinal.query if side == Q else ordinal.key: sympy.S.One}
 
     def _generator(self, term: Any) -> Linear | None:
+        """A generator that numbers documents, or that is one number for the whole row; None for any other."""
         if isinstance(term, RunningSum):
-            inner, j, at = cast(tuple[Any, Any, Any], term.args)
-            side = self.pair.side(at)
-            sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
-            inside, first = sub.steps(inner)
-            key = RunningSum(inner, j, _TOKEN)
-            if side is None or inside != frozenset({0.0}) or first is None:
-                return None
-            if first == frozenset({0.0}):  # one number for the whole row
-                return {key: sympy.S.One}
-            if not all(0 < v < float("inf") for v in first):
-                return None
-            return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
-        if isinstance(term, RepeatIndex):
-            side = self.pair.side(term.args[3])
-            if side is None or not self._offsets.are_lengths(term):
-                return None
-            return self._ordinal(term.func(*term.args[:3], _TOKEN), side[0], with_padding=self._padded)
+            return self._running_sum(term)
         if isinstance(term, SumOver):
-            return self._count_of_bounds(term)
-        return None
+            return self._count_of_offsets(term)
+        side = self.pair.side(term.args[3]) if isinstance(term, RepeatIndex) else None
+        if side is None or not self._offsets.are_lengths(term):
+            return None
+        return self._ordinal(term.func(*term.args[:3], _TOKEN), side[0], with_padding=self._padded)
+
+    def _running_sum(self, term: Any) -> Linear | None:
+        """A running sum numbers documents where it adds 0 at every token but their first ones, and there more than 0.
+
+        position_ids                   0 1 2 0 1 0
+        RunningSum(position_ids == 0)  1 1 1 2 2 3
+        """
+        inner, j, at = cast(tuple[Any, Any, Any], term.args)
+        side = self.pair.side(at)
+        # What is added is read as a mask is: of token j and the one before it.
+        sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
+        inside, first = (sub.numbers(inner, Cell(world, (1, 1))) for world in (World.SAME, World.ADJACENT))
+        key = RunningSum(inner, j, _TOKEN)
+        if side is None or inside != frozenset({0.0}) or first is None:
+            return None
+        if first == frozenset({0.0}):  # one number for the whole row
+            return {key: sympy.S.One}
+        if not all(0 < v < float("inf") for v in first):
+            return None
+        return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
 
     @property
     def _padded(self) -> bool:
         return isinstance(self.sharding.packing, CuSeqlens) and self.sharding.packing.padded_arg is not None
 
-    def steps(self, inner: Any) -> tuple[frozenset[float] | None, frozenset[float] | None]:
-        """What is added at a token inside a document, and at its first token: (0, positive) numbers the documents.
-        What is added at the row's start shifts all numbers alike."""
-        cells = Cell(World.SAME, (1, 1)), Cell(World.ADJACENT, (1, 1))
-        return self.numbers(inner, cells[0]), self.numbers(inner, cells[1])
-
-    def _count_of_bounds(self, term: Any) -> Linear | None:
-        """How many offsets are <= the token's index, or are that index."""
+    def _count_of_offsets(self, term: Any) -> Linear | None:
+        """How many offsets are <= the token's index (an Ordinal), or are that index (STARTS)."""
         found = self._offsets.counted(term)
         if found is None:
             return None
-        first, last, size, side, at_token = found
         # Offset 0 counts for every token, and the last one only tells the last document from what follows it.
-        if first > 1 or sympy.expand(last - size + 2).is_negative is not False:
+        if found.first > 1 or sympy.expand(found.last - found.size + 2).is_negative is not False:
             return None
-        without_end = sympy.expand(last - size + 1) != 0
-        if at_token:
+        without_end = sympy.expand(found.last - found.size + 1) != 0
+        if found.at_token:
             self.skips_end |= without_end
-            return {STARTS: sympy.S.One} if side == Q else None
-        with_padding = self._padded or without_end
-        return self._ordinal(term.xreplace({self.pair.at(side): _TOKEN}), side, with_padding)
+            return {STARTS: sympy.S.One} if found.side == Q else None
+        key = term.xreplace({self.pair.at(found.side): _TOKEN})
+        return self._ordinal(key, found.side, with_padding=self._padded or without_end)
 
     def _generator_trouble(self, term: Any) -> Trouble:
+        """Why a generator numbers no documents: what it adds up can't be read, or is something else."""
         inner: Any = term.args[0]
         bound: Any = term.args[1]
         pair = Pair(bound, bound - 1, self.pair.batch, self.pair.others)

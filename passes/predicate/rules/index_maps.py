@@ -1,4 +1,10 @@
-"""ATen ops that only move elements: each is a map from an index of the result to an index of its input."""
+"""ATen ops that only move elements: each is a map from an index of the result to an index of its input.
+
+y = x.transpose(0, 1)      y(i, j) = x(j, i)
+y = x[:, None]             y(i, 0, k) = x(i, k)
+y = x.view(-1, 4)          y(i, j) = x(4 i + j)         of a 1-d x
+y = cat([x, z])            y(i) = x(i) where i < n, else z(i - n)
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,20 @@ from typing import Any
 
 import sympy
 
-from .values import ONE, ZERO, Expr, Index, Select, SymTensor, compare
+from cp_rewrite.passes.predicate.symbolic import (
+    ONE,
+    ZERO,
+    Expr,
+    Index,
+    SymTensor,
+    Undecidable,
+    choose,
+    compare,
+)
 
 Shape = tuple[Expr, ...]
 Sizes = Mapping[Expr, Expr]
-
-
-class Undecidable(Exception):
-    """An op whose meaning can't be read for these arguments; the message says why."""
+"""Index symbol -> the size of the dim that it runs over."""
 
 
 def wrap(dim: int, rank: int) -> int:
@@ -63,7 +75,7 @@ def select(x: SymTensor, dim: int, at: Expr) -> SymTensor:
 
 
 def slice_(x: SymTensor, shape: Shape, dim: int, start: Expr, step: Expr) -> SymTensor:
-    """`shape` is the result's: the end of a slice says nothing else."""
+    """x[start::step] of a dim. `shape` is the result's, which knows where the slice ends."""
     d = wrap(dim, len(x.shape))
     if start.is_negative:
         start = start + x.shape[d]
@@ -78,6 +90,7 @@ def flip(x: SymTensor, dims: Sequence[int]) -> SymTensor:
 
 
 def roll(x: SymTensor, shift: Expr, dim: int) -> SymTensor:
+    """y(i) = x(i - shift), wrapped around: for shift >= 0, x(i - shift + n) where i < shift."""
     d = wrap(dim, len(x.shape))
 
     def function(index: Index) -> Any:
@@ -90,20 +103,8 @@ def roll(x: SymTensor, shift: Expr, dim: int) -> SymTensor:
     return SymTensor(x.shape, x.dtype, function)
 
 
-def choose(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, else y, for Boolean and numeric x and y alike."""
-    from .values import is_bool, numeric
-
-    if condition == sympy.true or x == y:
-        return x
-    if condition == sympy.false:
-        return y
-    if is_bool(x) and is_bool(y):
-        return sympy.Or(sympy.And(condition, x), sympy.And(sympy.Not(condition), y))
-    return Select(condition, numeric(x), numeric(y))
-
-
 def cat(parts: Sequence[SymTensor], shape: Shape, dim: int) -> SymTensor:
+    """y(i) = the first part at i where i < its size, else the next one at i less that, and so on."""
     d = wrap(dim, len(shape))
     parts = [p for p in parts if len(p.shape) == len(shape)]  # cat skips empty 1-d tensors
 
@@ -122,6 +123,7 @@ def cat(parts: Sequence[SymTensor], shape: Shape, dim: int) -> SymTensor:
 
 
 def pad(x: SymTensor, shape: Shape, widths: Sequence[Expr], fill: Expr) -> SymTensor:
+    """y(i) = x(i - before), `fill` outside of x. `widths`: before and after the last dim, then the one before it, …"""
     before = {len(shape) - 1 - i // 2: widths[i] for i in range(0, len(widths), 2)}
 
     def function(index: Index) -> Any:
@@ -140,7 +142,11 @@ def pad(x: SymTensor, shape: Shape, widths: Sequence[Expr], fill: Expr) -> SymTe
 
 
 def reshape(x: SymTensor, shape: Shape, sizes: Sizes) -> SymTensor:
-    """Match runs of dims with equal products, then flatten each run and split it again."""
+    """Match runs of dims with equal products, then flatten each run and split it again.
+
+    (B, T, 8) -> (B·T, 2, 4)      runs: B T | 8  and  B·T | 2 4
+    y(i, j, k) = x(i // T, i % T, 4 j + k)
+    """
     groups = _groups(x.shape, shape)
 
     def index_map(index: Index) -> Index:
@@ -154,6 +160,7 @@ def reshape(x: SymTensor, shape: Shape, sizes: Sizes) -> SymTensor:
 
 
 def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Shortest runs of dims of equally many elements in both shapes: (2, 3, 4), (6, 4) -> ([0, 1], [0]), ([2], [1])."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -173,6 +180,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def _divides(left: Expr, right: Expr) -> bool:
+    """Whether `left`, the product of a run so far, must grow to become `right`."""
     if left.is_Integer and right.is_Integer:
         return bool(left < right)
     return not sympy.cancel(right / left).as_numer_denom()[1].free_symbols
@@ -196,7 +204,11 @@ def _unflatten(flat: Expr, shape: Sequence[Expr], sizes: Sizes) -> list[Expr]:
 
 
 def split_index(flat: Expr, size: Expr, sizes: Sizes) -> tuple[Expr, Expr]:
-    """(flat // size, flat % size): exact where the terms of `flat` fall apart, else as floor and Mod."""
+    """(flat // size, flat % size): exact where the terms of `flat` fall apart, else as floor and Mod.
+
+    8 b + k, 8       ->  (b, k)        where k runs over 8 or fewer
+    8 b + k + 1, 8   ->  (b + floor((k + 1) / 8), Mod(k + 1, 8))
+    """
     if size == 1:
         return flat, ZERO
     high: Expr = ZERO

@@ -1,4 +1,10 @@
-"""Symbolic tensors: functions from index expressions to sympy expressions."""
+"""Symbolic tensors: functions from an index, one expression per dim, to the element there.
+
+    ids[:, None]  ->  SymTensor((B, 1, T), int64, lambda i: ids(i[0], i[2]))
+
+An element is a sympy expression, for bool tensors a sympy Boolean. Booleans have one normal form: And, Or and Not
+over relations `difference op 0`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +32,12 @@ _ON_NUMBERS: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 
 
+class Undecidable(Exception):
+    """An op whose meaning can't be read for these arguments; the message says why."""
+
+
 class Select(sympy.Function):
-    """Select(c, x, y): x where c holds, else y. Not sympy's Piecewise, which simplifies at great cost."""
+    """Select(c, x, y): x where c holds, else y. It stands for sympy's Piecewise, which simplifies at great cost."""
 
     nargs = (3,)
 
@@ -58,7 +68,10 @@ class SumOver(sympy.Function):
 
 
 class RepeatIndex(sympy.Function):
-    """RepeatIndex(f, i, n, x): the i that token x falls to when i = 0 … n - 1 is repeated f(i) times."""
+    """RepeatIndex(f, i, n, x): entry x of a row that holds each i = 0 … n - 1 as often as f(i) says.
+
+    f = 2, 0, 3     row = 0 0 2 2 2     at x = 1: 0, at x = 2: 2
+    """
 
     nargs = (4,)
 
@@ -111,8 +124,23 @@ def numeric(value: Value) -> Expr:
     return Select(value, ONE, ZERO) if is_bool(value) else value
 
 
+def choose(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition holds, else y, for Boolean and numeric x and y alike."""
+    if condition == sympy.true or x == y:
+        return x
+    if condition == sympy.false:
+        return y
+    if is_bool(x) and is_bool(y):
+        return sympy.Or(sympy.And(condition, x), sympy.And(sympy.Not(condition), y))
+    return Select(condition, numeric(x), numeric(y))
+
+
 def compare(op: str, left: Value, right: Value) -> Any:
-    """`left op right` in one normal form: Boolean algebra over relations `difference op 0` free of Selects."""
+    """`left op right` as Boolean algebra over relations `difference op 0`, free of Selects.
+
+    k <= q                   ->  k - q <= 0
+    Select(c, 3, k) == 3     ->  c or (not c and k - 3 == 0)
+    """
     left, right = numeric(left), numeric(right)
     choice = outer_select(left) or outer_select(right)
     if choice is not None:

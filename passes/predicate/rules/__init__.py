@@ -1,0 +1,1 @@
+"""What each ATen op does to symbolic tensors."""
