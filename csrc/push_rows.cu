@@ -1,12 +1,15 @@
 // Keys and values of exactly the rows that some rank's pieces need, written by their owner into the expanded rows of all
-// ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row; own
-// expanded rows come first, then what peers need at once (EARLY), then the rest (LATE); `ends` tells where each ends.
+// ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row.
+// Entries for this rank's own expanded rows come first (OWN), then those that peers need at once (EARLY), then the rest
+// (LATE); `ends` tells where each part ends.
 //
-// A call is two launches, in any order or at once. One copies own rows but for the first `skip`, waits for nobody, and
-// counts the calls that this rank's main stream has seen. The other tells the peers that they may write here (ARRIVED),
-// sends the rest, tells them after each part, and its last block waits for what comes. Blocks wait until they may write:
-// where there are many, `meet.cu` waits before.
-#include "symm.cuh"
+// A call is two launches, in any order or at the same time:
+//   to_peers = 0   copies own rows but for the first `skip`, waits for nobody, and counts the calls that the main stream
+//                  has started
+//   to_peers = 1   signals ARRIVED, sends the other parts, signals after each, and its last block waits until all rows
+//                  for this rank are there. A block waits for a peer's ARRIVED before it writes there; where there are
+//                  many blocks, a `signal_wait.cu` before has waited already.
+#include "peers.cuh"
 
 enum Part { OWN, EARLY, LATE };
 
@@ -34,18 +37,18 @@ __device__ __forceinline__ void copy_row(const Source& own, u32 row, chunk* into
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) push_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
-    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* peers, u32* state,
+    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* addresses, u32* state,
     int rank, int world) {
-  const Meeting meeting = {peers, state, rank, world};
+  const Peers peers = {addresses, state, rank, world};
   const Source own = {k, v, k_stride, v_stride, k_width, width};
-  const u32 call = meeting.call(), lane = threadIdx.x % 32, step = WARPS * gridDim.x;
-  u32 met = 1u << rank;  // ranks whose expanded rows may be overwritten
+  const u32 call = peers.call(), lane = threadIdx.x % 32, step = WARPS * gridDim.x;
+  u32 arrived = 1u << rank;  // ranks whose expanded rows may be overwritten
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (to_peers) {
       __threadfence_system();
-      meeting.tell(ARRIVED, call);
+      peers.signal(ARRIVED, call);
     } else {
-      state[SEEN] += 1;
+      state[STARTED] += 1;
     }
   }
   for (u32 part = to_peers ? EARLY : OWN; part <= (to_peers ? LATE : OWN); ++part) {
@@ -60,17 +63,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) push_rows(
         const u32 row = __shfl_sync(0xffffffffu, sent, i);
         const i64 target = __shfl_sync(0xffffffffu, goes, i);
         const int to = (int)(target >> 32);
-        if (!(met >> to & 1)) {
-          meeting.wait(ARRIVED, to, call);
-          met |= 1u << to;
+        if (!(arrived >> to & 1)) {
+          peers.wait(ARRIVED, to, call);
+          arrived |= 1u << to;
         }
-        copy_row(own, row, meeting.rows(to) + (u64)(u32)target * width, lane);
+        copy_row(own, row, peers.rows(to) + (u64)(u32)target * width, lane);
       }
     }
-    if (part == OWN || !meeting.last_block(part)) continue;
-    meeting.tell(part == EARLY ? SENT_EARLY : SENT, call);
+    if (part == OWN || !peers.last_block(part)) continue;
+    peers.signal(part == EARLY ? SENT_EARLY : SENT, call);
     if (part == EARLY) continue;
-    meeting.wait_all(SENT, *senders, call);
+    peers.wait_all(SENT, *senders, call);
     state[CALLS] = call;
   }
 }

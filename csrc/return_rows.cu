@@ -1,13 +1,13 @@
-// The transpose of push_rows: gradients of expanded rows, which lie in symmetric memory, are summed into the rows that
-// they belong to, on all ranks. Each own row sums its list (rank << 32 | expanded row, ascending) in fp32 and in that
-// order: bitwise repeatable. One warp per row; REMOTE_WARPS of a block take the rows with contributions from peers, the
-// others the rest: more warps on the links make them slower (measured), memory wants more.
+// The transpose of push_rows: each rank sums the gradients of its rows over all the expanded rows, in symmetric memory,
+// that hold a copy. A row's list (rank << 32 | expanded row, ascending) is summed in fp32 and in that order: bitwise
+// repeatable. A warp takes a row. REMOTE_WARPS warps of a block take the rows that peers contribute to, the other warps
+// the rest: more warps on the links make these slower (measured), local memory wants more.
 //
-// Local rows that were read in place [source, source + count) hold the gradient of that already, and add it first.
+// Local rows [source, source + count) were read in place: dk and dv hold their gradient already, and it is added first.
 // What is summed is of DTYPE, or MXINT15 (`rows.cuh`); the results are of DTYPE.
 //
-// The ranks meet before: see `meet.cu`.
-#include "symm.cuh"
+// All ranks have written their gradients when this starts: a `signal_wait.cu` before has waited for that.
+#include "peers.cuh"
 
 constexpr u32 BATCH = 8;  // rows whose lists a warp looks at together
 
@@ -34,7 +34,7 @@ struct Gradients {
 };
 
 __device__ __forceinline__ void sum_row(
-    const Meeting& meeting, const Gradients& grads, const i64* holders, int begin, int end, u32 row, u32 lane) {
+    const Peers& peers, const Gradients& grads, const i64* holders, int begin, int end, u32 row, u32 lane) {
   const u32 width = grads.width;
   for (u32 c0 = lane; c0 < width; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
@@ -49,7 +49,7 @@ __device__ __forceinline__ void sum_row(
     }
     for (int j = begin; j < end; ++j) {
       const i64 holder = holders[j];
-      const chunk* from = meeting.rows((int)(holder >> 32)) + (u64)(u32)holder * width;
+      const chunk* from = peers.rows((int)(holder >> 32)) + (u64)(u32)holder * width;
       chunk held[IN_FLIGHT];
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
@@ -68,9 +68,9 @@ __device__ __forceinline__ void sum_row(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source,
-    u32 count, const u64* peers, u32* state, int rank, int world) {
-  const Meeting meeting = {peers, state, rank, world};
-  const u32 call = meeting.call();
+    u32 count, const u64* addresses, u32* state, int rank, int world) {
+  const Peers peers = {addresses, state, rank, world};
+  const u32 call = peers.call();
   const Gradients grads = {dk, dv, width, k_width, source, count};
   const Share mine;
   for (u32 batch = mine.first; batch * BATCH < rows; batch += mine.step) {
@@ -88,11 +88,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     for (; todo; todo &= todo - 1) {
       const int at = __ffs(todo) - 1;
       const int from = __shfl_sync(0xffffffffu, begin, at), to = __shfl_sync(0xffffffffu, end, at);
-      sum_row(meeting, grads, holders, from, to, batch * BATCH + at, mine.lane);
+      sum_row(peers, grads, holders, from, to, batch * BATCH + at, mine.lane);
     }
   }
-  if (meeting.last_block(1)) {
-    meeting.tell(LEFT, call);
+  if (peers.last_block(1)) {
+    peers.signal(LEFT, call);
     state[CALLS] = call;
   }
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.peers import symm_reasons
+from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose, device_facts
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
@@ -103,7 +103,7 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         exchange, why = choice.exchange, choice.reason
     if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
-        against = [*symm_reasons.row_reasons(spec.dtype, *columns), *symm_reasons.reasons(sharding.group_name)]
+        against = [*row_reasons(spec.dtype, *columns), *group_reasons(sharding.group_name)]
         if not against:
             return "push", f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"

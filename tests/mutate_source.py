@@ -40,7 +40,7 @@ ROOMS = {
     "kernels": "cp_rewrite/kernels",
     "batch": "cp_rewrite/batch",
 }
-LEFT_OUT = re.compile(r"plot|cuda|nvtx|fa3|fa4|aten_flash|symm|push_attention|push_rows")
+LEFT_OUT = re.compile(r"plot|cuda|nvtx|fa3|fa4|aten_flash|peers|push_attention|push_rows")
 """Modules that only run on GPUs, and drawings."""
 START_S = 8.0
 """Python, torch and transformers, before the first test of a job."""

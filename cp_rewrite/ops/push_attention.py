@@ -22,12 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cp_rewrite.kernels import peers
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
@@ -38,9 +40,6 @@ from .merge import add_sinks, sinks_gradient
 from .push_rows import PUSHED, RETURNED, STAGES, zero_others
 from .rows import split_kv
 from .saved import Saved, fake_results, no_gradients
-
-if TYPE_CHECKING:
-    from cp_rewrite.kernels.peers.symm import Crew, Push
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -65,28 +64,26 @@ def pushed_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_attention` with its exchange: (out, lse, kv). `route` is in the order of `push.NAMES`; kv (E, C) are the
     expanded rows with `keep_kv` (not where all is in place), else (0, C): they are pushed again in the backward."""
-    from cp_rewrite.kernels.flash.overlap import ForwardOverlap
-    from cp_rewrite.kernels.peers import symm
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     cut, *rest = route[STAGES]
     *where, early, awaited = cut.tolist()
     copied, _, capacity, place, *_ = route[RETURNED]
     source, some, whole = place.tolist()
-    main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
+    main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
     # Copies, where rows have holes, must outlive what the second stream does.
-    k, v = symm.dense_rows(k), symm.dense_rows(v)
+    k, v = peers.dense_rows(k), peers.dense_rows(v)
     keys = near = k[source : source + some + whole], v[source : source + some + whole]
     kv = k.new_empty(copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
     if int(capacity):
         with nvtx("exchange"):
-            push = _push(k, v, route, symm.BESIDE, group, side, 0 if keep_kv else some)
+            push = _push(k, v, route, peers.FEW_BLOCKS, group, side, 0 if keep_kv else some)
             if keep_kv:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
                     kv.copy_(push.rows)
             if awaited:
-                push.early_rows()
+                push.wait_for_early_rows()
         keys = near if whole else split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
     overlap = None
     if where[0]:
@@ -141,22 +138,20 @@ def pushed_attention_backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), dk (R, Hkv, D) and dv (R, Hkv, V) of this rank's rows, in their dtypes; kv: if it was kept."""
-    from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-    from cp_rewrite.kernels.peers import symm
 
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     _, partners, capacity, place, holder_ptr, holders = route[RETURNED]
     source, _, whole = place.tolist()
     here = slice(source, source + whole)
-    main, side = torch.cuda.current_stream(q.device), symm.side_stream(q.device)
-    k, v = symm.dense_rows(k), symm.dense_rows(v)
+    main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
+    k, v = peers.dense_rows(k), peers.dense_rows(v)
     mxint15 = bool(int(capacity)) and capabilities(kernel).unrounded_gradients(q, k.shape[1])
     rows: Tensor | None = None
     if int(capacity):
         if kv is None:
             with nvtx("exchange"):
-                kv = _push(k, v, route, symm.BESIDE if whole else symm.FULL, group, side).rows
-        rows = symm.gradient_rows(kv, capacity, group, side)
+                kv = _push(k, v, route, peers.FEW_BLOCKS if whole else peers.WHOLE_GPU, group, side).rows
+        rows = peers.gradient_rows(kv, capacity, group, side)
     if rows is None or whole:
         sums = [x.new_empty(x.shape) for x in (k, v)]
         holders_here = holder_ptr[source : source + whole + 1]
@@ -171,7 +166,7 @@ def pushed_attention_backward(
         sums.extend(x.new_empty(x.shape) for x in (k, v)[len(sums) :])
         with nvtx("exchange_backward"):
             lists = partners, capacity, here, holder_ptr, holders
-            symm.return_rows(rows, *lists, sums[0], sums[1], group, side, mxint15)
+            peers.return_rows(rows, *lists, sums[0], sums[1], group, side, mxint15)
 
     if rows is None:
         zero_others(sums, here)
@@ -185,14 +180,19 @@ def pushed_attention_backward(
 
 
 def _push(
-    k: Tensor, v: Tensor, route: Sequence[Tensor], crew: Crew, group: str, side: torch.cuda.Stream, skip: int = 0
-) -> Push:
+    k: Tensor,
+    v: Tensor,
+    route: Sequence[Tensor],
+    shape: peers.LaunchShape,
+    group: str,
+    side: torch.cuda.Stream,
+    skip: int = 0,
+) -> peers.Push:
     """An exchange on its way; rows of peers are here when `side` is waited for. Own rows but for the first `skip`."""
-    from cp_rewrite.kernels.peers import symm
 
-    push = symm.Push(k, v, *route[PUSHED], group=group)
-    # Blocks that go beside the kernel must be there before it is.
-    push.to_peers(crew, side)
+    push = peers.Push(k, v, *route[PUSHED], group=group)
+    # Enqueued before the kernel, which fills every multiprocessor it gets.
+    push.to_peers(shape, side)
     push.own_rows(skip)
     return push
 

@@ -1,4 +1,4 @@
-"""The exchange of exactly the needed rows over symmetric memory, as ops. See `kernels/symm.py` and `push.py`.
+"""The exchange of exactly the needed rows over symmetric memory (`kernels/peers/`), as ops. See `routes/push.py`.
 
 `push.NAMES` lists a route's tensors in the order in which these ops take them. Shapes: R local rows, E expanded rows,
 C = Hkv * (D + V). Rows that `pushed_attention` reads in place are copied here.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.planning.routes.push import NAMES
 
@@ -44,14 +45,12 @@ def push_rows(
 
     `after` is not read: see `exchange_rows`.
     """
-    from cp_rewrite.kernels.peers import symm
-
     source, _, count = place.tolist()
-    k, v = symm.dense_rows(k), symm.dense_rows(v)
+    k, v = peers.dense_rows(k), peers.dense_rows(v)
     if int(capacity):
         with nvtx("exchange"):
-            push = symm.Push(k, v, sends, targets, ends, copied, partners, capacity, group)
-            push.to_peers(symm.FULL)
+            push = peers.Push(k, v, sends, targets, ends, copied, partners, capacity, group)
+            push.to_peers(peers.WHOLE_GPU)
             push.own_rows()
             if not count:
                 return push.rows.clone()
@@ -81,8 +80,6 @@ def return_pushed(
 ) -> tuple[Tensor, Tensor]:
     """dk (size, heads, dim) and dv (size, heads, dim_v): sums over all ranks' expanded gradients (E, C), in fp32, in a
     fixed order, rounded once to dkv's dtype. `size` is R; `copied`, `capacity` and `place` are on the host."""
-    from cp_rewrite.kernels.peers import symm
-
     dk, dv = dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)
     source, _, count = place.tolist()
     here = slice(source, source + count)
@@ -90,9 +87,9 @@ def return_pushed(
         grad[here] = part[:count]
     if int(capacity):
         with nvtx("exchange_backward"):
-            rows = symm.gradient_rows(dkv[: copied.shape[0]], capacity, group)
+            rows = peers.gradient_rows(dkv[: copied.shape[0]], capacity, group)
             rows.copy_(dkv[: copied.shape[0]])
-            symm.return_rows(rows, partners, capacity, here, holder_ptr, holders, dk, dv, group)
+            peers.return_rows(rows, partners, capacity, here, holder_ptr, holders, dk, dv, group)
     else:
         zero_others((dk, dv), here)
     return dk, dv

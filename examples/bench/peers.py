@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/bench/peers.py [--sweep]
 
 All ranks write at once. "one peer": each rank writes all rows to the next; "all peers": an equal part to each. GB/s are
-bytes that arrive per rank over the time of the whole call, its meetings included.
+bytes that arrive per rank over the time of the whole call, in which ranks also wait for each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch.distributed._symmetric_memory as symmetric
 from attention import HEAD_START, slowest
 from torch import Tensor
 
-from cp_rewrite.kernels.peers import symm
+from cp_rewrite.kernels import peers
+from cp_rewrite.kernels.peers import LaunchShape
 from cp_rewrite.kernels.rows import gather_rows
 
 COLUMNS = 2048
-CREWS = [
-    symm.Crew(blocks, warps, flying=n)
+SHAPES = [
+    LaunchShape(blocks, warps, in_flight=n)
     for blocks, warps in ((0, 16), (0, 24), (8, 16), (8, 32), (16, 8), (16, 16), (16, 24))
     for n in (2, 4, 8)
 ]
@@ -77,26 +78,26 @@ class Lists:
         )
 
 
-def push(k: Tensor, v: Tensor, lists: tuple[Tensor, ...], group: str, crew: symm.Crew) -> None:
-    call = symm.Push(k, v, *lists, group=group)
-    call.to_peers(crew)
+def push(k: Tensor, v: Tensor, lists: tuple[Tensor, ...], group: str, shape: LaunchShape) -> None:
+    call = peers.Push(k, v, *lists, group=group)
+    call.to_peers(shape)
     call.own_rows()
 
 
-def rates(rank: int, world_size: int, rows: int, spread: bool, group: str, crew: symm.Crew) -> tuple[float, float]:
+def rates(rank: int, world_size: int, rows: int, spread: bool, group: str, shape: LaunchShape) -> tuple[float, float]:
     """GB/s of push and of return."""
     k, v = (torch.randn(rows, 8, 128, device="cuda").bfloat16() for _ in range(2))
     lists = Lists.make(rank, world_size, rows, spread)
 
     nbytes = rows * COLUMNS * 2
-    pushed = nbytes / milliseconds(lambda: push(k, v, lists.push, group, crew), 10) / 1e6
-    grad = symm.gradient_rows(torch.empty(rows, COLUMNS, device="cuda", dtype=torch.bfloat16), lists.back[1], group)
+    pushed = nbytes / milliseconds(lambda: push(k, v, lists.push, group, shape), 10) / 1e6
+    grad = peers.gradient_rows(torch.empty(rows, COLUMNS, device="cuda", dtype=torch.bfloat16), lists.back[1], group)
     grad.normal_()
     partners, capacity, holder_ptr, holders = lists.back
 
     def back() -> None:
-        symm.gradient_rows(grad, capacity, group)
-        symm.return_rows(grad, partners, capacity, slice(0, 0), holder_ptr, holders, k, v, group)
+        peers.gradient_rows(grad, capacity, group)
+        peers.return_rows(grad, partners, capacity, slice(0, 0), holder_ptr, holders, k, v, group)
 
     return pushed, nbytes / milliseconds(back, 10) / 1e6
 
@@ -111,7 +112,7 @@ def copy_engine_rate(rank: int, world_size: int, rows: int, group: str) -> float
 
 
 def plain_read_rate(rank: int, world_size: int, rows: int, group: str) -> float:
-    """GB/s of the row gather kernel reading the next rank's memory: no copy-in, no meeting."""
+    """GB/s of the row gather kernel reading the next rank's memory: no copy-in, no wait for peers."""
     mine = symmetric.empty(rows, COLUMNS, dtype=torch.bfloat16, device=torch.device("cuda", rank))
     handle = symmetric.rendezvous(mine, group)
     peer = handle.get_buffer((rank + 1) % world_size, (rows, COLUMNS), torch.bfloat16)
@@ -132,26 +133,26 @@ def main() -> None:
         rows.append((f"copy engine, one peer, {count} rows", copy_engine_rate(rank, world_size, count, group), 0.0))
         plain = plain_read_rate(rank, world_size, count, group)
         rows.append((f"gather kernel on a peer's memory, {count} rows", plain, 0.0))
-        for crew in CREWS if options.sweep else (symm.FULL, symm.BESIDE):
+        for shape in SHAPES if options.sweep else (peers.WHOLE_GPU, peers.FEW_BLOCKS):
             for spread in (False, True):
-                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {crew}"
-                rows.append((name, *rates(rank, world_size, count, spread, group, crew)))
+                name = f"{'all peers' if spread else 'one peer'}, {count} rows, {shape}"
+                rows.append((name, *rates(rank, world_size, count, spread, group, shape)))
     k = torch.randn(2, 8, 128, device="cuda").bfloat16()
     nothing, ends, two = index(torch.zeros(2)), index(torch.zeros(3)), torch.tensor([2])
     everyone = index(torch.full((2,), (1 << world_size) - 1))
     empty = nothing, nothing.long(), ends, torch.zeros(2, dtype=torch.int8), everyone, two
-    push(k, k, empty, group, symm.FULL)
+    push(k, k, empty, group, peers.WHOLE_GPU)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(20):
-            push(k, k, empty, group, symm.FULL)
-    meeting = milliseconds(graph.replay, 5) / 20
+            push(k, k, empty, group, peers.WHOLE_GPU)
+    empty_push = milliseconds(graph.replay, 5) / 20
     if rank == 0:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print("| rows of 4 KB | push GB/s | return GB/s |\n|---|---|---|")
         for name, pushed, returned in rows:
             print(f"| {name} | {pushed:.0f} | {returned:.0f} |")
-        print(f"an empty push (launches and meetings of all): {1e3 * meeting:.1f} us")
+        print(f"an empty push (launches, and waits for all ranks): {1e3 * empty_push:.1f} us")
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.flash import fa4_internals
-from cp_rewrite.kernels.peers import symm
+from cp_rewrite.kernels.peers import FEW_BLOCKS, WHOLE_GPU, return_gradients
 
 pytest.importorskip("cuda.core")
 pytest.importorskip("cuda.bindings")
@@ -19,10 +19,10 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "sum_rows.cu": [*(((dtype, "1"),) for dtype in DTYPES), ((DTYPES[0], "1"), ("ACCESS", "2"))],
     "zero_gaps.cu": [()],
     "merge_steps.cu": [((DTYPES[2], "1"), ("ACCESS", str(n))) for n in (4, 16)],
-    "meet.cu": [()],
-    "push_rows.cu": [symm._macros(crew) for crew in (symm.FULL, symm.BESIDE)],
-    "return_rows.cu": [((dtype, "1"), *symm._macros(symm._SUM)) for dtype in DTYPES]
-    + [((dtype, "1"), *cuda.MXINT15, *symm._macros(symm._SUM)) for dtype in DTYPES[:2]],
+    "signal_wait.cu": [()],
+    "push_rows.cu": [shape.macros for shape in (WHOLE_GPU, FEW_BLOCKS)],
+    "return_rows.cu": [((dtype, "1"), *return_gradients.SHAPE.macros) for dtype in DTYPES]
+    + [((dtype, "1"), *cuda.MXINT15, *return_gradients.SHAPE.macros) for dtype in DTYPES[:2]],
     "round_sums.cu": [
         ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
         for dtype in DTYPES[:2]

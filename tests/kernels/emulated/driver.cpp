@@ -7,87 +7,87 @@
 #include "world.hpp"
 
 enum Stream { MAIN, SIDE };
-constexpr u32 BESIDE = 2, FULL = 5, WIDEST = 40;  // blocks; blocks; chunks
+constexpr u32 FEW_BLOCKS = 2, WHOLE_GPU = 5, WIDEST = 40;  // blocks; blocks; chunks
 
 std::vector<Launch*> launches;
 std::vector<std::vector<Launch*>> awaited[2];  // by stream and rank: what its next launch waits for
 
-// The host of one rank in one call: what it tells its streams. The order is that of `kernels/symm.py` and `ops/`.
+// The host of one rank in one call: what it enqueues. The order is that of `kernels/peers/` and `ops/`.
 struct Host {
   Call& call;
   int rank;
   const Table& table = call.route->tables[rank];
 
   void wait(Stream stream, Stream other) {
-    auto& told = gpus[rank].streams[other];
-    if (!told.empty()) awaited[stream][rank].push_back(told.back());
+    auto& enqueued = gpus[rank].streams[other];
+    if (!enqueued.empty()) awaited[stream][rank].push_back(enqueued.back());
   }
 
-  void tell(Stream stream, const char* name, u32 blocks, u32 threads, std::function<void()> body) {
-    auto& told = gpus[rank].streams[stream];
+  void enqueue(Stream stream, const char* name, u32 blocks, u32 threads, std::function<void()> body) {
+    auto& enqueued = gpus[rank].streams[stream];
     std::vector<Launch*> after = std::move(awaited[stream][rank]);
     awaited[stream][rank].clear();
-    if (!told.empty()) after.push_back(told.back());
+    if (!enqueued.empty()) after.push_back(enqueued.back());
     std::vector<u32> order(blocks);
     for (u32 i = 0; i < blocks; ++i) order[i] = blocks - 1 - i;
-    // In any order, unless one that waits could keep out the one that tells.
-    if (blocks != BESIDE || gpus[rank].slots > (int)BESIDE)
+    // In any order, unless one that waits could keep out the one that signals.
+    if (blocks != FEW_BLOCKS || gpus[rank].slots > (int)FEW_BLOCKS)
       for (u32 i = blocks; i > 1; --i) std::swap(order[i - 1], order[below(i)]);
     const u64 delay = below(3) ? 0 : below(1u << below(15));
     const std::string title = std::string(name) + " of call " + std::to_string(call.number);
-    told.push_back(new Launch{title, rank, threads, {blocks}, std::move(body), std::move(after), delay, order});
-    launches.push_back(told.back());
+    enqueued.push_back(new Launch{title, rank, threads, {blocks}, std::move(body), std::move(after), delay, order});
+    launches.push_back(enqueued.back());
   }
 
-  void meet(Way way, Stream stream, const char* name, int told, int flag, const u32* ranks, Word word, u32 ahead) {
+  void signal_wait(Way way, Stream stream, const char* name, int signaled, int flag, const u32* ranks, Word word, u32 ahead) {
     if (stream == SIDE) wait(SIDE, MAIN);
     u32* state = states[way][rank].data();
-    tell(stream, name, 1, 32, [=, rank = rank] {
-      ::meet(told, flag, word, ahead, ranks, peers[way].data(), state, rank, world);
+    enqueue(stream, name, 1, 32, [=, rank = rank] {
+      ::signal_wait(signaled, flag, word, ahead, ranks, addresses[way].data(), state, rank, world);
     });
   }
 
   void push(Stream stream, const char* name, u32 blocks, u32 to_peers, u32 skip = 0) {
     if (stream == SIDE) wait(SIDE, MAIN);
-    tell(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers, skip] {
+    enqueue(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers, skip] {
       push_rows(c->k[rank].data(), c->v[rank].data(), c->k_stride, c->v_stride, c->k_width, c->width(), t->sends.data(),
-                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, skip, peers[PUSH].data(),
+                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, skip, addresses[PUSH].data(),
                 states[PUSH][rank].data(), rank, world);
     });
   }
 
   void to_peers(Stream stream, u32 blocks) {
-    if (blocks == FULL)
-      meet(PUSH, stream, "meet ARRIVED", ARRIVED, ARRIVED, table.partners.data() + 1, CALLS, 1);
+    if (blocks == WHOLE_GPU)
+      signal_wait(PUSH, stream, "wait for ARRIVED", ARRIVED, ARRIVED, table.partners.data() + 1, CALLS, 1);
     push(stream, "to_peers", blocks, 1);
   }
 
-  void own_rows(u32 skip = 0) { push(MAIN, "own_rows", FULL, 0, skip); }
+  void own_rows(u32 skip = 0) { push(MAIN, "own_rows", WHOLE_GPU, 0, skip); }
 
   void read(Stream stream, const char* what, i64 from, i64 to) {
-    tell(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to] {
+    enqueue(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to] {
       check_rows(*c, rank, what, from, to);
     });
   }
 
   void gradients() {
-    tell(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] {
+    enqueue(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] {
       write_gradients(*c, rank);
       write_in_place(*c, rank);
     });
   }
 
-  void gradient_rows(Stream stream) { meet(RETURN, stream, "meet LEFT", -1, LEFT, nullptr, CALLS, 0); }
+  void gradient_rows(Stream stream) { signal_wait(RETURN, stream, "wait for LEFT", -1, LEFT, nullptr, CALLS, 0); }
 
   void return_to_owners(Stream stream) {
-    meet(RETURN, stream, "meet WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
+    signal_wait(RETURN, stream, "wait for WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
     if (stream == SIDE) wait(SIDE, MAIN);
-    tell(stream, "return_rows", FULL, THREADS, [c = &call, t = &table, rank = rank] {
+    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [c = &call, t = &table, rank = rank] {
       return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                  c->width(), t->place[0], t->place[2], peers[RETURN].data(), states[RETURN][rank].data(), rank, world);
+                  c->width(), t->place[0], t->place[2], addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
     if (stream == SIDE) wait(MAIN, SIDE);
-    tell(MAIN, "sums", 1, 1, [c = &call, rank = rank] { check_sums(*c, rank); });
+    enqueue(MAIN, "sums", 1, 1, [c = &call, rank = rank] { check_sums(*c, rank); });
   }
 
   i64 all() const { return table.place[2] ? 0 : (i64)table.sources.size(); }
@@ -96,10 +96,10 @@ struct Host {
   void forward(bool keep, bool in_one) {
     const i64 keys = table.stages[2], in_place = table.place[1];
     const bool cut = table.stages[0] > 0, second = table.stages[3];
-    to_peers(SIDE, BESIDE);
+    to_peers(SIDE, FEW_BLOCKS);
     own_rows(keep ? 0 : in_place);
     if (keep) wait(SIDE, MAIN), read(SIDE, "kept rows", 0, all());
-    if (table.stages[4]) meet(PUSH, MAIN, "meet SENT_EARLY", -1, SENT_EARLY, table.partners.data(), SEEN, 0);
+    if (table.stages[4]) signal_wait(PUSH, MAIN, "wait for SENT_EARLY", -1, SENT_EARLY, table.partners.data(), STARTED, 0);
     if (cut && (in_place || !in_one)) {
       wait(SIDE, MAIN);
       if (!in_place) read(MAIN, "early part", second ? keys : 0, second ? all() : keys);
@@ -114,7 +114,7 @@ struct Host {
   // `pushed_attention_backward`.
   void backward(bool kept) {
     const bool in_place = table.place[2];
-    if (!kept) to_peers(SIDE, in_place ? BESIDE : FULL), own_rows();
+    if (!kept) to_peers(SIDE, in_place ? FEW_BLOCKS : WHOLE_GPU), own_rows();
     gradient_rows(SIDE);
     if (!in_place) wait(MAIN, SIDE);
     if (!kept) read(MAIN, "attention backward", 0, all());
@@ -124,7 +124,7 @@ struct Host {
 
   // `push_rows` and `return_pushed`.
   void exchange() {
-    to_peers(MAIN, FULL);
+    to_peers(MAIN, WHOLE_GPU);
     own_rows();
     read(MAIN, "copy", 0, all());
   }
@@ -151,7 +151,7 @@ Call draw_call(u32 number, const Route& route) {
   return call;
 }
 
-void tell_hosts(Call& call) {
+void enqueue_calls(Call& call) {
   const u32 kind = below(6), choice = below(2), in_one = below(6) == 0;
   for (int rank = 0; rank < world; ++rank) {
     Host host = {call, rank};
@@ -160,7 +160,7 @@ void tell_hosts(Call& call) {
     else if (kind < 4) host.backward(choice);
     else if (kind == 4) host.exchange();
     else host.exchange_back();
-    host.tell(MAIN, "other work", 1, 1, [&call, rank] { overwrite(call, rank); });
+    host.enqueue(MAIN, "other work", 1, 1, [&call, rank] { overwrite(call, rank); });
   }
 }
 
@@ -175,12 +175,12 @@ void start(u32 capacity) {
   for (auto& each : awaited) each.assign(world, {});
   for (Way way : {PUSH, RETURN}) {
     states[way].assign(world, std::vector<u32>(8));
-    for (auto& state : states[way]) state[CALLS] = state[SEEN] = before;
-    peers[way].clear();
+    for (auto& state : states[way]) state[CALLS] = state[STARTED] = before;
+    addresses[way].clear();
     for (int rank = 0; rank < world; ++rank) {
       u32* memory = symmetric.data() + (way * world + rank) * words;
       std::fill_n(memory, HEADER / 4, before);
-      peers[way].push_back((u64)memory);
+      addresses[way].push_back((u64)memory);
     }
   }
 }
@@ -195,7 +195,7 @@ u32 run_seed(const std::vector<Route>& routes) {
   std::vector<Call> calls;
   const u32 count = 4 + below(5);
   for (u32 i = 0; i < count; ++i) calls.push_back(draw_call(i, routes[below((u32)routes.size())]));
-  for (Call& call : calls) tell_hosts(call);
+  for (Call& call : calls) enqueue_calls(call);
   run_gpus();
   for (Launch* launch : launches) delete launch;
   launches.clear();

@@ -1,4 +1,4 @@
-// Kernels without meetings, one thread after the other: see `test_round_sums.py`.
+// A kernel that waits for no other, one thread after the other: see `test_round_sums.py`.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

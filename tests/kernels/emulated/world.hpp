@@ -4,17 +4,18 @@
 #include <fstream>
 
 #include "cuda_on_threads.hpp"
-#include "symm.cuh"
+#include "peers.cuh"
 
 extern "C" void push_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
-    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* peers, u32* state,
+    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* addresses, u32* state,
     int rank, int world);
-extern "C" void meet(
-    int told, int awaited, u32 word, u32 ahead, const u32* ranks, const u64* peers, u32* state, int rank, int world);
+extern "C" void signal_wait(
+    int signaled, int awaited, u32 word, u32 ahead, const u32* ranks, const u64* addresses, u32* state, int rank,
+    int world);
 extern "C" void return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source, u32 count,
-    const u64* peers, u32* state, int rank, int world);
+    const u64* addresses, u32* state, int rank, int world);
 
 struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row that is copied, of which
 // `used` count
@@ -43,7 +44,7 @@ struct Call {
 
 inline int world;
 inline std::vector<std::vector<u32>> states[2];
-inline std::vector<u64> peers[2];  // addresses of the ranks' symmetric memory
+inline std::vector<u64> addresses[2];  // of the ranks' symmetric memory
 
 template <class T>
 void read(std::ifstream& file, std::vector<T>& into) {
@@ -69,7 +70,7 @@ inline Route read_route(std::ifstream& file, int ranks) {
   return route;
 }
 
-inline chunk* rows_of(Way way, int rank) { return (chunk*)(peers[way][rank] + HEADER); }
+inline chunk* rows_of(Way way, int rank) { return (chunk*)(addresses[way][rank] + HEADER); }
 
 // Elements of rows (owner, row) and of gradients (reader, expanded row; IN_PLACE + local row): others in every call.
 constexpr i64 IN_PLACE = 1 << 20;

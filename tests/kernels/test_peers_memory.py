@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels import cuda
+from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch
-from cp_rewrite.kernels.peers import symm
+from cp_rewrite.kernels.peers import channel as channels
+from cp_rewrite.kernels.peers import push, return_gradients
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops import push_attention as pushed
 from cp_rewrite.planning.routes.push import push_route
@@ -28,7 +29,7 @@ HEADS, DIM = 2, 16
 
 
 class Stream:
-    """Has run what it was told only when another one waits for it; until then, what it reads must be there."""
+    """What is enqueued here may run as late as another stream waits for it; until then, what it reads must be there."""
 
     def __init__(self) -> None:
         self.reads: list[weakref.ref[Any]] = []
@@ -43,16 +44,16 @@ class Copies:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.tensors: dict[int, weakref.ref[Any]] = {}
-        patch.setattr(Tensor, "contiguous", self._told(Tensor.contiguous))
-        patch.setattr(torch, "cat", self._told(torch.cat))
+        patch.setattr(Tensor, "contiguous", self._noted(Tensor.contiguous))
+        patch.setattr(torch, "cat", self._noted(torch.cat))
 
-    def _told(self, make: Any) -> Any:
-        def told(*args: Any) -> Tensor:
+    def _noted(self, make: Any) -> Any:
+        def noted(*args: Any) -> Tensor:
             made: Tensor = make(*args)
             self.tensors[made.data_ptr()] = weakref.ref(made)
             return made
 
-        return told
+        return noted
 
 
 def _kernel(*arguments: Any) -> None:
@@ -92,13 +93,14 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
     def backward(*args: Any) -> tuple[Tensor, ...]:
         return varlen.run_backward(_kernel, *args)
 
-    memory = torch.zeros(symm._HEADER + 2**20, dtype=torch.uint8)
-    way = symm.Channel(memory, torch.zeros(8), 0, 2**20, None, 0, 2)
+    memory = torch.zeros(channels._HEADER + 2**20, dtype=torch.uint8)
+    way = channels.Channel(memory, torch.zeros(8), 0, 2**20, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "current_stream", lambda *_: main),
         (torch.cuda, "stream", On),
-        (symm, "side_stream", lambda *_: side),
-        (symm, "channel", lambda *_: way),
+        (peers, "side_stream", lambda *_: side),
+        (push, "channel", lambda *_: way),
+        (return_gradients, "channel", lambda *_: way),
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),
@@ -122,43 +124,42 @@ def test_copies_outlive_the_second_stream(rank: int, monkeypatch: pytest.MonkeyP
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
     numbers = 0.1, 0.0, "fa4", True
     ops.pushed_attention.default(case.q, k, v, *inputs, *numbers, True, "group", None)
-    # k and v for peers, and for this rank; a meeting, if that waits for peers at once.
+    # k and v for peers, and for this rank; a wait, if that waits for rows of peers at once.
     assert seen == [2, 2, *[0] * rank]
     assert not side.reads
     seen.clear()
     copies.tensors.clear()
     ops.pushed_attention_backward.default(case.dout, case.q, k, v, None, case.q, lse, *inputs, *numbers, "group")
-    # A meeting, where many blocks could keep peers out; k and v; a meeting; and, when gradients are written, a meeting
-    # and the sum.
+    # A wait, where many blocks could keep peers out; k and v; a wait; when gradients are written, a wait and the sum.
     assert seen == [*[0] * rank, 2, 2, 0, 0, 0]
     assert not side.reads
 
 
 def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
-    made = partial(symm.Channel, torch.zeros(1), torch.zeros(1), 0)
+    made = partial(channels.Channel, torch.zeros(1), torch.zeros(1), 0)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
         (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "synchronize", lambda _: None),
-        (symm.dist, "barrier", lambda *_, **__: None),
-        (symm, "_resolve_process_group", lambda _: None),
-        (symm, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
-        (symm, "_channels", {}),
-        (symm, "_captured", set()),
+        (channels.dist, "barrier", lambda *_, **__: None),
+        (channels, "_resolve_process_group", lambda _: None),
+        (channels, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
+        (channels, "_channels", {}),
+        (channels, "_captured", set()),
     ):
         monkeypatch.setattr(where, name, value)
     device = torch.device("cuda", 0)
     for captured in (False, True):
         size = 4096 << captured
-        first = weakref.ref(symm.channel("group", "push", size, device))
+        first = weakref.ref(channels.channel("group", "push", size, device))
         capturing[0] = captured
-        assert symm.channel("group", "push", size, device) is first()
+        assert channels.channel("group", "push", size, device) is first()
         capturing[0] = False
-        assert symm.channel("group", "push", 4 * size, device).nbytes > size
+        assert channels.channel("group", "push", 4 * size, device).nbytes > size
         gc.collect()
         assert (first() is not None) == captured
-        symm._channels.clear()
+        channels._channels.clear()
 
 
 def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,17 +174,17 @@ def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
 
     first, second = Named("first"), Named("second")
     now: dict[str, Any] = {}
-    known = symm.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
+    known = channels.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: now["capturing"]),
         (torch.cuda, "current_stream", lambda _: now["stream"]),
-        (symm, "_channels", {("group", "push"): known}),
-        (symm, "_captured", set()),
-        (symm, "_last", {}),
+        (channels, "_channels", {("group", "push"): known}),
+        (channels, "_captured", set()),
+        (channels, "_last", {}),
     ):
         monkeypatch.setattr(where, name, value)
     calls = (first, False), (first, False), (second, False), (second, False), (first, True), (second, False)
     for stream, capturing in calls:
         now.update(stream=stream, capturing=capturing)
-        symm.channel("group", "push", 4096, torch.device("cuda", 0))
+        channels.channel("group", "push", 4096, torch.device("cuda", 0))
     assert waits == [("second", "first"), ("second", "first")]

@@ -1,8 +1,8 @@
-"""The kernels that meet in symmetric memory, run for several ranks at once on the CPU: thousands of interleavings.
+"""Kernels of several ranks that wait for each other, run at once on the CPU: thousands of interleavings.
 
 `emulated/` makes fibers of CUDA threads and draws who goes on. Each seed is a sequence of calls (forward, backward, and
 the exchange on one stream) over the routes below; every row is checked when a kernel would read it, and every sum. What
-the host tells its streams is written down once more in `emulated/driver.cpp`.
+the host enqueues on its streams is written down once more in `emulated/driver.cpp`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.kernels.emulated import COMPILER, HERE, compile_cpp
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="fibers are made as Linux allows"),
-    pytest.mark.xdist_group("symm_emulated"),
+    pytest.mark.xdist_group("peers_emulated"),
 ]
 
-KERNELS = ("rows.cuh", "symm.cuh", "push_rows.cu", "meet.cu", "return_rows.cu")
+KERNELS = ("rows.cuh", "peers.cuh", "push_rows.cu", "signal_wait.cu", "return_rows.cu")
 MACROS = ("-DWARPS=2", "-DREMOTE_WARPS=1", "-DIN_FLIGHT=2", "-DDTYPE_FP32")
 SEEDS, SEEDS_FOR_MUTANTS = 1200, 400
 
@@ -74,26 +74,26 @@ class Mutant:
     new: str
 
 
-_SEEN = "*(volatile u32*)(state + word) + ahead"
+_CALL = "*(volatile u32*)(state + word) + ahead"
 MUTANTS = {
     "sent before the copies": Mutant(
         "push_rows.cu",
-        "  u32 met = ",
-        "  if (to_peers && !blockIdx.x && !threadIdx.x) meeting.tell(SENT, call);\n  u32 met = ",
+        "  u32 arrived = ",
+        "  if (to_peers && !blockIdx.x && !threadIdx.x) peers.signal(SENT, call);\n  u32 arrived = ",
     ),
-    "nobody waits for ARRIVED": Mutant("push_rows.cu", "if (!(met >> to & 1))", "if (false)"),
-    "the call of the other stream": Mutant("meet.cu", _SEEN, "state[CALLS] + (word == SEEN ? 1 : ahead)"),
-    "nobody waits for LEFT": Mutant("meet.cu", "ranks ? *ranks : ~0u", "ranks ? *ranks : 0u"),
-    "blocks are counted on": Mutant("symm.cuh", "    *done = 0;\n", ""),
-    "the first block is the last": Mutant("symm.cuh", "!= gridDim.x - 1) return", "!= 0) return"),
-    "a block is not waited for": Mutant("symm.cuh", "    __syncthreads();\n", ""),
+    "nobody waits for ARRIVED": Mutant("push_rows.cu", "if (!(arrived >> to & 1))", "if (false)"),
+    "the call of the other stream": Mutant("signal_wait.cu", _CALL, "state[CALLS] + (word == STARTED ? 1 : ahead)"),
+    "nobody waits for LEFT": Mutant("signal_wait.cu", "ranks ? *ranks : ~0u", "ranks ? *ranks : 0u"),
+    "blocks are counted on": Mutant("peers.cuh", "    *done = 0;\n", ""),
+    "the first block is the last": Mutant("peers.cuh", "!= gridDim.x - 1) return", "!= 0) return"),
+    "a block is not waited for": Mutant("peers.cuh", "    __syncthreads();\n", ""),
     "no fence before a block is counted": Mutant(
-        "symm.cuh", "return false;\n    __threadfence_system();\n    if", "return false;\n    if"
+        "peers.cuh", "return false;\n    __threadfence_system();\n    if", "return false;\n    if"
     ),
     "gradients in place are overwritten": Mutant("return_rows.cu", "if (grads.in_place(row))", "if (false)"),
     "peers' part of rows in place is lost": Mutant("return_rows.cu", "begin < end || !grads", "!grads"),
     "a row too many is left out": Mutant("push_rows.cu", ": skip, end", ": skip + (skip > 0), end"),
-    "call numbers do not wrap": Mutant("symm.cuh", "(int)(seen - call) >= 0", "seen >= call"),
+    "call numbers do not wrap": Mutant("peers.cuh", "(int)(seen - call) >= 0", "seen >= call"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Why rows can't travel through symmetric memory (`symm.py`): of a group of ranks, and of their size."""
+"""Why rows can't travel through symmetric memory: reasons of a group of ranks, and of the rows themselves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from cp_rewrite.kernels import cuda
 
 _MAX_RANKS = 32
-"""Of `csrc/symm.cuh`."""
+"""Of `csrc/peers.cuh`."""
 
 
 @cache
-def reasons(group: str) -> tuple[str, ...]:
+def group_reasons(group: str) -> tuple[str, ...]:
     """Why rows of this group can't travel through symmetric memory; empty: they can. The same on all ranks.
 
     A collective call of all ranks of the group, the first time.

@@ -12,9 +12,11 @@ import torch.multiprocessing as mp
 
 from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.flash import fa4
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
@@ -43,10 +45,8 @@ def _rank(rank: int, world_size: int, port: int) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
-    from cp_rewrite.kernels.peers import symm_reasons
-
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    assert symm_reasons.reasons(name) == ()
+    assert group_reasons(name) == ()
     for lengths, layout, mask in (
         ([3000, 70, 1, 900], "balanced", PackedMask()),
         ([5000], "dual_chunk", PackedMask()),  # grows the channels
@@ -188,8 +188,6 @@ def _finer(
     backward: Any, keys: tuple[torch.Tensor, ...], k: torch.Tensor, v: torch.Tensor, route: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """dk and dv, of which parts are MXINT15, in plain steps; those of rows in place are written there."""
-    from cp_rewrite.kernels.peers import symm
-
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     source, _, count = route["place"].tolist()
     here = slice(source, source + count)
@@ -198,10 +196,10 @@ def _finer(
     ptr = route["holder_ptr"][source : source + count + 1] if count else None
     grads = (sums[0][here], sums[1][here]) if count else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
     backward(BackwardOverlap(grads, mxint15=True, holder_ptr=ptr))
-    rows = symm.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
+    rows = peers.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
     rows.copy_(buffer[: route["copied"].shape[0]])
     lists = [route[name] for name in ("holder_ptr", "holders")]
-    symm.return_rows(rows, route["partners"], route["capacity"], here, *lists, *sums, group=group, mxint15=True)
+    peers.return_rows(rows, route["partners"], route["capacity"], here, *lists, *sums, group=group, mxint15=True)
     return sums
 
 

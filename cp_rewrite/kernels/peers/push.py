@@ -1,0 +1,89 @@
+"""Each rank writes its rows into the expanded rows of all ranks that read them. See `csrc/push_rows.cu`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.kernels import cuda
+
+from .channel import ARRIVED, SENT_EARLY, STARTED_CALL, LaunchShape, channel, chunks
+
+WHOLE_GPU = LaunchShape(0, 16)
+FEW_BLOCKS = LaunchShape(16, 8)
+"""To run while a kernel runs that fills every multiprocessor it gets."""
+
+
+class Push:
+    """One call of the exchange, from all ranks' k and v to everyone's expanded rows: `to_peers` and `own_rows`, in any
+    order. All ranks make it, in the same order.
+
+    Args:
+        k_RHD, v_RHV: `dense_rows`. sends, targets, ends, copied, partners, capacity: of `push_route`, with capacity > 0.
+    Attributes:
+        rows: (E, C), the expanded rows, in memory that the next call overwrites.
+    """
+
+    def __init__(
+        self,
+        k_RHD: Tensor,
+        v_RHV: Tensor,
+        sends: Tensor,
+        targets: Tensor,
+        ends: Tensor,
+        copied: Tensor,
+        partners: Tensor,
+        capacity: Tensor,
+        group: str,
+    ) -> None:
+        k_width, size = chunks(k_RHD), k_RHD.element_size()
+        width = k_width + chunks(v_RHV)
+        self._channel = channel(group, "push", int(capacity) * width * 16, k_RHD.device)
+        self.rows = self._channel.rows(copied.shape[0], k_RHD, width * 16 // size)
+        self._senders, self._receivers = partners, partners[1:]
+        self._arguments = (
+            k_RHD.data_ptr(),
+            v_RHV.data_ptr(),
+            cuda.u64(k_RHD.stride(0) * size // 16),
+            cuda.u64(v_RHV.stride(0) * size // 16),
+            cuda.u32(k_width),
+            cuda.u32(width),
+            sends.data_ptr(),
+            targets.data_ptr(),
+            ends.data_ptr(),
+            partners.data_ptr(),
+        )
+
+    def to_peers(self, shape: LaunchShape, stream: torch.cuda.Stream | None = None) -> None:
+        """Write rows of this rank to all others, those that ranks need at once first. When it is done, all rows for
+        this rank have arrived.
+
+        Args:
+            shape: WHOLE_GPU or FEW_BLOCKS.
+            stream: where it runs, after all that is enqueued on the current stream so far; None: on the current one.
+                With another stream the caller keeps k and v until the current one waits for it: memory that is freed
+                is reused on the current stream at once.
+        """
+        if shape.blocks == 0:
+            # Many blocks that wait for peers could keep out the kernels that the peers wait for.
+            self._channel.signal_and_wait(stream, ARRIVED, signal=ARRIVED, ranks=self._receivers)
+        self._launch(shape, stream, to_peers=True)
+
+    def own_rows(self, skip: int = 0) -> None:
+        """Write rows of this rank to itself but for the first `skip`, on the current stream."""
+        self._launch(WHOLE_GPU, None, to_peers=False, skip=skip)
+
+    def wait_for_early_rows(self) -> None:
+        """Wait, on the current stream, for the rows that this rank needs at once; after `own_rows`."""
+        self._channel.signal_and_wait(None, SENT_EARLY, STARTED_CALL, ranks=self._senders)
+
+    def _launch(self, shape: LaunchShape, stream: torch.cuda.Stream | None, *, to_peers: bool, skip: int = 0) -> None:
+        kernel = cuda.kernel("push_rows", self._channel.device, shape.macros)
+        self._channel.launch(kernel, shape, stream, *self._arguments, cuda.u32(to_peers), cuda.u32(skip))
+
+
+def dense_rows(x_RHD: Tensor) -> Tensor:
+    """x with rows of 16-byte chunks without holes; rows themselves may lie apart."""
+    row = x_RHD.stride(1) == x_RHD.shape[2] and x_RHD.stride(2) == 1
+    aligned = x_RHD.stride(0) * x_RHD.element_size() % 16 == 0 and x_RHD.data_ptr() % 16 == 0
+    return x_RHD if row and aligned else x_RHD.contiguous()
