@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_rewrite.planning.cost import DEVICES
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
+from cp_rewrite.planning.devices import DEVICES
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
 
 from .masks import PackedMask

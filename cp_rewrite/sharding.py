@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.planning.cost import Device
+from cp_rewrite.planning.devices import DEVICES, Device
+from cp_rewrite.planning.layouts.options import LayoutOptions
 
 from .arguments import checked_dims, checked_ops
 from .capacity import Capacity
@@ -164,6 +165,12 @@ class Sharding:
     def device_speeds(self) -> Device | None:
         """`speeds`, read."""
         return cast(Device | None, self.speeds)
+
+    @property
+    def layout_options(self) -> LayoutOptions:
+        """Where a batch's documents may be cut, and what its plan is made for."""
+        speeds = self.device_speeds or DEVICES["h200"]
+        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds)
 
     @property
     def node_size(self) -> int | None:

@@ -12,7 +12,7 @@ from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose, devic
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
-from cp_rewrite.planning.cost import Device, Model
+from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.routes import fixed
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES
-from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes.fixed import fixed_route, fixed_tables
 from cp_rewrite.planning.routes.grid import outer_schedule, row_order
 from cp_rewrite.planning.routes.push import push_route

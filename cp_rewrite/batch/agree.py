@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
 _turns: Counter[tuple[str, str]] = Counter()

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
-from cp_rewrite.planning.plan import BatchPlan, plan_batch
+from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import CuSeqlens, Sharding, device_of, packing_args
 
 from . import agree
@@ -138,10 +138,7 @@ def plan_of(
         sharding.world_size,
         sharding.layout,
         sharding.balance_for or sharding.assume_mask,
-        chunk_size=sharding.chunk_size,
-        pad_to_multiple=sharding.pad_to_multiple,
-        ranks_per_node=sharding.node_size,
-        device=sharding.device_speeds,
+        sharding.layout_options,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from cp_rewrite.planning.cost import DEVICES, Device
+from cp_rewrite.planning.devices import DEVICES, Device
 from cp_rewrite.planning.tiles import TILE, window_tiles
 
 

@@ -17,7 +17,7 @@ from cp_rewrite.batch import token_mean as loss
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.batch.shard import _join_tokens, cut_tokens
 from cp_rewrite.passes.capture import capture
-from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding
 

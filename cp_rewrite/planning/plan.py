@@ -1,107 +1,29 @@
-"""Plans: who owns which tokens of a batch, what each mask's attention then does, and what that costs."""
+"""The plan of one row and what it costs: `cp.plan`, for people who choose a layout and an exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.line import Parts
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS, order_tokens
-from cp_rewrite.planning.layouts.orders import TokenOrder, common_local_size
+from cp_rewrite.planning.layouts.by_name import lay_out
+from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.layouts.slices import Slices
+from cp_rewrite.planning.layouts.token_order import TokenOrder
 
-from .cost import Device, Load, Model, exchange_seconds, ideal_seconds, load_of, same_node
+from .cost import Load, exchange_seconds, ideal_seconds, load_of, same_node
+from .devices import Device, Model
 from .intervals import Int
+from .plot import draw_plan
 from .schedule import Schedule, build
 from .tiles import imbalance
-
-Float = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """The token orders of one batch, and its schedules: one per mask, made when first asked for. Pickles.
-
-    Args:
-        rows: documents of each batch row, all with the same total.
-        orders: token order of each batch row.
-        world_size: ranks.
-    """
-
-    rows: tuple[Documents, ...]
-    orders: tuple[TokenOrder, ...]
-    world_size: int
-    _schedules: dict[PackedMask, Schedule] = field(default_factory=dict[PackedMask, Schedule], repr=False)
-
-    @property
-    def local_size(self) -> int:
-        """Tokens of each rank in every batch row, padding included."""
-        return common_local_size(self.orders)
-
-    def local_indices(self, rank: int) -> Int:
-        """(B, local_size) int64: index in the global row of each local token, -1 where there is none."""
-        indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)
-        for row, order in zip(indices, self.orders, strict=True):
-            row[: order.local_size] = order.local_indices(rank)
-        return indices
-
-    def schedule(self, mask: PackedMask) -> Schedule:
-        """The schedule of attention under `mask`, for all ranks."""
-        if mask not in self._schedules:
-            self._schedules[mask] = build(self.rows, self.orders, mask)
-        return self._schedules[mask]
-
-
-def plan_batch(
-    rows: Sequence[Documents],
-    world_size: int,
-    layout: str = "balanced",
-    mask: PackedMask | None = None,
-    *,
-    chunk_size: int = 1,
-    pad_to_multiple: int = 1,
-    ranks_per_node: int | None = None,
-    device: Device | None = None,
-) -> BatchPlan:
-    """Lay out a batch.
-
-    Args:
-        rows: documents of each batch row, at least one row, all with the same total.
-        world_size: ranks.
-        layout: one of `layouts.LAYOUTS`.
-        mask: what `balanced` balances; by default causal attention within documents.
-        chunk_size, pad_to_multiple, ranks_per_node, device: as for `plan`.
-    Raises:
-        ValueError: no rows, rows of different totals, and what `plan` raises for the others.
-    """
-    if not rows:
-        raise ValueError("a batch needs at least one row")
-    totals = {documents.total for documents in rows}
-    if len(totals) > 1:
-        raise ValueError(f"all rows of a batch have one length, got {sorted(totals)} tokens")
-    mask = PackedMask() if mask is None else mask
-    orders = tuple(
-        order_tokens(
-            row,
-            world_size,
-            layout,
-            mask,
-            chunk_size=chunk_size,
-            pad_to_multiple=pad_to_multiple,
-            ranks_per_node=ranks_per_node,
-            device=device,
-        )
-        for row in rows
-    )
-    return BatchPlan(tuple(rows), orders, world_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,61 +53,61 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Pieces and row tables of all ranks."""
+        """Pieces and routes of all ranks."""
         return build([self.documents], [self.order], self.mask)
 
     @cached_property
     def load(self) -> Load:
         """What ranks, device and links have to do."""
-        whole = float(Parts.of_row(self.documents, self.mask).work.sum())
+        whole = float(Slices.of_row(self.documents, self.mask).work.sum())
         return load_of(self.schedule, whole)
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest rank over the mean of ranks; work in kernel tiles."""
+        """Work of the rank that has most over the mean of ranks, in kernel tiles."""
         return imbalance(self.load.tiles)
 
     @property
     def area_imbalance(self) -> float:
-        """The same with work in pairs of a query and a key that it sees: what a kernel without tiles would feel."""
+        """`imbalance` with work in pairs of a query and a key that it sees: what a kernel without tiles would feel."""
         return imbalance(self.schedule.seen_pairs())
 
     @property
     def recv_rows(self) -> Int:
-        """(P,) KV rows that each rank receives from others, each row once."""
+        """(P,) int64 KV rows that each rank receives from others, each row once."""
         return self.load.received.sum(1)
 
     @property
     def node_rows(self) -> Int:
-        """(P,) of `recv_rows`, those from other nodes."""
+        """(P,) int64: of `recv_rows`, those from other nodes."""
         near = same_node(self.world_size, self.ranks_per_node)
         return np.where(near, 0, self.load.received).sum(1)
 
     @property
     def recv_fraction(self) -> tuple[float, float]:
-        """Rows received over the rows that an all-gather would receive: mean and maximum over ranks."""
+        """(mean, maximum) over ranks of the KV rows received, as a share of those that an all-gather would receive."""
         gathered = max(1, (self.world_size - 1) * self.order.local_size)
         return float(self.recv_rows.mean()) / gathered, float(self.recv_rows.max()) / gathered
 
     @property
     def expanded_rows(self) -> Int:
-        """(P,) KV rows that each rank's kernel reads, copies included."""
+        """(P,) int64 KV rows that each rank's kernel reads, copies included."""
         return self.load.expanded
 
     @property
     def pieces(self) -> Int:
-        """(P,) pieces of each rank."""
+        """(P,) int64 pieces of each rank."""
         return np.diff(self.schedule.piece_bounds)
 
     @property
     def padding_rows(self) -> int:
-        """Local rows, over all ranks, that hold no token of the row."""
+        """Local rows, over all ranks, that hold no token."""
         return self.order.padding_rows
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Predicted seconds of one layer's attention, forward and backward, per exchange; with what the rest of the
-        layer spends on rows beyond an even share of the tokens."""
+        """Predicted seconds of one layer's attention, forward and backward, by exchange; with what the rest of the
+        layer spends on local rows beyond an even share of the tokens."""
         return exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
 
     @property
@@ -195,24 +117,30 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """Time of an even share of uncut kernels, with nothing moved, over the time of the best exchange."""
+        """Time of the uncut kernels shared evenly, with nothing moved, over the time of the best exchange."""
         return ideal_seconds(self.load, self.device, self.model) / self.seconds[self.exchange]
 
     @property
     def rank_of(self) -> Int:
-        """(T,) the owner of each token."""
+        """(T,) int64: the owner of each token."""
         return self.order.rank_of()
 
     def local_order(self, rank: int) -> Int:
-        """(T_l,) position in the row of each of a rank's tokens, -1 for padding at the end."""
+        """(T_l,) int64: the token of the row in each local row of a rank, -1 for padding at the end.
+
+        Raises:
+            TypeError, ValueError: `rank` is no whole number, or none of the ranks.
+        """
         if whole_number("rank", rank, 0) >= self.world_size:
             raise ValueError(f"rank must be below world_size {self.world_size}, got {rank}")
         return self.order.local_indices(rank)
 
     def plot(self, path: str | Path) -> None:
-        """Draw who owns what, work and rows received per rank, into an image file. Needs matplotlib."""
-        from .plot import draw_plan
+        """Draw who owns what, work and rows received per rank, into an image file.
 
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         draw_plan(self, path)
 
     def __str__(self) -> str:
@@ -260,7 +188,7 @@ def plan(
         chunk_size: documents are cut only at multiples of it, counted from the document's start. Tokens per rank stay
             equal, so documents must start at multiples of it and chunk_size * world_size divide the row's tokens, or
             `pad_to_multiple` be a multiple of it. The simple layouts pad ranks as much as their chunks need.
-        pad_to_multiple: tokens per rank are rounded up to a multiple of it; padding rows are a local row's last.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
         device: name of a device, a file made by `calibrate`, or a Device.
         ranks_per_node: ranks that share fast links; None: all.
     Raises:
@@ -274,11 +202,9 @@ def plan(
         raise TypeError(f"mask must be a cp_rewrite.PackedMask or None, got {mask!r}")
     model = Model(_checked_heads(heads), whole_number("head_dim", head_dim))
     speeds = device if isinstance(device, Device) else Device.named(device)
-    cuts = {"chunk_size": chunk_size, "pad_to_multiple": pad_to_multiple}
-    order = order_tokens(
-        documents, world_size, layout, mask, **cuts, ranks_per_node=ranks_per_node, device=speeds, model=model
-    )
-    return Plan(documents, layout, order, mask, model, speeds, ranks_per_node or world_size)
+    options = LayoutOptions(chunk_size, pad_to_multiple, ranks_per_node, speeds, model)
+    order = lay_out(documents, world_size, layout, mask, options)
+    return Plan(documents, layout, order, mask, model, speeds, options.node_size(world_size))
 
 
 def _documents(lengths: Sequence[int] | Documents, total: int | None) -> Documents:
@@ -313,6 +239,3 @@ def compare(plans: Mapping[str, Plan]) -> str:
             f"{p.pieces.max():7d} {p.padding_rows:8d}  {best:10s} {1e3 * p.seconds[best]:7.3f}  against {others}"
         )
     return "\n".join(lines)
-
-
-__all__ = ["LAYOUTS", "BatchPlan", "Plan", "compare", "plan", "plan_batch"]

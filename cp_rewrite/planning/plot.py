@@ -1,4 +1,4 @@
-"""A picture of a plan. The only place that imports matplotlib."""
+"""A picture of a plan. The only file that imports matplotlib, and only to draw: it may be missing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # plan.py imports this file
     from .plan import Plan
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Who owns which tokens of which document, and each rank's work, received and expanded rows.
+    """Draw who owns which tokens of which document, and each rank's work, received and expanded rows, into a file.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # it may be missing
     except ImportError as error:
         raise ImportError("plotting needs matplotlib: pip install 'cp_rewrite[plot]'") from error
     figure = Figure(figsize=(11, 2.2 + 0.28 * plan.world_size), layout="constrained")
@@ -67,7 +67,8 @@ def _draw_owners(axes: Any, plan: Plan, colors: Any) -> None:
 
 
 def _token_of_row(plan: Plan) -> Any:
-    """The row's token at which each piece starts."""
+    """(N,) the token of the row at which each piece starts."""
+    # Segments by owner and local row: as sorted numbers `owner x local rows + source`, to find each piece's among them.
     starts, _, owners, sources = plan.schedule.segments
     by_owner = np.lexsort((sources, owners))
     pieces, size = plan.schedule.pieces, plan.schedule.rows
@@ -79,6 +80,6 @@ def _token_of_row(plan: Plan) -> Any:
 
 def _colors(count: int) -> Any:
     """(count, 4) colours; neighbours differ."""
-    from matplotlib import colormaps
+    from matplotlib import colormaps  # it may be missing
 
     return colormaps["tab20"](np.arange(max(count, 1)) * 7 % 20)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.orders import TokenOrder, common_local_size
+from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
 from .intervals import Int, expand_ranges, overlaps, sum_lists, union
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch

@@ -1,8 +1,8 @@
-"""Attention work as a flash kernel feels it: tiles of 128 queries x 128 keys.
+"""Attention work as a flash kernel feels it: tiles of 128 queries x 128 keys, counted per query head.
 
-A piece of 10 rows costs whole tiles, and every tile row costs about 2.7 tiles more to fill and drain the pipeline: with
-that, one document of 32K tokens, 24 documents of mixed lengths and 64 documents of 512 fit one kernel speed (measured
-on an H200). Work is counted per head.
+A kernel works on whole tiles, row of tiles by row of tiles; a piece of 10 queries costs as much as one of 128. Each
+row of tiles costs about 2.7 tiles more, to fill and drain the pipeline. Counted so, one document of 32K tokens, 24
+documents of mixed lengths and 64 documents of 512 run at one speed (measured on an H200).
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ Float = NDArray[np.float64]
 
 
 def window_tiles(queries: Int, keys: Int, left: Int, right: Int) -> Float:
-    """(N,) work of pieces in tiles, tile-row overhead included.
+    """(N,) float64: the tiles of each piece, with the overhead of its rows of tiles.
 
     Args:
-        queries, keys: (N,) rows of each piece.
-        left, right: (N,) kernel window, aligned at the bottom right; -1: no limit.
+        queries, keys: (N,) int64 number of queries and of keys of each piece.
+        left, right: (N,) int64 window of the kernel, aligned at the bottom right (see `pieces`); -1: no limit.
     """
     if not (left >= 0).any() and not (right > 0).any():
         return _unlimited_tiles(queries, keys, right)
+    # One entry per row of tiles: queries [first, last] of its piece see keys [low, high).
     tile_rows = -(-queries // TILE)
     first = expand_ranges(np.zeros_like(queries), tile_rows) * TILE
     piece = np.repeat(np.arange(len(queries)), tile_rows)
-    ahead = (keys - queries)[piece]
     last = np.minimum(first + TILE, queries[piece]) - 1
-    high = np.where(right[piece] < 0, keys[piece], np.minimum(keys[piece], last + ahead + right[piece] + 1))
-    low = np.where(left[piece] < 0, 0, np.maximum(0, first + ahead - left[piece]))
+    shift = (keys - queries)[piece]  # query i stands at key i + shift
+    high = np.where(right[piece] < 0, keys[piece], np.minimum(keys[piece], last + shift + right[piece] + 1))
+    low = np.where(left[piece] < 0, 0, np.maximum(0, first + shift - left[piece]))
     tiles = -(-high // TILE) - low // TILE
     return np.bincount(piece, tiles + TILE_ROW_OVERHEAD, len(queries)).astype(np.float64)
 
 
 def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
-    """The same in closed form where no left side limits, and the right side is 0 (causal) or has no limit.
+    """`window_tiles` in closed form, where no left side is limited and each right side is 0 (causal) or not limited.
 
-    Tile row i of a causal piece ends ceil((keys - queries + 128 (i + 1)) / 128) tiles in, the last one at its keys.
+    Row i of a causal piece's tiles ends ceil((keys - queries + 128 (i + 1)) / 128) tiles in, the last one at its keys.
     """
     rows = -(-queries // TILE)
     full = -(-keys // TILE)
@@ -51,6 +52,6 @@ def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
 
 
 def imbalance(work: Float) -> float:
-    """Work of the slowest rank over the mean; 1.0 when there is no work."""
+    """The most work of a rank over the mean of ranks; 1.0 where there is no work. `work` is (P,), in any unit."""
     mean = float(work.mean())
     return float(work.max()) / mean if mean else 1.0

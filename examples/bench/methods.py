@@ -23,7 +23,7 @@ from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
 from cp_rewrite.ops.rows import split_kv
-from cp_rewrite.planning.plan import plan_batch
+from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.routes.push import push_route
 from cp_rewrite.planning.schedule import Schedule
 

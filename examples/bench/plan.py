@@ -23,7 +23,7 @@ import numpy as np
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost import padding_seconds
-from cp_rewrite.planning.layouts.order_tokens import order_tokens
+from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
 
 MIXES = ("web_mix", "prolong", "long_tail")
@@ -128,7 +128,7 @@ def show_speed() -> None:
 def _cpu_ms(lengths: list[int], world_size: int) -> float:
     documents = Documents.from_lengths(lengths)
     start = time.process_time()
-    order_tokens(documents, world_size, "balanced", PackedMask())
+    lay_out(documents, world_size, "balanced", PackedMask())
     return 1e3 * (time.process_time() - start)
 
 

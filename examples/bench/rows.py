@@ -16,7 +16,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import rows
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.intervals import sum_lists
-from cp_rewrite.planning.layouts.order_tokens import order_tokens
+from cp_rewrite.planning.layouts.by_name import lay_out
 
 SETS = 4
 """Payloads take turns, so that no run finds its data in the L2 cache."""
@@ -85,7 +85,7 @@ def table() -> None:
     # TransformerEngine's published case: 16 documents of 4096 gathered into their order, 16 heads x 64.
     src, copy = row_set(65536, 1024, bf16), copy_rate(65536, 1024, bf16)
     for cp in (2, 4, 8):
-        order = order_tokens(Documents.from_lengths([4096] * 16), cp, "dual_chunk", PackedMask())
+        order = lay_out(Documents.from_lengths([4096] * 16), cp, "dual_chunk", PackedMask())
         tokens = np.concatenate([order.local_indices(rank) for rank in range(cp)])
         slots = torch.from_numpy(np.argsort(tokens)).int().cuda()
         report(f"dual_chunk reorder, cp {cp}, 16 x 4096 x 16 x 64", gather_rate(src, slots), copy)

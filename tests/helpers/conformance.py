@@ -20,7 +20,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import HeadScatter, attend
 from cp_rewrite.ops.heads import gather_lse
 from cp_rewrite.ops.max_logits import max_logits
-from cp_rewrite.planning.plan import plan_batch
+from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import split_exchange
 from tests.helpers.conformance_cells import Cell

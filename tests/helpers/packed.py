@@ -14,7 +14,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import ROUTES
-from cp_rewrite.planning.layouts.order_tokens import order_tokens
+from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.routes.ring import ring_tables
 from cp_rewrite.planning.schedule import Schedule, build
 
@@ -23,7 +23,7 @@ def make_schedule(
     rows: Sequence[Documents], world_size: int, layout: str, mask: PackedMask
 ) -> tuple[Schedule, list[np.ndarray[Any, Any]]]:
     """The schedule, and per rank the (B, T_l) indices of its tokens, -1 for none."""
-    orders = [order_tokens(row, world_size, layout, mask) for row in rows]
+    orders = [lay_out(row, world_size, layout, mask) for row in rows]
     size = max(order.local_size for order in orders)
     indices = [np.stack([_padded(order.local_indices(rank), size) for order in orders]) for rank in range(world_size)]
     return build(rows, orders, mask), indices

@@ -14,21 +14,19 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost import (
-    DEVICES,
-    Device,
-    Model,
     all_gather_seconds,
     exchange_seconds,
     ideal_seconds,
-    least_seconds,
     load_of,
-    most_runs,
     needed_seconds,
     padding_seconds,
 )
-from cp_rewrite.planning.layouts.line import Parts, SeenKeys, part_tiles
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
+from cp_rewrite.planning.devices import DEVICES, Device, Model
+from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.plan import plan
+from cp_rewrite.planning.seen_keys import SeenKeys
 from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD, imbalance, window_tiles
 from tests.helpers.packs import batches, masks
 
@@ -78,10 +76,10 @@ def test_seen_pairs_and_seen_keys(rows: tuple[Documents, ...], mask: PackedMask,
 
 @given(batches(max_rows=1, max_total=900), masks())
 def test_whole_documents_cost_what_one_rank_pays(rows: tuple[Documents, ...], mask: PackedMask):
-    parts = Parts.of_row(rows[0], mask)
+    slices = Slices.of_row(rows[0], mask)
     one_rank = plan(rows[0], 1, "contiguous", mask)
-    np.testing.assert_allclose(parts.work.sum(), one_rank.load.tiles.sum())
-    np.testing.assert_allclose(part_tiles(parts, mask), parts.work)
+    np.testing.assert_allclose(slices.work.sum(), one_rank.load.tiles.sum())
+    np.testing.assert_allclose(slice_tiles(slices, mask), slices.work)
 
 
 @given(batches(max_rows=1, max_total=900), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS[:3]))

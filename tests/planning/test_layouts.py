@@ -9,26 +9,27 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS, order_tokens
-from cp_rewrite.planning.layouts.orders import (
-    TokenOrder,
+from cp_rewrite.planning.layouts.by_name import LAYOUTS, lay_out
+from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.layouts.simple import (
     contiguous,
     dual_chunk,
     even_contiguous,
     even_dual_chunk,
     even_head_tail,
 )
+from cp_rewrite.planning.layouts.token_order import TokenOrder
 from tests.helpers.packs import batches, masks
 
 
 def order_of(lengths: list[int], world_size: int, layout: str, total: int | None = None) -> TokenOrder:
-    return order_tokens(Documents.from_lengths(lengths, total), world_size, layout, PackedMask())
+    return lay_out(Documents.from_lengths(lengths, total), world_size, layout, PackedMask())
 
 
 @settings(max_examples=150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
-    order = order_tokens(rows[0], world_size, layout, mask)
+    order = lay_out(rows[0], world_size, layout, mask)
     assert order.world_size == world_size
     owned = [order.local_indices(rank) for rank in range(world_size)]
     for rank, local in enumerate(owned):
@@ -48,7 +49,7 @@ def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask
 @settings(max_examples=150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8))
 def test_balanced_gives_equal_tokens(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
-    order = order_tokens(rows[0], world_size, "balanced", mask)
+    order = lay_out(rows[0], world_size, "balanced", mask)
     assert order.local_size == -(-rows[0].total // world_size)
 
 
@@ -77,7 +78,7 @@ def test_cuts_fall_on_chunks(
     total = max(1, int(sizes.sum()) - short % chunk_size)
     lengths = np.clip(total - starts, 0, sizes[:, 0])
     documents = Documents(np.minimum(starts, total), lengths, total)
-    order = order_tokens(documents, world_size, layout, mask, chunk_size=chunk_size, pad_to_multiple=2 * chunk_size)
+    order = lay_out(documents, world_size, layout, mask, LayoutOptions(chunk_size, 2 * chunk_size))
     assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
     assert order.rank_of().shape == (total,)
     if layout == "balanced":
@@ -91,7 +92,7 @@ def test_cuts_fall_on_chunks(
 def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, chunk_size: int, mask: PackedMask):
     rest = -sum(chunks) % world_size
     documents = Documents.from_lengths(np.array([*chunks, rest]) * chunk_size)
-    order = order_tokens(documents, world_size, "balanced", mask, chunk_size=chunk_size)
+    order = lay_out(documents, world_size, "balanced", mask, LayoutOptions(chunk_size))
     assert order.sizes.tolist() == [documents.total // world_size] * world_size
     assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
 
@@ -99,8 +100,8 @@ def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, ch
 @settings(max_examples=100)
 @given(batches(max_rows=1, max_total=300), st.integers(1, 8), st.integers(1, 70), st.sampled_from(LAYOUTS))
 def test_ranks_are_padded_to_a_multiple(rows: tuple[Documents, ...], world_size: int, multiple: int, layout: str):
-    plain = order_tokens(rows[0], world_size, layout, PackedMask())
-    order = order_tokens(rows[0], world_size, layout, PackedMask(), pad_to_multiple=multiple)
+    plain = lay_out(rows[0], world_size, layout, PackedMask())
+    order = lay_out(rows[0], world_size, layout, PackedMask(), LayoutOptions(pad_to_multiple=multiple))
     assert order.local_size == -(-plain.local_size // multiple) * multiple
     assert order.padding_rows == world_size * order.local_size - rows[0].total
     for rank in range(world_size):
@@ -111,14 +112,14 @@ def test_ranks_are_padded_to_a_multiple(rows: tuple[Documents, ...], world_size:
 
 def test_chunks_that_cannot_be_had():
     with pytest.raises(ValueError, match="document 1 starts at token 100; pad the documents before it"):
-        order_tokens(Documents.from_lengths([100, 28]), 2, "contiguous", PackedMask(), chunk_size=64)
+        lay_out(Documents.from_lengths([100, 28]), 2, "contiguous", PackedMask(), LayoutOptions(64))
     with pytest.raises(ValueError, match="are 96 rows each, but whole chunks of 64 need 128"):
-        order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), chunk_size=64)
-    order = order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), chunk_size=64, pad_to_multiple=64)
+        lay_out(Documents.from_lengths([192]), 2, "balanced", PackedMask(), LayoutOptions(64))
+    order = lay_out(Documents.from_lengths([192]), 2, "balanced", PackedMask(), LayoutOptions(64, 64))
     assert sorted(order.sizes.tolist()) == [64, 128]
     for name in ("chunk_size", "pad_to_multiple"):
         with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-            order_tokens(Documents.from_lengths([192]), 2, "balanced", PackedMask(), **{name: 0})  # type: ignore[arg-type]
+            LayoutOptions(**{name: 0})  # type: ignore[arg-type]
 
 
 def test_contiguous_pads_the_last_rank():
@@ -203,7 +204,7 @@ def test_even_head_tail_cuts_between_documents_that_are_near():
 
 def test_dual_chunk_works_on_padded_documents():
     documents = Documents.from_cu_seqlens([0, 5, 12], 16, [0, 8, 16])
-    order = order_tokens(documents, 2, "dual_chunk", PackedMask())
+    order = lay_out(documents, 2, "dual_chunk", PackedMask())
     assert order.local_indices(0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
 
 

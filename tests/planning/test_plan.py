@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from cp_rewrite.__main__ import main
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
-from cp_rewrite.planning.plan import Plan, compare, plan, plan_batch
+from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.plan import Plan, compare, plan
 from tests.helpers.packs import batches, masks
 
 MIXED = [3104, 3200, 1600, 160, 128, 5120, 900, 77, 41, 2054]
@@ -107,7 +109,7 @@ def test_chunks_and_padding():
     assert (p.order.segments[0] % 1024 == 0).all()
     assert (p.local_order(0)[-1], p.local_order(1)[-1]).count(-1) >= 1
     rows = (Documents.from_lengths([3072, 5120]), Documents.from_lengths([8192]))
-    batch = plan_batch(rows, 2, chunk_size=512, pad_to_multiple=1000)
+    batch = plan_batch(rows, 2, options=LayoutOptions(512, 1000))
     assert batch.local_size == 5000
     assert all((order.segments[0] % 512 == 0).all() for order in batch.orders)
     assert batch.schedule(PackedMask()).rows == 10000

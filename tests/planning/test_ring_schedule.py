@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
-from cp_rewrite.planning.plan import plan_batch
+from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.routes.ring import ring_tables
 from tests.helpers.packs import batches, masks
 from tests.planning.test_schedule import global_rows, seen_by, summed_rows

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.layouts.order_tokens import LAYOUTS
-from cp_rewrite.planning.plan import BatchPlan, plan_batch
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.schedule import ROUTES
 from tests.helpers.packs import batches, masks
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.orders import TokenOrder, joined
-from cp_rewrite.planning.plan import BatchPlan
+from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.layouts.token_order import TokenOrder, joined
 from cp_rewrite.planning.schedule import Schedule, build
 
 

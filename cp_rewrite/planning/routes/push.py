@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_rewrite.planning.cost import Device, Model
+from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
 from cp_rewrite.planning.tiles import TILE

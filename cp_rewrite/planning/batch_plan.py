@@ -1,0 +1,78 @@
+"""The plan of a batch: who owns which tokens of each of its rows, and what each mask's attention then does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts.by_name import lay_out
+from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
+
+from .intervals import Int
+from .schedule import Schedule, build
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The token orders of one batch, and its schedules: one per mask, made when first asked for. Pickles.
+
+    Args:
+        rows: documents of each row of the batch, all with the same total.
+        orders: token order of each row.
+        world_size: ranks.
+    """
+
+    rows: tuple[Documents, ...]
+    orders: tuple[TokenOrder, ...]
+    world_size: int
+    _schedules: dict[PackedMask, Schedule] = field(default_factory=dict[PackedMask, Schedule], repr=False)
+
+    @property
+    def local_size(self) -> int:
+        """T_l: local rows of each rank for every row of the batch, padding included."""
+        return common_local_size(self.orders)
+
+    def local_indices(self, rank: int) -> Int:
+        """(B, T_l) int64: the token of the global row in each local row, -1 for padding."""
+        indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)
+        for row, order in zip(indices, self.orders, strict=True):
+            row[: order.local_size] = order.local_indices(rank)
+        return indices
+
+    def schedule(self, mask: PackedMask) -> Schedule:
+        """The schedule of attention under `mask`, for all ranks."""
+        if mask not in self._schedules:
+            self._schedules[mask] = build(self.rows, self.orders, mask)
+        return self._schedules[mask]
+
+
+def plan_batch(
+    rows: Sequence[Documents],
+    world_size: int,
+    layout: str = "balanced",
+    mask: PackedMask | None = None,
+    options: LayoutOptions | None = None,
+) -> BatchPlan:
+    """Lay out a batch.
+
+    Args:
+        rows: documents of each row of the batch, at least one row, all with the same total.
+        world_size: ranks.
+        layout: one of `layouts.by_name.LAYOUTS`.
+        mask: what `balanced` balances; by default causal attention within documents.
+        options: where documents may be cut, and what is planned for.
+    Raises:
+        ValueError: no rows, rows of different totals, and what `lay_out` raises.
+    """
+    if not rows:
+        raise ValueError("a batch needs at least one row")
+    totals = {documents.total for documents in rows}
+    if len(totals) > 1:
+        raise ValueError(f"all rows of a batch have one length, got {sorted(totals)} tokens")
+    orders = tuple(lay_out(row, world_size, layout, mask or PackedMask(), options) for row in rows)
+    return BatchPlan(tuple(rows), orders, world_size)

@@ -1,0 +1,109 @@
+"""What plans are made for: the speeds of a device and its links, and the sizes of the model's attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from .tiles import TILE
+
+
+@dataclass(frozen=True)
+class Device:
+    """Speeds of one device and its links.
+
+    Args:
+        name: of the device.
+        forward, backward: FLOP/s of the attention kernel on full tiles; a backward counts as 2.5 forwards.
+        memory: bytes per second of a copy on the device, read and written ones added up.
+        link, node_link: bytes per second that a rank receives, from ranks of its node and from other nodes.
+        latency, node_latency: seconds that a collective or a signal takes at no size, in a node and between nodes.
+        launch: seconds per kernel launch.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    memory: float
+    link: float
+    node_link: float
+    latency: float
+    node_latency: float
+    launch: float
+
+    @classmethod
+    def named(cls, name: str) -> Device:
+        """The device of that name in DEVICES, or the one in a file that `python -m cp_rewrite calibrate` wrote.
+
+        Raises:
+            ValueError: neither a known name nor a readable file of speeds.
+        """
+        if name in DEVICES:
+            return DEVICES[name]
+        try:
+            device = cls(**json.loads(Path(name).read_text()))
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"device must be one of {', '.join(DEVICES)}, or a file made by `calibrate`; got {name!r}"
+            ) from error
+        for f in fields(cls)[1:]:
+            value = getattr(device, f.name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{f.name} in {str(name)!r} must be a number > 0, got {value!r}")
+        return device
+
+    @classmethod
+    def like(cls, product: str | None) -> Device:
+        """The device of DEVICES that a GPU's product name ("NVIDIA H200") tells; an unknown GPU counts as an H100.
+
+        None: there is no GPU.
+        """
+        if product is None:
+            return DEVICES["cpu"]
+        return next((device for name, device in DEVICES.items() if name in product.lower()), DEVICES["h100"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the speeds as JSON, to be read by `named`."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+DEVICES: Mapping[str, Device] = {
+    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 48e9, 30e-6, 60e-6, 5e-6),
+    "h100": Device("h100", 640e12, 570e12, 2950e9, 295e9, 48e9, 30e-6, 60e-6, 5e-6),
+    "a100": Device("a100", 190e12, 170e12, 1700e9, 200e9, 24e9, 30e-6, 60e-6, 6e-6),
+    "cpu": Device("cpu", 50e9, 40e9, 10e9, 2e9, 1e9, 300e-6, 600e-6, 20e-6),
+}
+"""h200: measured on 4 GPUs with NVLink. h100, a100: scaled from it by the vendor's figures. node_link: one adapter per
+GPU, of 400 Gbit/s (a100: 200). cpu: an order of magnitude, for processes over gloo. `calibrate` measures yours."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention that is planned for.
+
+    Args:
+        heads: (query heads, key/value heads).
+        head_dim: of queries, keys and values.
+        item_bytes: bytes of one element of keys and values.
+    """
+
+    heads: tuple[int, int] = (64, 8)
+    head_dim: int = 128
+    item_bytes: int = 2
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values, all heads."""
+        return 2 * self.heads[1] * self.head_dim * self.item_bytes
+
+    @property
+    def tile_flops(self) -> float:
+        """Forward FLOPs of one tile, all query heads."""
+        return 4.0 * TILE * TILE * self.head_dim * self.heads[0]
+
+    @property
+    def row_flops(self) -> float:
+        """Forward FLOPs of a local row outside attention: a dense layer's 12 h² weights, h = query heads x head dim."""
+        return 24.0 * (self.heads[0] * self.head_dim) ** 2

@@ -1,0 +1,71 @@
+"""The layouts by name: rules that decide which rank owns which tokens of a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cp_rewrite.arguments import whole_number
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+
+from .balanced import balanced
+from .options import LayoutOptions
+from .simple import contiguous, dual_chunk
+from .token_order import TokenOrder
+
+LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
+
+
+def lay_out(
+    documents: Documents, world_size: int, layout: str, mask: PackedMask, options: LayoutOptions | None = None
+) -> TokenOrder:
+    """The token order of one row.
+
+    Args:
+        documents: the row's documents.
+        world_size: ranks, >= 1.
+        layout: one of LAYOUTS.
+        mask: what attention sees. Only `balanced` reads it.
+        options: None: cuts anywhere, on one node of H200.
+    Raises:
+        TypeError, ValueError: an unknown layout; a world_size that is no whole number or below 1, or that nodes do not
+            divide; a document that starts inside a chunk; or chunks that `balanced` can't share out without more rows
+            per rank than the tokens need.
+    """
+    options = options or LayoutOptions()
+    options.node_size(whole_number("world_size", world_size))
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+    _check_starts(documents, options.chunk_size)
+    if layout == "balanced":
+        _check_equal_chunks(documents.total, world_size, options)
+        order = balanced(documents, world_size, mask, options)
+    elif layout == "contiguous":
+        order = contiguous(documents.total, world_size, options.chunk_size)
+    else:
+        spans = documents.spans if layout == "dual_chunk" else np.array([0, documents.total])
+        order = dual_chunk(spans, world_size, options.chunk_size)
+    return replace(order, pad_to_multiple=options.pad_to_multiple)
+
+
+def _check_starts(documents: Documents, chunk_size: int) -> None:
+    off = np.flatnonzero((documents.starts % chunk_size != 0) & (documents.lengths > 0))
+    if off.size:
+        raise ValueError(
+            f"chunk_size {chunk_size} needs documents that start at multiples of it: document {off[0]} starts at "
+            f"token {documents.starts[off[0]]}; pad the documents before it"
+        )
+
+
+def _check_equal_chunks(total: int, world_size: int, options: LayoutOptions) -> None:
+    """Ranks get whole chunks: that must not take more local rows than equal tokens do."""
+    chunk_size, multiple = options.chunk_size, options.pad_to_multiple
+    rows = -(-total // (world_size * multiple)) * multiple
+    needed = -(-total // (world_size * chunk_size)) * chunk_size
+    if needed > rows and world_size > 1:
+        raise ValueError(
+            f"{total} tokens on {world_size} ranks are {rows} rows each, but whole chunks of {chunk_size} need "
+            f"{needed}: chunk_size * world_size must divide the row's tokens, or pad_to_multiple be {chunk_size}"
+        )
