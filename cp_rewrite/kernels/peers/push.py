@@ -19,7 +19,8 @@ class Push:
     order. All ranks make it, in the same order.
 
     Args:
-        k_RHD, v_RHV: `dense_rows`. sends, targets, ends, copied, partners, capacity: of `push_route`, with capacity > 0.
+        k_RHD, v_RHV: `dense_rows`.
+        sends, targets, ends, copied, partners, capacity: of `push_route`; capacity is not 0.
     Attributes:
         rows: (E, C), the expanded rows, in memory that the next call overwrites.
     """

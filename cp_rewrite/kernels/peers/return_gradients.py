@@ -35,7 +35,7 @@ def return_rows(
     stream: torch.cuda.Stream | None = None,
     mxint15: bool = False,
 ) -> None:
-    """Write dk and dv: fp32 sums over all ranks' expanded rows, in a fixed order. All ranks make the calls in one order.
+    """Write dk and dv: fp32 sums over all ranks' expanded rows, in a fixed order. All ranks call it, in one order.
 
     Args:
         grad_EC: (E, C), of `gradient_rows`, written.
