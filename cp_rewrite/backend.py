@@ -17,13 +17,13 @@ from cp_rewrite.batch.active import active_plan, number_tokens
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_lines
-from cp_rewrite.passes.locality.inputs import token_dims
 
 from . import passes
 from .batch import agree
 from .diagnose import observe
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, require_sharding
+from .torch_internals import hint
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,11 +74,8 @@ class Backend:
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))
-        nodes = state.graph_module.graph.find_nodes(op="placeholder")
-        for place, name, dim in _token_places(state):
-            value = nodes[place].meta["example_value"]
-            size = value.shape[dim]
-            state.plan.check_tokens(name, value, dim, size.node.hint if isinstance(size, torch.SymInt) else size)
+        for found in state.tokens.inputs:
+            state.plan.check_tokens(found.name, found.value, found.dim, hint(found.tokens))
         return passes.run_passes(state)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -163,7 +160,8 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
-    unchecked, tokens, branches = list(state.masks), _token_places(state), state.branches
+    unchecked, conditions = list(state.masks), state.size_conditions
+    tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
@@ -171,8 +169,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             plan.check_tokens(name, args[place], dim, args[place].shape[dim])
         if sums:
             plan.check_full(sums)
-        if branches and plan.missing:
-            branches.check(args, plan.plan.rows[0].total)
+        if conditions and plan.missing:
+            conditions.check(args, plan.plan.rows[0].total)
         if unchecked:
             check_masks(unchecked, plan, args)
             unchecked.clear()
@@ -184,18 +182,6 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
         return out
 
     return run
-
-
-def _token_places(state: passes.State) -> list[tuple[int, str, int]]:
-    """(place among the graph's inputs, name, token dim) of each input that carries tokens."""
-    dims = token_dims(state.sharding)
-    return [
-        (place, name, dims[name])
-        for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder"))
-        if (name := state.source_of.get(node)) in dims
-        and isinstance(value := node.meta["example_value"], Tensor)
-        and value.ndim > dims[name]
-    ]
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:

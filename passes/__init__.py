@@ -12,45 +12,37 @@ from dataclasses import replace
 from torch import SymInt
 
 from cp_rewrite.passes.graph.sources import module_numbers
-from cp_rewrite.passes.locality.inputs import token_dims
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.torch_internals import hint
 
+from .check_size_conditions import check_size_conditions
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite import rewrite_sites
-from .size_branches import check_size_branches
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)
 
 
 def unify_token_sizes(state: State) -> State:
-    """Guard that all token arguments have one batch size and one token count, which cutting them makes sure of.
-
-    With dynamic shapes each argument has symbols of its own; the guards make them one.
-    """
-    dims = token_dims(state.sharding)
-    shapes = [(dims[n], node.meta["example_value"].shape) for node, n in state.source_of.items() if n in dims]
-    fitting = [shape[max(dim - 1, 0) : dim + 1] for dim, shape in shapes if dim < len(shape)]
-    for sizes in fitting[1:]:
-        for size, first in zip(reversed(sizes), reversed(fitting[0]), strict=False):
-            bool(size == first)
-    return state
+    """Guard that all token arguments have one number of tokens and of rows; refuse those that do not fit."""
+    tokens = state.tokens.unified()
+    return replace(state, tokens=tokens, refusals=(*state.refusals, *tokens.refusals))
 
 
 def fix_module_numbers(state: State) -> State:
     """Guard that heads, head dims and the like stay what they are: `dynamic=True` makes symbols of an FSDP module's."""
     for value in module_numbers(state.graph_module):
-        if value.node.has_hint():
+        if hint(value) is not None:
             int(value) if isinstance(value, SymInt) else float(value)
     return state
 
 
 def match_attention(state: State) -> State:
     """Find every attention node and prove what its mask means."""
-    sites, refusals = match_sites(state.graph_module, state.sharding, state.source_of)
+    sites, refusals = match_sites(state.graph_module, state.sharding, state.tokens)
     return replace(state, sites=tuple(sites), refusals=(*state.refusals, *refusals))
 
 
@@ -60,7 +52,7 @@ def check_token_locality(state: State) -> State:
         state.graph_module,
         state.sharding,
         state.sites,
-        state.source_of,
+        state.tokens,
         tables=True,
         padded_sums=True,
         fixed_tokens=False,
@@ -69,12 +61,12 @@ def check_token_locality(state: State) -> State:
         state,
         positions=tuple(report.positions),
         padded_sums=tuple(report.padded_sums),
-        refusals=(*state.refusals, *report.refusals),
+        refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 
 
 FIND = (
-    check_size_branches,
+    check_size_conditions,
     unify_token_sizes,
     fix_module_numbers,
     match_attention,

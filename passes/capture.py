@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.regions import attribute_of
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.sharding import Sharding, device_of
 
@@ -14,7 +15,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
     copy = _copy(gm)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
-    return State(copy, sharding, argument_names(copy), device, plan)
+    return State(copy, sharding, TokenAxis.read(copy, sharding), device, plan)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -26,6 +27,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
     for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
+        if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
             setattr(copy, str(node.target), _copy(body))
     return copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
-from cp_rewrite.passes.graph.regions import Scope, nested_scopes, resolve
-from cp_rewrite.passes.locality.inputs import token_dims
-from cp_rewrite.passes.match.flex import block_lists, flex_arguments, is_flex, mask_function
+from cp_rewrite.passes.graph.dynamo_internals import FlexBlocks
+from cp_rewrite.passes.graph.regions import Scope, attribute_of, nested_scopes, resolve
+from cp_rewrite.passes.match.flex import flex_arguments, is_flex, mask_function
 from cp_rewrite.passes.match.prove_masks import Prover, reader_of
 from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
 from cp_rewrite.passes.values.site import Site
@@ -42,12 +42,12 @@ def _flex_of(site: Site) -> fx.Node | None:
 
 class _Recorder:
     def __init__(self, state: State) -> None:
-        self.state = state
-        self.prover = Prover(state.sharding, state.source_of)
+        self.names = state.tokens.names
+        self.prover = Prover(state.sharding, state.tokens)
         self.scopes = {id(scope.gm): scope for scope in reversed(list(_scopes(Scope(state.graph_module))))}
         self.inputs = state.graph_module.graph.find_nodes(op="placeholder")
         self.recorded: dict[Any, RecordedMask] = {}
-        self.tokens, self.rows = self._symbols()
+        self.tokens, self.rows = _symbols(state.tokens.counts), _symbols(state.tokens.row_counts)
 
     def record(self, site: Site) -> None:
         scope = self.scopes[id(site.graph_module)]
@@ -68,15 +68,15 @@ class _Recorder:
 
     def _record_flex(self, scope: Scope, site: Site, node: fx.Node) -> None:
         args = flex_arguments(node)
-        lists, size = block_lists(args)
-        key = (scope, *lists, args["block_mask"][-1].target, *args["mask_mod_buffers"], site.mask)
+        read = FlexBlocks.read(args["block_mask"])
+        key = (scope, *read.lists, read.mask_mod.target, *args["mask_mod_other_buffers"], site.mask)
         if key in self.recorded:
             return
         body, source, indices = mask_function(scope, node, args)
         canonical = self.prover.trace(body, source)
-        found = [resolve(scope, x) for x in lists]
+        found = [resolve(scope, x) for x in read.lists]
         blocks = tuple(self._tensor(self.prover.trace(*x, before=reader_of(scope, node, x[0]))) for x in found)
-        self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, size)
+        self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, read.size)
 
     def _add(self, key: Any, site: Site, canonical: Canonical, zeros: Sequence[fx.Node], *flex: Any) -> None:
         tensor = self._tensor(canonical, zeros)
@@ -85,31 +85,19 @@ class _Recorder:
 
     def _tensor(self, canonical: Canonical, zeros: Sequence[fx.Node] = ()) -> RecordedTensor:
         leaves = canonical.leaves
-        held = {ref: value for n, ref in leaves.items() if isinstance(value := _held(n), Tensor)}
+        held = {ref: value for n, ref in leaves.items() if isinstance(value := attribute_of(n), Tensor)}
         for node in zeros:
             held[leaves[node]] = torch.zeros(1, 1, 1, 1, dtype=leaves[node].dtype)
         return RecordedTensor(
             canonical,
-            {ref: self.state.source_of[n] for n, ref in leaves.items() if n in self.state.source_of},
+            {ref: self.names[n] for n, ref in leaves.items() if n in self.names},
             {ref: self.inputs.index(n) for n, ref in leaves.items() if n in self.inputs},
             held,
         )
 
-    def _symbols(self) -> tuple[frozenset[sympy.Expr], frozenset[sympy.Expr]]:
-        tokens: set[sympy.Expr] = set()
-        rows: set[sympy.Expr] = set()
-        dims = token_dims(self.state.sharding)
-        for node, name in self.state.source_of.items():
-            dim = dims.get(name)
-            if dim is not None:
-                shape = node.meta["example_value"].shape
-                tokens |= _symbol(shape[dim])
-                rows |= _symbol(shape[dim - 1]) if dim else set()
-        return frozenset(tokens), frozenset(rows)
 
-
-def _symbol(size: Any) -> set[sympy.Expr]:
-    return {size.node.expr} if isinstance(size, torch.SymInt) else set()
+def _symbols(sizes: Iterable[sympy.Expr]) -> frozenset[sympy.Expr]:
+    return frozenset(size for size in sizes if not size.is_number)
 
 
 def _scopes(scope: Scope) -> Iterator[Scope]:
@@ -117,12 +105,3 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
     for _, inner in nested_scopes(scope):
         if inner is not None:
             yield from _scopes(inner)
-
-
-def _held(node: fx.Node) -> Any:
-    if node.op != "get_attr":
-        return None
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value

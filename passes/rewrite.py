@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active import PlanInput
@@ -20,6 +19,7 @@ from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import split_exchange
+from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .plan_inputs import Inputs

@@ -6,8 +6,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import expression
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.torch_internals import expression
 
 
 def verify_graph(state: State) -> State:

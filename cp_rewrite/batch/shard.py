@@ -24,6 +24,8 @@ from .buffers import buffers_of, fill_cu_seqlens
 from .read_documents import documents_of
 
 IGNORE_INDEX = -100
+LABELS = frozenset({"labels", "shift_labels"})
+"""Arguments that are filled with IGNORE_INDEX where a rank has no token; others are filled with 0."""
 """Label of a token that is no target (torch's cross_entropy default)."""
 
 
@@ -90,7 +92,7 @@ def _local(
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
-    fills = {name: IGNORE_INDEX if name in (label_arg, "labels", "shift_labels") else 0 for name in tokens}
+    fills = {name: IGNORE_INDEX if name in LABELS | {label_arg} else 0 for name in tokens}
     if plan.local_size * plan.world_size > plan.rows[0].total:
         for name, fill in fills.items():
             _check_fill(name, values[name], fill)

@@ -10,11 +10,21 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cp_rewrite.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    fake_mode_of,
+    hint,
+    is_wrapped,
+    known_number,
+    leave_vmaps,
+    memory_id,
+    transform_depth,
+)
 
 from .regions import Scope, attribute_of, enclosing, nested_scopes, outputs_of, resolve
 from .writes import written_nodes
@@ -49,7 +59,7 @@ class Ref:
 class Call:
     """One ATen call. `args` and `kwargs` hold Refs where tensors stood; `node` is the Dynamo node it came from."""
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Ref | None, ...]
@@ -99,10 +109,9 @@ class _Recorder(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             known = Ref(len(self._alive), tuple(tensor.shape), tensor.dtype)
             self._refs[id(tensor)] = known
             self._alive.append(tensor)
-            number = tensor.constant if isinstance(tensor, FakeTensor) else tensor
-            if number is not None and number.numel() == 1 and not isinstance(number, FakeTensor):
-                with _disable_current_modes():
-                    self.constants[known] = number.item()
+            number = known_number(tensor)
+            if number is not None:
+                self.constants[known] = number
         return known
 
     def __torch_dispatch__(
@@ -146,18 +155,15 @@ class _Tracer:
 
         mutates = any(written_nodes(n) for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
-            # Dynamo's tracing context holds a fresh mode while backends run: only the tensors' own mode fits them.
-            made = [*tensors, *(n.meta.get("example_value") for n in (node, *self.leaves))]
-            fake_mode = next((t.fake_mode for t in made if isinstance(t, FakeTensor)), None)
+            fake_mode = fake_mode_of((node, *self.leaves))
             stack.enter_context(torch.no_grad())
-            # Without it composite ops run their C++ code, which turns symbolic sizes into constants.
             stack.enter_context(enable_python_dispatcher())
             if fake_mode is not None:
                 stack.enter_context(fake_mode)
                 if fake_mode.shape_env is not None:
                     stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
             stack.enter_context(recorder)
-            stack.callback(_unwind_vmaps, torch._C._functorch.maybe_current_level())
+            stack.callback(leave_vmaps, transform_depth())  # those that a failed run had entered
             out = torch.func.functionalize(run, remove="mutations")(*tensors) if mutates else run(*tensors)
         if not isinstance(out, Tensor):
             raise CanonicalizeError(node, f"{node.name} is no tensor")
@@ -185,7 +191,7 @@ class _Tracer:
             value = node.meta.get("example_value")
             is_scalar = isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
             if node.op in ("placeholder", "get_attr") or is_scalar or self.stop(scope, node):
-                self.leaves[node] = attribute_of(scope, node) if value is None else _fixed(value)
+                self.leaves[node] = attribute_of(node) if value is None else _fixed(value)
                 continue
             mine.add(node)
             inner = self._enter_call(scope, node)
@@ -198,9 +204,12 @@ class _Tracer:
     def _enter_call(self, scope: Scope, node: fx.Node) -> Scope | None:
         if scope not in self.calls:
             self.calls[scope] = dict(nested_scopes(scope))
-        inner = self.calls[scope].get(node)
-        if inner is not None:
-            self.entered[scope, node] = inner
+        if node not in self.calls[scope]:
+            return None
+        inner = self.calls[scope][node]
+        if inner is None:
+            raise CanonicalizeError(node, f"{node.target} runs a nested graph and is no plain call of a region")
+        self.entered[scope, node] = inner
         return inner
 
     def _collect_updates(self) -> list[tuple[Scope, fx.Node]]:
@@ -270,22 +279,11 @@ def _indexes_by_scalars(args: Any) -> bool:
     )
 
 
-def _unwind_vmaps(level: int | None) -> None:
-    """Leave the vmaps that a failed run had entered."""
-    while (torch._C._functorch.maybe_current_level() or 0) > (level or 0):
-        torch._C._functorch._vmap_decrement_nesting()
-
-
 def _fixed(value: Any) -> Any:
     """Python floats may come in as symbols (dynamic=True): a mask's constants are fixed, by a guard."""
-    return float(value) if isinstance(value, torch.SymFloat) and value.node.has_hint() else value
+    return float(value) if isinstance(value, torch.SymFloat) and hint(value) is not None else value
 
 
 def _storages(node: fx.Node) -> list[int]:
     tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, Tensor)]
-    return [t.untyped_storage()._cdata for t in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
-
-
-def is_parameter(value: Any) -> bool:
-    """Whether a fake tensor stands for a weight."""
-    return isinstance(value, nn.Parameter) or bool(getattr(value, "_is_param", False))
+    return [memory_id(t) for t in tensors if not is_wrapped(t)]

@@ -11,6 +11,9 @@ from typing import Any
 import torch.fx as fx
 from torch import SymInt, Tensor
 
+from .dynamo_internals import is_of_module, source_of
+from .regions import attribute_of
+
 
 def graph_lines(gm: fx.GraphModule) -> list[str]:
     """One line per node, `name: dtype[shape] = target(args)`, nested regions indented below the node that calls them.
@@ -66,7 +69,7 @@ def _lines(gm: fx.GraphModule, indent: str) -> Iterable[str]:
         if node.op == "placeholder" and _is_parameter(node):
             continue
         yield indent + _line(node)
-        if node.op == "get_attr" and isinstance(body := getattr(gm, str(node.target), None), fx.GraphModule):
+        if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
             yield from _lines(body, indent + "    ")
 
 
@@ -109,8 +112,8 @@ def _target(target: Any) -> str:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    source = str(getattr(node.meta.get("grapharg"), "source", "") or node.target)
-    return "_parameters" in source or "_buffers" in source or "l_self_" in source.lower()
+    source = source_of(node)
+    return "l_self_" in str(node.target).lower() if source is None else is_of_module(source)
 
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")

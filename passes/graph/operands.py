@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import expression, fixed_number, hint, is_transform, is_wrapped
+
+from .regions import attribute_of
 
 _INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
 
@@ -26,12 +29,7 @@ def value_of(node: fx.Node) -> Any:
     """A node's fake value; a constant's real one."""
     if "example_value" in node.meta:
         return node.meta["example_value"]
-    if node.op == "get_attr":
-        owner: Any = node.graph.owning_module
-        for name in str(node.target).split("."):
-            owner = getattr(owner, name)
-        return owner
-    return None
+    return attribute_of(node)
 
 
 def needs_gradient(node: fx.Node) -> bool:
@@ -42,24 +40,17 @@ def needs_gradient(node: fx.Node) -> bool:
 
 def is_transformed(node: fx.Node) -> bool:
     """Whether a node takes gradients, or stands in, enters or leaves a `torch.func` transform (vmap, jvp)."""
-    module = str(getattr(node.target, "__module__", ""))
-    if module.startswith(("torch._functorch", "torch._C._functorch")) or node.target is torch.autograd.grad:
+    if is_transform(node.target):
         return True
     values = [value_of(n) for n in (node, *node.all_input_nodes)]
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(wrapped(value) for value in tree_leaves(values) if isinstance(value, Tensor))
-
-
-def expression(size: Any) -> sympy.Expr:
-    """An int or SymInt as the shape environment knows it now."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return any(is_wrapped(value) for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 def same_size(size: Any, other: Any) -> bool:
     """Equal sizes; where two symbols happen to be equal, a guard makes sure that they stay so."""
     if expression(size) == expression(other):
         return True
-    hints = [s.node.hint if isinstance(s, torch.SymInt) else s for s in (size, other)]
+    hints = [hint(size), hint(other)]
     return None not in hints and hints[0] == hints[1] and bool(size == other)
 
 
@@ -68,8 +59,7 @@ def constant(value: Any) -> float | None:
     if isinstance(value, fx.Node):
         value = value.meta.get("example_value")
     if isinstance(value, torch.SymFloat | torch.SymInt):
-        fixed = value.node.shape_env.replace(value.node.expr)
-        return float(fixed) if fixed.is_number else None
+        return fixed_number(value)
     return float(value) if isinstance(value, int | float) else None
 
 

@@ -1,12 +1,20 @@
-"""A graph and its nested regions: where a value inside a region comes from."""
+"""A graph and its nested regions: which node runs which, and where a value inside a region comes from.
+
+A region is the body of a checkpoint or of a nested compile region: it is run once, on the operands of its call. Other
+ways to run a nested graph (`cond`, `scan`, `map`) are no regions: nothing inside them is read or rewritten, and a graph
+in which one of them matters is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch.fx as fx
+
+from cp_rewrite.torch_internals import HigherOrderOperator
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,32 +33,63 @@ class Scope:
     operands: Mapping[fx.Node, Any] = field(default_factory=dict)
 
 
+REGION_OPS = {"tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2}
+"""Higher-order ops that run their body once on their operands -> how many arguments stand before the operands: the
+body, and for `invoke_subgraph` its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class RegionCall:
+    """A plain call of a nested region: `op(body, *operands)`, or `invoke_subgraph(body, "name", *operands)`.
+
+    Operands are the last arguments of the node, one for each of the body's placeholders.
+    """
+
+    node: fx.Node
+    body: fx.GraphModule
+    operands: tuple[Any, ...]
+
+    @property
+    def filled(self) -> dict[fx.Node, Any]:
+        """The body's placeholders -> what the call fills them with."""
+        return dict(zip(self.body.graph.find_nodes(op="placeholder"), self.operands, strict=True))
+
+
+def region_call(node: fx.Node) -> RegionCall | None:
+    """A node as a plain call of a region; None for every other node, other ways to run a nested graph among them."""
+    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in REGION_OPS:
+        return None
+    bodies = nested_graphs(node)
+    operands = node.args[REGION_OPS[node.target.name()] :]
+    if len(bodies) != 1 or node.args[0] is not next(iter(bodies)):
+        return None
+    body = bodies[node.args[0]]
+    count = len(body.graph.find_nodes(op="placeholder"))
+    return RegionCall(node, body, operands) if len(operands) == count else None
+
+
+def nested_graphs(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """The graphs that a node is given to run: of a region, both branches of a `cond`, flex_attention's functions."""
+    given = {arg: attribute_of(arg) for arg in node.all_input_nodes if arg.op == "get_attr"}
+    return {arg: value for arg, value in given.items() if isinstance(value, fx.GraphModule)}
+
+
+def region_calls(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:
+    """The graph of each region of `root`, however deep -> its plain calls."""
+    calls: dict[fx.Graph, list[fx.Node]] = {}
+    for gm in root.modules():
+        for node in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+            if (call := region_call(node)) is not None:
+                calls.setdefault(call.body.graph, []).append(node)
+    return calls
+
+
 def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
-    """Calls of nested regions in `scope`, each with the scope it enters; None where the call is no plain one."""
-    modules = dict(scope.gm.named_modules())
+    """Nodes of `scope` that run a nested graph, each with the scope that it enters; None where it is no plain call."""
     for node in scope.gm.graph.nodes:
-        bodies = [
-            modules.get(str(arg.target))
-            for arg in node.all_input_nodes
-            if arg.op == "get_attr" and isinstance(modules.get(str(arg.target)), fx.GraphModule)
-        ]
-        if not bodies or node.op != "call_function":
-            continue
-        yield node, _enter(scope, node, bodies)
-
-
-def _enter(scope: Scope, node: fx.Node, bodies: Sequence[Any]) -> Scope | None:
-    """`op(body, *operands)` or `invoke_subgraph(body, "name", *operands)`; anything else is no plain call."""
-    body = bodies[0]
-    placeholders = body.graph.find_nodes(op="placeholder")
-    if len(bodies) != 1:
-        return None
-    rest = list(node.args[1:])
-    if rest and isinstance(rest[0], str | None) and len(rest) == len(placeholders) + 1:
-        rest = rest[1:]
-    if node.args[0] not in node.all_input_nodes or len(rest) != len(placeholders):
-        return None
-    return Scope(body, scope, node, dict(zip(placeholders, rest, strict=True)))
+        if nested_graphs(node):
+            call = region_call(node)
+            yield node, None if call is None else Scope(call.body, scope, node, call.filled)
 
 
 def resolve(scope: Scope, node: Any) -> tuple[Scope, Any]:
@@ -76,9 +115,6 @@ def outputs_of(scope: Scope) -> list[Any]:
     return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
-def attribute_of(scope: Scope, node: fx.Node) -> Any:
-    """What a get_attr node reads."""
-    value: Any = scope.gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
+def attribute_of(node: fx.Node) -> Any:
+    """What a get_attr node reads; None for any other node."""
+    return attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import nn
 
+from .dynamo_internals import is_of_module, source_name, source_of
+
 _COMPONENT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]|\.([A-Za-z_]\w*)""")
-# Dynamo wraps in these what it reads off a module: weights, buffers, attributes. None of it is an argument.
-_MODULE_SOURCES = ("NNModule", "ParamBuffer")
 
 
 def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -30,10 +29,10 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
     for node in gm.graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
-        source = _source(node)
-        if source is None or _read_off_module(source):
+        source = source_of(node)
+        if source is None or is_of_module(source):
             continue
-        full = _name(source)
+        full = source_name(source)
         short, depth = _last_component(full)
         found[short].append((depth, full, node))
     names: dict[fx.Node, str] = {}
@@ -47,32 +46,13 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 def module_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
     """Numbers that a module holds, and sizes of its weights, where Dynamo made symbols of them."""
-    values = [(n.meta.get("example_value"), _source(n)) for n in gm.graph.find_nodes(op="placeholder")]
-    return [v for v, source in values if isinstance(v, torch.SymInt | torch.SymFloat) and _read_off_module(source)]
+    values = [(n.meta.get("example_value"), source_of(n)) for n in gm.graph.find_nodes(op="placeholder")]
+    return [v for v, source in values if isinstance(v, torch.SymInt | torch.SymFloat) and is_of_module(source)]
 
 
 def _is_data(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return value is None or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
-
-
-def _source(node: fx.Node) -> Any:
-    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
-    return source if source is not None else node.meta.get("dynamo_source")
-
-
-def _read_off_module(source: Any) -> bool:
-    while source is not None:
-        if any(mark in type(source).__name__ for mark in _MODULE_SOURCES):
-            return True
-        source = getattr(source, "base", None)
-    return False
-
-
-def _name(source: Any) -> str:
-    # A method up to torch 2.11, a property later.
-    name = source.name
-    return str(name() if callable(name) else name)
 
 
 def _last_component(full: str) -> tuple[str, int]:

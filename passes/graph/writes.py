@@ -13,6 +13,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.torch_internals import memory_id, unwrapped
+
 _OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
@@ -59,11 +61,8 @@ def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> l
 def memory_of(node: fx.Node) -> int | None:
     """Identity of the storage of a node's fake tensor."""
     value = node.meta.get("example_value")
-    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata
+    value = unwrapped(value) if isinstance(value, Tensor) else None
+    return None if value is None or value.layout != torch.strided else memory_id(value)
 
 
 def _nodes(argument: Any) -> list[fx.Node]:

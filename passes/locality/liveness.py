@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
 
+from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.values.site import Site
 
@@ -69,11 +69,11 @@ class _Liveness:
         if is_attention(node.target):
             # Refused elsewhere for its mask, which need not be looked at once more.
             return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)] or node.all_input_nodes
-        body = nested_body(node)
-        if body is None:
+        call = region_call(node)
+        if call is None:
             return node.all_input_nodes
-        self.enter(body[0])
-        for placeholder, operand in zip(body[0].graph.find_nodes(op="placeholder"), body[1], strict=True):
+        self.enter(call.body)
+        for placeholder, operand in call.filled.items():
             if isinstance(operand, fx.Node):
                 self.operands[placeholder].append(operand)
                 if placeholder in self.live:
@@ -88,20 +88,3 @@ def is_attention(target: Any) -> bool:
     """Whether a node's target is one of the attention functions that a rewrite looks for."""
     called = target.name() if callable(getattr(target, "name", None)) else getattr(target, "__name__", "")
     return str(called).split("::")[-1].split(".")[0] in _ATTENTION
-
-
-def nested_body(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
-    """The graph that a region node runs, and the operands for its placeholders; None for any other node."""
-    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in REGIONS:
-        return None
-    for arg in node.args:
-        if isinstance(arg, fx.Node) and arg.op == "get_attr":
-            module = getattr(arg.graph.owning_module, str(arg.target), None)
-            if isinstance(module, fx.GraphModule):
-                count = len(module.graph.find_nodes(op="placeholder"))
-                return module, node.args[len(node.args) - count :] if count else ()
-    return None
-
-
-REGIONS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"})
-"""Higher-order ops that run their body once on their operands."""

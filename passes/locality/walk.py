@@ -8,24 +8,25 @@ it to a line of the user's code. Nodes that look alike (layers) are run once (`r
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.operands import is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of
 
-from .inputs import input_state, read_extents, token_sizes
-from .liveness import is_attention, live_nodes, nested_body
+from .inputs import input_state, read_extents
+from .liveness import is_attention, live_nodes
 from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
 from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
@@ -53,7 +54,7 @@ def check_locality(
     gm: fx.GraphModule,
     sharding: Sharding,
     sites: Sequence[Site],
-    source_of: Mapping[fx.Node, str],
+    tokens: TokenAxis,
     *,
     tables: bool = False,
     padded_sums: bool = False,
@@ -65,22 +66,21 @@ def check_locality(
         gm: the captured graph, not yet rewritten; it is not changed.
         sharding: the annotation.
         sites: attention nodes that will be rewritten; what only feeds their masks is not looked at.
-        source_of: placeholder -> argument name.
+        tokens: which inputs carry tokens, unified.
         tables: the caller can make positions of kind `table` global; otherwise they are refused.
         padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
             otherwise they are refused.
         fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
             window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
     """
-    mode = _fake_mode(gm)
-    extents, refusals = read_extents(source_of, sharding, mode.shape_env)
-    if extents is None:
-        return LocalityReport(refusals)
+    mode = fake_mode_of(gm.graph.nodes)
+    extents = None if mode is None else read_extents(tokens, mode.shape_env)
+    if mode is None or extents is None:
+        return LocalityReport(list(tokens.refusals))
     if extents.static and not fixed_tokens:
-        fixed = [name for name, size in token_sizes(source_of, sharding) if isinstance(size, int)]
-        return LocalityReport(refusals or [_why_static(extents, fixed)], static=True)
-    walk = _Walk(sharding, sites, source_of, extents, mode, live_nodes(gm, sites))
-    walk.refusals += refusals
+        fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
+        return LocalityReport([_why_static(extents, fixed)], static=True)
+    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
     with walk.runner.running():
         walk.root(gm)
     return walk.report(tables, padded_sums)
@@ -91,12 +91,12 @@ class _Walk:
         self,
         sharding: Sharding,
         sites: Sequence[Site],
-        source_of: Mapping[fx.Node, str],
+        tokens: TokenAxis,
         extents: Extents,
         mode: FakeTensorMode,
         live: set[fx.Node],
     ) -> None:
-        self.sharding, self.source_of, self.extents, self.live = sharding, source_of, extents, live
+        self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
         self.trace = Trace(find_rule, extents, frozenset(sharding.local_ops))
         self.env: dict[fx.Node, States] = {}
@@ -111,7 +111,7 @@ class _Walk:
     def root(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
             if node in self.live:
-                self.env[node], refusal = input_state(node, self.source_of, self.sharding, self.extents)
+                self.env[node], refusal = input_state(node, self.tokens, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
         for leaf in self.graph(gm).all_input_nodes:
             self.output(leaf, self.env.get(leaf, REPLICATED))
@@ -160,9 +160,9 @@ class _Walk:
         parent: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.env.get(parent), list):
             return self.env[parent][node.args[1]]
-        body = nested_body(node)
-        if body is not None:
-            return self.region(*body)
+        call = region_call(node)
+        if call is not None:
+            return self.region(call.body, call.operands)
         if is_attention(node.target):
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):
@@ -268,14 +268,6 @@ def _why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
             detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
-
-
-def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})

@@ -18,7 +18,8 @@ from cp_rewrite.passes.graph.operands import (
     same_size,
     shape_of,
 )
-from cp_rewrite.passes.graph.regions import Scope, nested_scopes
+from cp_rewrite.passes.graph.regions import Scope, nested_graphs, nested_scopes
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -44,19 +45,17 @@ _DEFAULTS: dict[str, Any] = {
 Found = Site | list[Refusal]
 
 
-def match_sites(
-    gm: fx.GraphModule, sharding: Sharding, source_of: Mapping[fx.Node, str]
-) -> tuple[list[Site], list[Refusal]]:
+def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> tuple[list[Site], list[Refusal]]:
     """The attention nodes of `gm` and of its nested regions, proven or refused.
 
     Args:
         gm: a Dynamo graph: nodes carry fake tensors in `meta["example_value"]`.
         sharding: the annotation; `tokens` and `packing` name arguments.
-        source_of: placeholder -> argument name, from `sources.argument_names`.
+        tokens: which inputs carry tokens, unified.
     Returns:
         Sites in graph order, and every reason why another attention node is none.
     """
-    matcher = _Matcher(sharding, source_of)
+    matcher = _Matcher(sharding, tokens)
     sites: dict[fx.Node, Site] = {}
     refusals: dict[tuple[Any, ...], Refusal] = {}
     for scope, node in matcher.attention_nodes(Scope(gm)):
@@ -66,7 +65,7 @@ def match_sites(
             found = [Refusal(Reason.NESTED_REGION, detail, node)]
         if not isinstance(found, Site):
             refusals |= {(r.reason, r.detail, r.node, node if r.node is None else None): r for r in found}
-    refusals |= {(r.reason, r.detail, r.node): r for r in (*matcher.prover.refusals, *matcher.unreachable)}
+    refusals |= {(r.reason, r.detail, r.node): r for r in matcher.unreachable}
     return list(sites.values()), list(refusals.values())
 
 
@@ -80,9 +79,9 @@ def _may_be_attention(node: fx.Node) -> bool:
 
 
 class _Matcher:
-    def __init__(self, sharding: Sharding, source_of: Mapping[fx.Node, str]) -> None:
-        self.sharding = sharding
-        self.prover = Prover(sharding, source_of)
+    def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
+        self.sharding, self.tokens = sharding, tokens
+        self.prover = Prover(sharding, tokens)
         self.unreachable: list[Refusal] = []
         self._heads: dict[Any, bool] = {}
 
@@ -95,7 +94,7 @@ class _Matcher:
                 inner = calls[node]
                 if inner is not None:
                     yield from self.attention_nodes(inner)
-                elif _holds_attention(scope, node):
+                elif _holds_attention(node):
                     detail = f"attention inside {node.target}, which is no plain call of a region"
                     self.unreachable.append(Refusal(Reason.NESTED_REGION, detail, node))
 
@@ -177,17 +176,14 @@ class _Matcher:
     def _check_rows(self, node: fx.Node, query: fx.Node) -> list[Refusal]:
         """A refusal where heads or other things were made rows of the batch: each row is cut in an order of its own."""
         rows = query.meta["example_value"].shape[0]
-        if same_size(rows, self.prover.rows):
+        if same_size(rows, self.tokens.rows):
             return []
-        detail = f"query has {rows} batch rows, the annotated inputs have {self.prover.rows}"
+        detail = f"query has {rows} batch rows, the annotated inputs have {self.tokens.rows}"
         return [Refusal(Reason.SHAPE, detail, node)]
 
 
-def _holds_attention(scope: Scope, node: fx.Node) -> bool:
-    modules = dict(scope.gm.named_modules())
-    for arg in node.all_input_nodes:
-        body = modules.get(str(arg.target)) if arg.op == "get_attr" else None
-        for inner in body.modules() if body is not None else ():
-            if isinstance(inner, fx.GraphModule) and any(map(is_attention, inner.graph.nodes)):
-                return True
-    return False
+def _holds_attention(node: fx.Node) -> bool:
+    """Whether a graph that a node is given to run holds attention that is not written out."""
+    modules = (module for body in nested_graphs(node).values() for module in body.modules())
+    graphs = (module.graph for module in modules if isinstance(module, fx.GraphModule))
+    return any(is_attention(inner) or is_flex(inner) or is_varlen(inner) for graph in graphs for inner in graph.nodes)

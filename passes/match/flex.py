@@ -11,16 +11,14 @@ import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
-from cp_rewrite.passes.graph.operands import expression, op_name, shape_of, times_constant
-from cp_rewrite.passes.graph.regions import Scope, resolve
+from cp_rewrite.passes.graph.dynamo_internals import FLEX_OPERANDS, FlexBlocks
+from cp_rewrite.passes.graph.operands import op_name, shape_of, times_constant
+from cp_rewrite.passes.graph.regions import Scope, attribute_of, resolve
 from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import expression
 
 from .prove_masks import Prover, reader_of
 
-_OPERANDS = (
-    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_buffers",
-    "mask_mod_buffers",
-)  # fmt: skip
 _INDICES = 4  # b, h, q, k
 
 
@@ -31,7 +29,7 @@ def is_flex(node: fx.Node) -> bool:
 
 def flex_arguments(node: fx.Node) -> dict[str, Any]:
     """The op's operands by name, and those of attention in general that flex always has."""
-    named = dict.fromkeys(_OPERANDS) | dict(zip(_OPERANDS, node.args, strict=False)) | dict(node.kwargs)
+    named = dict.fromkeys(FLEX_OPERANDS) | dict(zip(FLEX_OPERANDS, node.args, strict=False)) | dict(node.kwargs)
     return named | {"enable_gqa": True, "dropout_p": 0.0, "is_causal": False, "attn_mask": None}
 
 
@@ -45,23 +43,13 @@ def output_of(node: fx.Node) -> fx.Node | Refusal:
 
 def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Scope, fx.Node, list[fx.Node]]:
     """The mask function's body as a scope, the node of its result, and its index placeholders b, h, q, k."""
-    body = getattr(scope.gm, str(args["block_mask"][-1].target))
+    body: fx.GraphModule = attribute_of(FlexBlocks.read(args["block_mask"]).mask_mod)
     placeholders = body.graph.find_nodes(op="placeholder")
-    captured = dict(zip(placeholders[_INDICES:], args["mask_mod_buffers"] or (), strict=True))
+    captured = dict(zip(placeholders[_INDICES:], args["mask_mod_other_buffers"] or (), strict=True))
     output = next(n for n in body.graph.nodes if n.op == "output")
     result = output.args[0]
     result = result[0] if isinstance(result, tuple | list) else result
     return Scope(body, scope, node, captured), result, placeholders[:_INDICES]
-
-
-def block_lists(args: dict[str, Any]) -> tuple[list[fx.Node], tuple[int, int]]:
-    """Which blocks of keys each block of queries looks at, and their size (queries, keys).
-
-    The nodes are counts and indices of the blocks that the mask function decides in, and of those, where there are any,
-    that are seen whole.
-    """
-    mask = args["block_mask"]
-    return [x for x in mask[2:6] if x is not None], (mask[-3], mask[-2])
 
 
 def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover, mask: PackedMask) -> list[Refusal]:
@@ -72,12 +60,12 @@ def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prov
     """
     packing = prover.sharding.packing
     known = {*prover.sharding.tokens, packing.arg, getattr(packing, "padded_arg", None)}
-    for outer, source in (resolve(scope, x) for x in block_lists(args)[0]):
+    for outer, source in (resolve(scope, x) for x in FlexBlocks.read(args["block_mask"]).lists):
         try:
             canonical = prover.trace(outer, source, before=reader_of(scope, node, outer))
         except CanonicalizeError as error:
             return [Refusal(Reason.MASK_UNSUPPORTED_OP, f"the block mask can't be traced: {error}", error.node)]
-        strange = [n for n in canonical.leaves if n.op != "get_attr" and prover.source_of.get(n) not in known]
+        strange = [n for n in canonical.leaves if n.op != "get_attr" and prover.tokens.names.get(n) not in known]
         if strange:
             detail = f"the block mask is made of {strange[0].name}: make it in the model, by create_block_mask"
             return [Refusal(Reason.MASK_OPAQUE, detail, node)]
@@ -105,7 +93,7 @@ def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], pr
 
 def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:
     """c where the score function is c * tanh(score / c); 0.0 where it is the score; a Refusal for any other."""
-    body = getattr(scope.gm, str(args["score_mod"].target))
+    body: fx.GraphModule = attribute_of(args["score_mod"])
     score = body.graph.find_nodes(op="placeholder")[0]
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
     output = output[0] if isinstance(output, tuple | list) else output

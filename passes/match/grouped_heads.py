@@ -11,12 +11,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.graph.operands import expression, needs_gradient
+from cp_rewrite.passes.graph.operands import needs_gradient
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.passes.predicate.symbolic import ZERO
+from cp_rewrite.torch_internals import expression
 
 _METHODS = frozenset(
     "__getitem__ unsqueeze expand expand_as reshape view repeat_interleave repeat contiguous clone flatten unflatten "

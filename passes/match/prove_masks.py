@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch.fx as fx
-from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize, is_parameter
-from cp_rewrite.passes.graph.operands import expression, same_size
+from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize
 from cp_rewrite.passes.graph.regions import Scope, resolve
-from cp_rewrite.passes.locality.inputs import token_dims
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import is_parameter
 
 # What these make depends on no element of their input.
 _SHAPE_ONLY = frozenset(
@@ -28,38 +26,14 @@ _SHAPE_ONLY = frozenset(
 class Prover:
     """Proves what masks of one graph mean for the row that the annotation describes.
 
-    `local_tokens`: the sizes that count a shard's tokens, under as many symbols as Dynamo gave it. `rows`: of the
-    batch. `refusals`: what is wrong with the annotated inputs.
+    `local_tokens`: what counts a shard's tokens.
     """
 
-    def __init__(self, sharding: Sharding, source_of: Mapping[fx.Node, str]) -> None:
-        self.sharding, self.source_of = sharding, source_of
-        self.refusals: list[Refusal] = []
-        self.rows: Any = 1
-        self.local_tokens = self._count_tokens()
+    def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
+        self.sharding, self.tokens = sharding, tokens
+        self.local_tokens = tokens.counts
         self._masks: dict[Any, PackedMask | list[Refusal]] = {}
         self._weighed: dict[tuple[Scope, fx.Node], bool] = {}
-
-    def _count_tokens(self) -> frozenset[sympy.Expr]:
-        first: tuple[str, Any] | None = None
-        found: set[sympy.Expr] = set()
-        for node, name in self.source_of.items():
-            value, dim = node.meta.get("example_value"), token_dims(self.sharding).get(name)
-            if not isinstance(value, Tensor) or dim is None:
-                continue
-            if dim >= value.ndim:
-                detail = f"{name!r} has {value.ndim} dims, the annotation says that dim {dim} counts tokens"
-                self.refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
-                continue
-            size = value.shape[dim]
-            first = first or (name, size)
-            if dim and expression(self.rows) == 1:  # angles may be shared by all rows
-                self.rows = value.shape[dim - 1]
-            if not same_size(size, first[1]):
-                detail = f"{name!r} has {size} tokens in dim {dim}, {first[0]!r} has {first[1]}"
-                self.refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
-            found.add(expression(size))
-        return frozenset(found)
 
     def prove(
         self,
@@ -135,7 +109,7 @@ class Prover:
 
     def _name(self, node: fx.Node) -> str:
         # A value inside the model may be called like an argument: only arguments go by their plain name.
-        return self.source_of.get(node, f"%{node.name}")
+        return self.tokens.names.get(node, f"%{node.name}")
 
     def holds_weights(self, scope: Scope, node: fx.Node) -> bool:
         """Whether a node's value comes from weights: no mask does, and tracing stops there."""

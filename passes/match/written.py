@@ -19,10 +19,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import expression, needs_gradient, op_name, shape_of, times_constant
+from cp_rewrite.passes.graph.operands import needs_gradient, op_name, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import expression
 
 from .grouped_heads import repeats_per_head
 

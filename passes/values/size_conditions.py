@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 
-class SizeBranches:
+class SizeConditions:
     """Conditions on token counts that a graph rests on; where ranks are filled up, rows have fewer tokens than parts.
 
     Args:

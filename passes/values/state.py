@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
 from .recorded_mask import RecordedMask
 from .site import Site
-from .size_conditions import SizeBranches
+from .size_conditions import SizeConditions
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class State:
     Args:
         graph_module: the graph; only `rewrite` mutates it.
         sharding: the annotation.
-        source_of: placeholder -> argument name.
+        tokens: which inputs carry tokens, and the names of all.
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
-        branches: conditions on token counts that the graph rests on.
+        size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
     graph_module: fx.GraphModule
     sharding: Sharding
-    source_of: Mapping[fx.Node, str]
+    tokens: TokenAxis
     device: torch.device
     plan: ActivePlan
-    branches: SizeBranches | None = None
+    size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()

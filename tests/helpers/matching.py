@@ -9,7 +9,7 @@ from torch import Tensor
 
 import cp_rewrite as cp
 from cp_rewrite import Reason, Refusal
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.site import Site
 from tests.passes.mask_spellings import DOCUMENTS, annotate, capture, ids_equal_and_index, make_batch
@@ -27,8 +27,10 @@ def heads(batch: dict[str, Tensor], count: int = 2) -> Tensor:
 def match_model(model: Model, sharding: cp.Sharding | None = None, **options: Any) -> list[Site | Refusal]:
     batch = options.pop("batch", BATCH)
     gm = capture(model, batch, **options)
-    sites, refusals = match_sites(gm, sharding or annotate(DOCUMENTS), argument_names(gm))
-    return [*sites, *refusals]
+    sharding = sharding or annotate(DOCUMENTS)
+    tokens = TokenAxis.read(gm, sharding).unified()
+    sites, refusals = match_sites(gm, sharding, tokens)
+    return [*sites, *tokens.refusals, *refusals]
 
 
 def the_site(model: Model, sharding: cp.Sharding | None = None, **options: Any) -> Site:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.walk import LocalityReport, check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.site import Site
@@ -156,12 +156,12 @@ def judge(
     """
 
     def look(gm: fx.GraphModule) -> Verdict:
-        names = argument_names(gm)
-        sites, refusals = match_sites(gm, sharding, names)
+        axis = TokenAxis.read(gm, sharding).unified()
+        sites, refusals = match_sites(gm, sharding, axis)
         report = check_locality(
-            gm, sharding, sites, names, tables=tables, padded_sums=padded_sums, fixed_tokens=fixed_tokens
+            gm, sharding, sites, axis, tables=tables, padded_sums=padded_sums, fixed_tokens=fixed_tokens
         )
-        return Verdict(sites, [*refusals, *report.refusals], report)
+        return Verdict(sites, [*dict.fromkeys((*axis.refusals, *refusals, *report.refusals))], report)
 
     marks = {**sharding.tokens, **dict.fromkeys(also_dynamic, 1)}
     return capture(model, batch or packed_batch(), look, marks if dynamic else None)

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from tests.helpers.packed_model import capture, judge
@@ -65,10 +65,10 @@ def test_transformers_loss_without_shift_labels_is_refused_with_the_hint() -> No
 @pytest.mark.slow
 def test_a_64_layer_llama_costs_under_a_second_and_a_half() -> None:
     def look(gm: fx.GraphModule) -> float:
-        names = argument_names(gm)
-        sites, _ = match_sites(gm, TRANSFORMERS, names)
+        tokens = TokenAxis.read(gm, TRANSFORMERS).unified()
+        sites, _ = match_sites(gm, TRANSFORMERS, tokens)
         start = time.process_time()
-        report = check_locality(gm, TRANSFORMERS, sites, names)
+        report = check_locality(gm, TRANSFORMERS, sites, tokens)
         assert not report.refusals
         return time.process_time() - start
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_rewrite import Documents, PackedMask, Reason
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from tests.passes.mask_spellings import (
     DOCUMENTS,
@@ -256,7 +256,8 @@ def check(case: tuple[Packing, Expression, str, Any, bool, list[tuple[Batch, lis
         return make(tree.function(b))
 
     gm = capture(lambda **b: attend(mask, **b), seen[0][0], dynamic=dynamic)
-    sites, refusals = match_sites(gm, annotate(packing), argument_names(gm))
+    sharding = annotate(packing)
+    sites, refusals = match_sites(gm, sharding, TokenAxis.read(gm, sharding).unified())
     assert len(sites) + bool(refusals) == 1
     assert {r.reason for r in refusals} <= MASK_REASONS
     assert all(r.detail for r in refusals)

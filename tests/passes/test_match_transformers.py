@@ -11,7 +11,7 @@ from torch import nn
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.site import Site
 from tests.helpers.matching import BATCH, match_model, reasons, the_site
@@ -68,8 +68,9 @@ def test_transformers_four_dim_mask_is_opaque() -> None:
 def test_matching_32_layers_is_fast() -> None:
     gm = capture(llama(32), packed_batch(), dynamic=None)
     sharding = cp.Sharding(2, TOKENS, POSITIONS)
-    match_sites(gm, sharding, argument_names(gm))
+    tokens = TokenAxis.read(gm, sharding).unified()
+    match_sites(gm, sharding, tokens)
     start = time.perf_counter()
-    sites, _ = match_sites(gm, sharding, argument_names(gm))
+    sites, _ = match_sites(gm, sharding, tokens)
     assert len(sites) == 32
     assert time.perf_counter() - start < 0.5

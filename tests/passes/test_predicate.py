@@ -16,7 +16,7 @@ import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
 from cp_rewrite.passes.graph.canonicalize import canonicalize
 from cp_rewrite.passes.graph.regions import Scope
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.predicate.rules.index_maps import reshape, split_index
@@ -40,8 +40,9 @@ BATCH = make_batch([[5, 3, 4], [5, 1, 6]])
 
 def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options: Any) -> list[Site | Refusal]:
     gm = capture(model, batch, **options)
-    sites, refusals = match_sites(gm, sharding, argument_names(gm))
-    return [*sites, *refusals]
+    tokens = TokenAxis.read(gm, sharding).unified()
+    sites, refusals = match_sites(gm, sharding, tokens)
+    return [*sites, *tokens.refusals, *refusals]
 
 
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dynamic", "static"])

@@ -1,0 +1,160 @@
+"""Private parts of torch that the source uses, each behind a function that says what is asked of it.
+
+Read in torch 2.11, 2.12 and 2.13, which agree in all of it unless a function says otherwise. What belongs to Dynamo
+and to flex_attention is in `passes/graph/dynamo_internals.py`. `tests/test_torch_internals.py` has a test for each
+function, which fails by name when torch changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import SymFloat, SymInt, Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "enable_python_dispatcher",
+]
+"""Handed on as they are. Composite ops fall apart under `enable_python_dispatcher` as Dynamo saw them do; without it
+their C++ code turns symbolic sizes into constants."""
+
+# -- fake tensors and memory -------------------------------------------------------------------------------
+
+
+def fake_mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode | None:
+    """The mode of the fake tensors that a graph's nodes carry: all carry the same. None where there are none.
+
+    While a backend runs, Dynamo's tracing context holds another mode: only their own fits the tensors.
+    """
+    values = (node.meta.get("example_value") for node in nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def known_number(tensor: Tensor) -> Any:
+    """The number in a tensor of one element, where it is real or a fake one that remembers it."""
+    real = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if real is None or real.numel() != 1 or isinstance(real, FakeTensor):
+        return None
+    with _disable_current_modes():
+        return real.item()
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether a tensor, a fake one perhaps, is a weight."""
+    return isinstance(value, nn.Parameter) or bool(getattr(value, "_is_param", False))
+
+
+def memory_id(tensor: Tensor) -> int:
+    """Equal for tensors that share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+# -- functorch ---------------------------------------------------------------------------------------------
+
+_functorch: Any = torch._C._functorch
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands inside a `torch.func` transform (vmap, grad, jvp)."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor outside of all transforms."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def transform_depth() -> int:
+    """How many transforms run."""
+    return _functorch.maybe_current_level() or 0
+
+
+def leave_vmaps(depth: int) -> None:
+    """Leave the vmaps that were entered beyond a depth and not left, as by a graph that failed in the middle."""
+    while transform_depth() > depth:
+        _functorch._vmap_decrement_nesting()
+
+
+def is_transform(target: Any) -> bool:
+    """Whether a node's target enters, leaves or is part of a transform, or takes gradients."""
+    module = str(getattr(target, "__module__", ""))
+    return module.startswith(("torch._functorch", "torch._C._functorch")) or target is torch.autograd.grad
+
+
+# -- symbolic sizes ----------------------------------------------------------------------------------------
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A number or symbolic number, as the shape environment knows it now: guards make several symbols one."""
+    return size.node.expr if isinstance(size, SymInt | SymFloat) else sympy.sympify(size)
+
+
+def hint(size: Any) -> Any:
+    """What a symbolic number is in the example that is traced; None where it has none. A number is itself."""
+    if not isinstance(size, SymInt | SymFloat):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
+def guards_of(shape_env: Any) -> list[tuple[sympy.Basic, str]]:
+    """(condition, the line that it is from) of all that was decided by sizes, in the symbols of that moment."""
+    return [(guard.expr, guard.sloc.maybe_user_loc or str(guard.sloc)) for guard in shape_env.guards]
+
+
+def simplified(shape_env: Any, expr: Any) -> Any:
+    """An expression in the symbols that are left: guards make several one, and numbers of some."""
+    return expr if shape_env is None else shape_env.replace(expr)
+
+
+def fixed_number(size: SymInt | SymFloat) -> float | None:
+    """The number that guards have made of a symbolic one; None where they left it free."""
+    fixed = simplified(size.node.shape_env, size.node.expr)
+    return float(fixed) if fixed.is_number else None
+
+
+def decide(shape_env: Any, condition: sympy.Basic) -> bool:
+    """What a condition on sizes is in the example that is traced; a guard makes sure that it stays so."""
+    return bool(shape_env.evaluate_expr(condition))
+
+
+# -- process groups ----------------------------------------------------------------------------------------
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group that graphs know by its name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The group's own key-value store."""
+    return _get_process_group_store(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of the group may take."""
+    options: Any = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every backend has some
+    return timedelta(minutes=10) if options is None else options._timeout
+
+
+def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh of several dims."""
+    return mesh._flatten().get_group()

@@ -1,0 +1,50 @@
+"""Refuse models that decide by the number of tokens: traced on a shard, they decided for a shard's count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import SymInt, Tensor
+
+from cp_rewrite.passes.values.size_conditions import SizeConditions
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import decide, expression, fake_mode_of, guards_of, simplified
+
+
+def check_size_conditions(state: State) -> State:
+    """Every condition on token counts that Dynamo recorded must hold for the whole row as it does for the shard.
+
+    The condition for the whole row becomes a guard of its own: a batch for which it turns out otherwise is compiled,
+    and checked, anew. Runs before any pass puts guards of its own on sizes.
+    """
+    world_size, mode = state.sharding.world_size, fake_mode_of(state.graph_module.graph.nodes)
+    sizes = {symbol for count in state.tokens.counts for symbol in count.free_symbols}
+    if world_size == 1 or not sizes or mode is None or mode.shape_env is None:
+        return state
+    refusals: list[Refusal] = []
+    conditions: dict[Any, str] = {}
+    for recorded, where in guards_of(mode.shape_env):
+        condition = simplified(mode.shape_env, recorded)
+        tokens = condition.free_symbols & sizes
+        if not tokens:
+            continue
+        conditions[condition] = where
+        if not decide(mode.shape_env, condition.subs({size: world_size * size for size in tokens})):
+            detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
+            refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
+    found = SizeConditions(conditions, sizes, _places(state)) if conditions else None
+    return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
+
+
+def _places(state: State) -> dict[Any, tuple[int, int | None]]:
+    """Where each size symbol can be read off the graph's inputs."""
+    places: dict[Any, tuple[int, int | None]] = {}
+    for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder")):
+        value = node.meta["example_value"]
+        sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
+        for dim, size in sizes:
+            if isinstance(size, SymInt) and expression(size).is_Symbol:
+                places.setdefault(expression(size), (place, dim))
+    return places

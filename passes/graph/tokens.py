@@ -1,0 +1,145 @@
+"""The token axis: which inputs of a graph carry tokens, in which dim, and what counts them.
+
+input_ids      (B, T)       tokens at dim 1, rows at dim 0
+hidden_states  (B, T, C)    the same
+cu_seqlens     (N + 1,)     global: no token axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch.fx as fx
+from torch import SymInt, Tensor
+
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import expression
+
+from .sources import argument_names
+
+Size = int | SymInt
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """One input of a graph that carries tokens.
+
+    Args:
+        node: its placeholder. place: among the graph's inputs. name: the argument's.
+        dim: its token dim. The rows of the batch are the dim before, where there is one.
+    """
+
+    node: fx.Node
+    place: int
+    name: str
+    dim: int
+
+    @property
+    def value(self) -> Tensor:
+        return self.node.meta["example_value"]
+
+    @property
+    def tokens(self) -> Size:
+        """How many tokens of a row a rank has."""
+        return self.value.shape[self.dim]
+
+    @property
+    def rows(self) -> Size:
+        """How many rows the batch has."""
+        return self.value.shape[self.dim - 1] if self.dim else 1
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """What the annotation says of a graph's inputs.
+
+    Sizes are asked of the graph's fake tensors each time: a guard that was put meanwhile makes two symbols one.
+
+    Args:
+        names: placeholder -> argument, of all arguments.
+        inputs: those that carry tokens, in the graph's order.
+        refusals: what is wrong with those that should.
+    """
+
+    names: Mapping[fx.Node, str]
+    inputs: tuple[TokenInput, ...]
+    refusals: tuple[Refusal, ...]
+
+    @staticmethod
+    def read(gm: fx.GraphModule, sharding: Sharding) -> TokenAxis:
+        """Of a captured graph, whose placeholders carry fake tensors and Dynamo's sources."""
+        names, dims = argument_names(gm), _token_dims(sharding)
+        inputs: list[TokenInput] = []
+        refusals: list[Refusal] = []
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            name, value = names.get(node, ""), node.meta.get("example_value")
+            if name not in dims or not isinstance(value, Tensor):
+                continue
+            if dims[name] < value.ndim:
+                inputs.append(TokenInput(node, place, name, dims[name]))
+            else:
+                annotated = "block_tokens" if name in sharding.block_tokens else "tokens"
+                detail = f"{annotated}[{name!r}] is dim {dims[name]}, but {name} has shape {tuple(value.shape)}"
+                refusals.append(Refusal(Reason.TOKEN_INPUT, detail, node))
+        if not inputs:
+            detail = f"none of the arguments named in tokens ({', '.join(dims)}) reaches the graph"
+            refusals.append(Refusal(Reason.TOKEN_INPUT, detail))
+        return TokenAxis(names, tuple(inputs), tuple(refusals))
+
+    @property
+    def counts(self) -> frozenset[sympy.Expr]:
+        """What counts a rank's tokens, by as many symbols as Dynamo gave it; one number in a graph of fixed shapes."""
+        return frozenset(expression(found.tokens) for found in self.inputs)
+
+    @property
+    def row_counts(self) -> frozenset[sympy.Expr]:
+        """What counts the rows of the batch."""
+        return frozenset(expression(found.rows) for found in self.inputs)
+
+    @property
+    def rows(self) -> Size:
+        """The rows of the batch, of which some inputs (angles) may hold one for all."""
+        return next((found.rows for found in self.inputs if expression(found.rows) != 1), 1)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a rank has one token, which torch compiles as a fixed size that means nothing."""
+        return self.counts == {sympy.Integer(1)}
+
+    def input(self, node: fx.Node) -> TokenInput | None:
+        """The input that a placeholder is, where it carries tokens."""
+        return next((found for found in self.inputs if found.node is node), None)
+
+    def unified(self) -> TokenAxis:
+        """With guards that all inputs have one number of tokens and of rows, and a refusal of each that has another.
+
+        With dynamic shapes each argument has symbols of its own; the guards make them one.
+        """
+        refusals = list(self.refusals)
+        for found in self.inputs:
+            first = self.inputs[0]
+            if not bool(found.tokens == first.tokens):
+                detail = f"{found.name} has {found.tokens} tokens in dim {found.dim}, {first.name} has {first.tokens}"
+                refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
+            if not bool(found.rows == self.rows):
+                detail = (
+                    f"{found.name} has {found.rows} rows of tokens, others have {self.rows}: expand it before the cut"
+                )
+                refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
+        if self.is_single:
+            detail = (
+                "a rank has 1 token, which torch compiles as a fixed size: give ranks more, as by pad_to_multiple=2"
+            )
+            refusals.append(Refusal(Reason.TOKEN_INPUT, detail))
+        return replace(self, refusals=tuple(refusals))
+
+
+def _token_dims(sharding: Sharding) -> dict[str, int]:
+    """Argument -> token dim. A batch cut with `shift_labels=True` also carries `shift_labels`, like `labels`."""
+    dims = {**sharding.tokens, **sharding.block_tokens}
+    if "labels" in dims:
+        dims.setdefault("shift_labels", dims["labels"])
+    return dims
