@@ -1,0 +1,232 @@
+"""What we rely on inside of FlashAttention 4, 3 and torch's flash: one test each, that fails by name when it changes.
+
+Tests of a library's source read its file and need no GPU; they skip where the library is not installed. To take up
+another version of FlashAttention 4: install it, run this file on a Hopper GPU, and where only
+`test_fa4_is_a_version_that_was_read` fails, add the version to `fa4_internals.VERSIONS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.flash import fa4, fa4_internals
+from cp_rewrite.kernels.flash.launches import Launch, launches_of
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap
+from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.select import device_facts
+from cp_rewrite.masks import PackedMask
+from tests.helpers.kernel_cases import Case, make_case
+
+LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "window_size_left", "window_size_right"}
+
+
+@cache
+def functions_of(file: Path) -> dict[str, ast.FunctionDef]:
+    """The functions of a module's source, which is not run."""
+    return {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture
+def fa4_source() -> dict[str, ast.FunctionDef]:
+    try:
+        file = Path(str(distribution("flash-attn-4").locate_file("flash_attn/cute/interface.py")))
+    except PackageNotFoundError:
+        pytest.skip("flash-attn-4 is not installed")
+    return functions_of(file)
+
+
+@pytest.fixture
+def fa3_source() -> dict[str, ast.FunctionDef]:
+    spec = importlib.util.find_spec("flash_attn_interface")
+    if spec is None or spec.origin is None:
+        pytest.skip("flash_attn_interface is not installed")
+    return functions_of(Path(spec.origin))
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+
+
+def calls(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
+    """(what is called, the call) in the order of the source."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    for node in sorted(found, key=lambda call: (call.lineno, call.col_offset)):
+        yield ast.unparse(node.func), node
+
+
+def names(call: ast.Call) -> set[str]:
+    """Variables that are arguments of a call, by themselves."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return {value.id for value in values if isinstance(value, ast.Name)}
+
+
+# FlashAttention 4: its source.
+
+
+@pytest.mark.usefixtures("fa4_source")
+def test_fa4_is_a_version_that_was_read() -> None:
+    assert version("flash-attn-4") in fa4_internals.VERSIONS, "nothing overlaps, and gradients are rounded"
+
+
+def test_fa4_takes_the_arguments_that_it_gets(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    forward, backward = (parameters(fa4_source[name]) for name in ("_flash_attn_fwd", "_flash_attn_bwd"))
+    both = {*LENGTHS, "softmax_scale", "softcap", "causal"}
+    assert forward[:3] == ["q", "k", "v"]
+    assert {*both, "out", "lse"} <= set(forward)
+    assert backward[:6] == ["q", "k", "v", "out", "dout", "lse"]
+    assert {*both, "dq", "dk", "dv", "deterministic"} <= set(backward)
+
+
+def test_fa4_backward_runs_over_other_globals(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """A plain function of the module, whose code and positional defaults are all of it."""
+    backward = fa4_source["_flash_attn_bwd"]
+    assert not backward.decorator_list
+    assert not backward.args.kwonlyargs
+    assert all(name in fa4_source for name in ("_bwd_preprocess", "_bwd_postprocess_convert"))
+    assigned = {
+        node.id for node in ast.walk(backward) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assert not assigned & {"_bwd_preprocess", "_bwd_postprocess_convert"}
+
+
+def test_fa4_backward_reads_keys_after_its_preprocess_only(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """Before, and in it, k, v, dk and dv are looked at for their shapes, or made."""
+    steps = list(calls(fa4_source["_flash_attn_bwd"]))
+    at = [name for name, _ in steps].index("_bwd_preprocess")
+    keys = {"k", "v", "dk", "dv"}
+    before = {name for name, call in steps[: at + 1] if names(call) & keys}
+    assert before <= {"_validate_tensor", "torch.empty_like", "torch.zeros_like"}
+    assert not any("compile_cache" in name for name, _ in steps[:at])
+
+
+def test_fa4_backward_rounds_last(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """dq, dk and dv, from fp32, and nothing is launched after."""
+    steps = [step for step in calls(fa4_source["_flash_attn_bwd"]) if "compile_cache" in step[0] or "_bwd_" in step[0]]
+    assert [name for name, _ in steps][-3:] == ["_bwd_postprocess_convert"] * 3
+    assert [ast.unparse(call.args[1]) for _, call in steps[-3:]] == ["dq", "dk", "dv"]
+
+
+def test_fa4_rounding_takes_its_sums_and_their_tiles(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """What `_write_sums` reads of its arguments: `rest` begins after the fourth."""
+    convert = fa4_source["_bwd_postprocess_convert"]
+    positional = parameters(convert)
+    assert positional[:5] == ["accum", "output", "scale", "cu_seqlens", "seqused"]
+    assert positional[8] == "block_size"
+    assert {"cluster_size", "cu_total_m_blocks", "hdim_multiple_of"} <= set(positional)
+    for name, call in calls(fa4_source["_flash_attn_bwd"]):
+        if name == "_bwd_postprocess_convert":
+            named = {keyword.arg for keyword in call.keywords}
+            assert len(call.args) > 8
+            assert {"cu_total_m_blocks", "hdim_multiple_of"} <= named
+
+
+# FlashAttention 4: what it does on a Hopper GPU.
+
+
+def hopper_case() -> tuple[Case, Launch, Any]:
+    """Grouped heads, the one launch over their pieces, and the library's backward."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    facts = device_facts(torch.device("cuda"))
+    if facts.major != 9 or "flash_attn.cute" not in facts.modules:
+        pytest.skip("needs a Hopper GPU and flash-attn-4")
+    case = make_case(
+        Documents.from_lengths([700, 33, 1, 1500, 301, 128]), PackedMask(), rank=1, layout="dual_chunk", heads=(8, 2),
+        dims=(128, 128), dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    (launch,) = launches_of(case.tables, case.q.shape[0])
+    return case, launch, fa4._interface()._flash_attn_bwd
+
+
+def run_fa4(
+    case: Case, launch: Launch, k: Tensor, v: Tensor, backward: Any, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """dq, dk, dv of `backward`; these are -7 where it does not write."""
+    params = Params(128**-0.5, deterministic=True)
+    out, lse = fa4.forward(case.q, case.k, case.v, case.tables, params)
+    dq, dk, dv = (torch.full_like(x, -7) for x in (case.q, case.k, case.v))
+    dk, dv = dk.to(dtype), dv.to(dtype)
+    backward(
+        case.q, k, v, out, case.dout, lse, softmax_scale=params.scale, deterministic=True, dq=dq, dk=dk, dv=dv,
+        **fa4._arguments(launch),
+    )  # fmt: skip
+    return [dq, dk, dv]
+
+
+@pytest.mark.gpu
+def test_fa4_reads_keys_late_and_writes_their_gradients_early() -> None:
+    """Keys are NaN until it needs them; gradients are kept when it says that they are written."""
+    case, launch, backward = hopper_case()
+    expected = run_fa4(case, launch, case.k, case.v, backward)
+    k, v = (torch.full_like(x, torch.nan) for x in (case.k, case.v))
+    written: list[Tensor] = []
+
+    def keys_arrive() -> None:
+        k.copy_(case.k)
+        v.copy_(case.v)
+
+    def run(*inputs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
+        def keep() -> None:
+            written.extend((dk.clone(), dv.clone()))
+
+        overlap = BackwardOverlap((dk, dv), keys_arrive, keep)
+        fa4_internals.run_backward(backward, overlap, *inputs, dq=dq, dk=dk, dv=dv, **options)
+
+    got = run_fa4(case, launch, k, v, run)
+    for name, want, found in zip(("dq", "dk", "dv"), expected, got, strict=True):
+        assert torch.equal(want, found), f"{name}: a step reads keys before `_bwd_preprocess` is done"
+    for name, want, found in zip(("dk", "dv"), expected[1:], written, strict=True):
+        assert torch.equal(want, found), f"{name} is written after its rounding"
+
+
+@pytest.mark.gpu
+def test_fa4_sums_are_what_it_rounds() -> None:
+    """fp32 gradients, rounded by torch, are the library's own: the order of the sums in a tile is read off rightly."""
+    case, launch, backward = hopper_case()
+
+    def run(*inputs: Tensor, **options: Any) -> None:
+        fa4_internals.run_backward(backward, None, *inputs, **options)
+
+    expected = run_fa4(case, launch, case.k, case.v, backward)
+    got = run_fa4(case, launch, case.k, case.v, run, torch.float32)
+    for name, want, found in zip(("dq", "dk", "dv"), expected, got, strict=True):
+        assert torch.equal(want, found.to(want.dtype)), name
+
+
+# FlashAttention 3, and FlashAttention 2 as torch ships it.
+
+
+def test_fa3_takes_the_arguments_that_it_gets(fa3_source: dict[str, ast.FunctionDef]) -> None:
+    forward = parameters(fa3_source["_flash_attn_forward"])
+    assert forward[:3] == ["q", "k", "v"]
+    assert {*LENGTHS, "softmax_scale", "softcap", "causal"} <= set(forward)
+    if "_flash_attn_backward" not in fa3_source:
+        pytest.skip("this build of flash_attn_interface has no backward")
+    backward = parameters(fa3_source["_flash_attn_backward"])
+    assert backward[:6] == ["dout", "q", "k", "v", "out", "softmax_lse"]
+    assert {*LENGTHS, "dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"} <= set(backward)
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors", "last"),
+    [
+        ("_flash_attention_forward", "query key value", ""),
+        ("_flash_attention_backward", "grad_out query key value out logsumexp", "rng_state unused"),
+    ],
+)
+def test_torch_takes_the_arguments_that_it_gets(op: str, tensors: str, last: str) -> None:
+    expected = f"{tensors} cum_seq_q cum_seq_k max_q max_k dropout_p is_causal {last}".split()
+    found = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
+    assert found[: len(expected)] == expected
+    assert {"scale", "window_size_left", "window_size_right"} <= set(found)
