@@ -17,6 +17,7 @@ from cp_rewrite.batch.active import active_plan, number_tokens
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_lines
+from cp_rewrite.passes.graph.sources import weight_places
 
 from . import passes
 from .batch import agree
@@ -162,6 +163,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
+    weights = weight_places(state.graph_module)
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
@@ -171,6 +173,9 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             plan.check_full(sums)
         if conditions and plan.missing:
             conditions.check(args, plan.plan.rows[0].total)
+        if weights:
+            agree.on_weights(sharding, {name: args[place] for name, place in weights.items()})
+            weights.clear()
         if unchecked:
             check_masks(unchecked, plan, args)
             unchecked.clear()

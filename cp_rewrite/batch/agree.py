@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from cp_rewrite.planning.batch_plan import BatchPlan
@@ -29,9 +29,12 @@ _ADVICE = {
     "annotation and batch shapes",
     "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
     "same batch, layout and lengths",
+    "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
+    "rank the same seed or checkpoint",
     "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
     "gradient on all ranks, or on none",
 }
+_WHOLE = (Tensor, nn.Parameter, nn.Buffer)
 _FAILED = "failed: "
 SAMPLE = 1024
 """Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
@@ -44,7 +47,7 @@ def on_graph(sharding: Sharding, text: str) -> None:
         RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
             come within the group's timeout.
     """
-    if _talks(sharding):
+    if talks(sharding):
         options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
         _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
 
@@ -54,19 +57,28 @@ def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> N
 
     Raises as `on_graph`; `check_batches` may be off.
     """
-    if sharding.check_batches and _talks(sharding):
+    if sharding.check_batches and talks(sharding):
         _compare(sharding, "batch", describe(sharding, plan, batch))
 
 
 def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
     """Compare which parameters have a gradient, one text each. Raises as `on_graph`; `check_batches` may be off."""
-    if sharding.check_batches and _talks(sharding):
+    if sharding.check_batches and talks(sharding):
         _compare(sharding, "gradients", "\n".join(shapes))
+
+
+def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
+    """Compare a sample of a model's weights and buffers. Raises as `on_graph`."""
+    if talks(sharding):
+        # Parts of a weight, as of DTensors, differ between ranks by right.
+        whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided and not x.is_meta}
+        prints = _fingerprints(list(whole.values()))
+        _compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
 
 
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
     """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
-    if (sharding.check_batches or kind == "graph") and _talks(sharding):
+    if (sharding.check_batches or kind == "graph") and talks(sharding):
         _post(sharding, kind, f"{_FAILED}{type(error).__name__}: {error}")
 
 
@@ -90,15 +102,31 @@ def _fingerprint(value: Any) -> str:
         return repr(value)
     if type(value) is not Tensor:
         return type(value).__name__
-    text = f"{value.dtype} {tuple(value.shape)}"
-    if value.device.type != "cpu" or value.layout != torch.strided:
-        return text
-    flat = value.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8)
-    return f"{text}, values {hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:16]}"
+    on_host = value.device.type == "cpu" and value.layout == torch.strided
+    return _fingerprints([value])[0] if on_host else f"{value.dtype} {tuple(value.shape)}"
 
 
-def _talks(sharding: Sharding) -> bool:
+def _fingerprints(tensors: Sequence[Tensor]) -> list[str]:
+    """Dtype, shape and a hash of a sample of each tensor; all samples come to the host in one copy for each device."""
+    samples = [_sample(x) for x in tensors]
+    hashes: dict[int, str] = {}
+    for device in dict.fromkeys(sample.device for sample in samples):
+        places = [i for i, sample in enumerate(samples) if sample.device == device]
+        parts = torch.cat([samples[i] for i in places]).cpu().split([samples[i].numel() for i in places])
+        hashes |= {
+            i: hashlib.sha256(part.numpy().tobytes()).hexdigest()[:16] for i, part in zip(places, parts, strict=True)
+        }
+    return [f"{x.dtype} {tuple(x.shape)}, values {hashes[i]}" for i, x in enumerate(tensors)]
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Up to about `SAMPLE` values, evenly spread, as bytes."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8)
+
+
+def talks(sharding: Sharding) -> bool:
+    """Whether the annotation has other ranks, in processes of their own."""
     if sharding.world_size == 1 or isinstance(sharding.mesh, int):
         return False
     return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many

@@ -18,7 +18,7 @@ from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import CuSeqlens, Sharding, device_of, packing_args
 
-from . import agree
+from . import agree, heartbeat
 from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
 from .buffers import buffers_of, fill_cu_seqlens
 from .read_documents import documents_of
@@ -81,6 +81,8 @@ def shard(
         agree.on_failure(sharding, "batch", error)
         raise
     agree.on_batch(sharding, plan, batch)
+    if sharding.check_batches and agree.talks(sharding):
+        heartbeat.watch(sharding)
     with activate(active):
         yield LocalBatch(values, plan)
 

@@ -50,6 +50,16 @@ def module_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
     return [v for v, source in values if isinstance(v, torch.SymInt | torch.SymFloat) and is_of_module(source)]
 
 
+def weight_places(gm: fx.GraphModule) -> dict[str, int]:
+    """Where a graph's inputs are weights and buffers of modules: their names -> places."""
+    places: dict[str, int] = {}
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        source = source_of(node)
+        if isinstance(node.meta.get("example_value"), torch.Tensor) and source is not None and is_of_module(source):
+            places[source_name(source)] = place
+    return places
+
+
 def _is_data(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return value is None or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))

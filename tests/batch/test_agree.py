@@ -136,6 +136,35 @@ def absent_on(mesh: DeviceMesh) -> tuple[str, float]:
     return str(caught.value), time.perf_counter() - start
 
 
+def weights_on(mesh: DeviceMesh, differs: str) -> str:
+    """The error of a rank's first step; the last rank's `differs` is another."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model.register_buffer("scale", torch.ones(4096))
+    if mesh.get_local_rank() == mesh.size() - 1:
+        with torch.no_grad():
+            model.get_parameter("bias").mul_(2) if differs == "bias" else model.get_buffer("scale").mul_(2)
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"), inner="eager")
+
+    def forward(x: Tensor, position_ids: Tensor) -> Tensor:
+        return model(x).square().sum() * model.get_buffer("scale").sum()
+
+    with sharding.shard(batch_of([5, 11])) as local:
+        try:
+            torch.compile(forward, backend=cp.backend(sharding), fullgraph=True)(**local)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differs", ["bias", "scale"])
+def test_other_weights_raise_on_every_rank_at_the_first_step(pool: Pool, differs: str) -> None:
+    for error in pool.run(2, weights_on, differs):
+        assert "ranks [1] of the group have other weights or buffers than rank 0" in error
+        assert differs in error
+        assert "torch.float32" in error
+
+
 def test_an_absent_rank_is_named_within_the_timeout(pool: Pool) -> None:
     for error, seconds in pool.run(4, absent_on)[:-1]:
         assert "rank 3 of the group brought no batch within the group's timeout" in error

@@ -1,0 +1,157 @@
+"""A rank that dies is named by the others, which stop instead of waiting for the group's timeout.
+
+One daemon thread per process looks at the others every few seconds, over a connection to the group's store of its own:
+nothing is added to a step.
+
+    same machine     the process is there, or it is not
+    other machine    its counter in the store moves, or has stood still for `SILENT_S`
+
+A process that ends says how: `done`, or the error that ended it. What is found goes to stderr at once; a process whose
+main thread then stands still for `GRACE_S`, as in a collective that waits for the dead rank, is ended with code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import store_of
+
+PERIOD_S = 2.0
+SILENT_S = 25.0
+GRACE_S = 25.0
+_DONE = "done"
+
+_watched: dict[str, Heartbeat] = {}
+
+
+def watch(sharding: Sharding) -> None:
+    """Start watching the group's ranks; a second call for one group does nothing."""
+    name = sharding.group_name
+    if name not in _watched:
+        _watched[name] = Heartbeat(store_of(sharding.group).clone(), sharding.rank, sharding.world_size)
+        _watched[name].start()
+
+
+class Heartbeat:
+    """This rank's sign of life, and what it knows of the others.
+
+    Args:
+        store: a client of its own: one that waits for a key would keep this one waiting.
+        rank, world_size: in the group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank = store, rank
+        self.others = {other: "" for other in range(world_size) if other != rank}
+        """Rank -> `machine:process`, once it is known."""
+        self.beats = dict.fromkeys(self.others, ("", time.monotonic()))
+        """Rank -> its counter, and when it last moved."""
+        self.me = f"{socket.gethostname()}:{os.getpid()}"
+        self._stop = threading.Event()
+        self._told = False
+
+    def start(self) -> None:
+        self.store.set(self._key("who", self.rank), self.me)
+        threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True).start()
+        atexit.register(self._leave)
+
+    def dead(self) -> str | None:
+        """What is known of a rank that died or failed, in words; None: all are there, or ended well."""
+        for other in list(self.others):
+            ended = self._read("end", other)
+            if ended == _DONE:
+                del self.others[other]
+            elif ended or not self._lives(other):
+                where = self.others[other] or "not seen yet"
+                return f"rank {other} of the group ({where}) {ended or 'died'}"
+        return None
+
+    def _lives(self, other: int) -> bool:
+        self.others[other] = self.others[other] or self._read("who", other)
+        host, _, process = self.others[other].rpartition(":")
+        if not process:
+            return True  # it has cut no batch yet
+        if host == self.me.rpartition(":")[0]:
+            return _runs(int(process))
+        beat, seen = self._read("beat", other), self.beats[other]
+        if beat != seen[0]:
+            self.beats[other] = seen = (beat, time.monotonic())
+        return time.monotonic() - seen[1] < SILENT_S
+
+    def _run(self) -> None:
+        beat, main = 0, _Stillness()
+        while not self._stop.wait(PERIOD_S):
+            beat += 1
+            try:
+                self.store.set(self._key("beat", self.rank), str(beat))
+                found = self.dead()
+            except Exception:  # its server is a rank's process
+                found = "the process that holds the group's store, most often rank 0, died"
+            if found is None:  # or a machine that was only slow is back
+                main = _Stillness()
+                continue
+            self._tell(found)
+            if main.seconds() > GRACE_S:
+                os._exit(1)  # no Python error reaches a thread inside a collective
+
+    def _leave(self) -> None:
+        """At the end of the process: say how it ended, and whether another rank's death was why."""
+        self._stop.set()
+        error = getattr(sys, "last_value", None)
+        try:
+            self.store.set(self._key("end", self.rank), f"failed: {type(error).__name__}: {error}" if error else _DONE)
+            found = self.dead() if error else None
+        except Exception:
+            found = None
+        if found:
+            self._tell(found)
+
+    def _tell(self, found: str) -> None:
+        if not self._told:
+            self._told = True
+            print(f"cp_rewrite: {found}; rank {self.rank} can't go on without it", file=sys.stderr, flush=True)
+
+    def _read(self, kind: str, other: int) -> str:
+        key = self._key(kind, other)
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    @staticmethod
+    def _key(kind: str, rank: int) -> str:
+        return f"cp_rewrite/heartbeat/{kind}/{rank}"
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this machine is there, and is no zombie that nobody has waited for."""
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's, or a system without /proc
+        return True
+
+
+class _Stillness:
+    """How long the main thread has stood at one place of the program."""
+
+    def __init__(self) -> None:
+        self.since, self.place = time.monotonic(), self._now()
+
+    def seconds(self) -> float:
+        place = self._now()
+        if place != self.place:
+            self.since, self.place = time.monotonic(), place
+        return time.monotonic() - self.since
+
+    @staticmethod
+    def _now() -> tuple[int, int] | None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return None if frame is None else (id(frame), frame.f_lasti)

@@ -1,0 +1,95 @@
+"""A rank that is killed in the middle of a step: the other one names it and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_rewrite as cp
+from tests.end_to_end.test_conformance_gpu import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+STAGES = ("forward", "exchange", "backward", "gradients")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+
+    def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
+        mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str | None) -> None:
+    with sharding.shard(batch) as local:
+        if stage == "forward":
+            die()
+        if stage == "exchange":
+            dist.all_to_all_single = die
+        loss = model(**local)
+    if stage == "backward":
+        loss.register_hook(die)
+    loss.backward()
+    if stage == "gradients":
+        dist.all_reduce = die
+    cp.sum_gradients(model.parameters(), sharding)
+
+
+def train(rank: int, port: int, stage: str) -> None:
+    """Two good steps, then one in which rank 1 dies."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    sharding = cp.Sharding(
+        mesh["cp"], {"input_ids": 1, "doc_ids": 1}, cp.DocumentIds("doc_ids"), exchange="needed", inner="eager"
+    )
+    torch.manual_seed(0)
+    model = torch.compile(Model(), backend=cp.backend(sharding), fullgraph=True)
+    batch = {"input_ids": torch.arange(64)[None] % 16, "doc_ids": torch.arange(64)[None] // 40}
+    for number in range(3):
+        step(model, batch, sharding, stage if rank and number == 2 else None)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=[pytest.mark.slow] if stage != "exchange" else []) for stage in STAGES]
+)
+def test_a_killed_rank_is_named_and_the_other_ends(stage: str) -> None:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.batch.test_heartbeat", str(rank), str(port), stage],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ranks[1].wait(timeout=240)
+    died = time.monotonic()
+    errors = ranks[0].communicate(timeout=60)[1]
+    assert time.monotonic() - died < 60
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode not in (0, None)
+    assert "cp_rewrite: rank 1 of the group (" in errors, errors
+    assert ") died; rank 0 can't go on without it" in errors, errors
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
