@@ -1,12 +1,12 @@
-"""One ATen op as locality rules see it: its arguments by name, and what is known of its tensors."""
+"""One ATen op as locality rules see it: its arguments by name, and the states of its tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch.fx as fx
@@ -16,56 +16,37 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason
 
-from .state import MEAN_HINT, REPLICATED, UNKNOWN, Extents, Mixes, Rows, Size, TensorState
-
-if TYPE_CHECKING:
-    from .trace import Trace
-
-Rule = Callable[["Call"], "TensorState | Sequence[TensorState]"]
-
-
-class FoundRule(NamedTuple):
-    """A rule, and what it takes.
-
-    Args:
-        rule: None: the op has none.
-        from_sizes: it also runs on uncut inputs, as the op may make token rows from sizes.
-        sums: it knows what to do with per-rank parts of sums; no other rule gets one.
-        sizes: numbers among the op's arguments are sizes, or the rule looks at them; else none may count tokens.
-        positions: it sees to positions that it takes in; else those that its result no longer holds count as used.
-    """
-
-    rule: Rule | None
-    from_sizes: bool = False
-    sums: bool = False
-    sizes: bool = False
-    positions: bool = False
-
+from .node_facts import NodeFacts
+from .state import MEAN_HINT, REPLICATED, SHIFT_HINT, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has
 
 DYNAMIC_HINT = (
     "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "
     "mark the token dim dynamic (torch._dynamo.mark_dynamic) to tell them apart"
 )
-GROUPED_PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 @dataclass
 class Call:
-    """One ATen op with its arguments by name, its results, and what is known of its tensors."""
+    """One ATen op that was run: its arguments, its results `outs`, and what is known of their tensors."""
 
     func: OpOverload
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     outs: Sequence[Tensor]
-    trace: Trace
+    facts: NodeFacts
 
     @property
     def extents(self) -> Extents:
-        return self.trace.extents
+        return self.facts.extents
 
     @property
     def name(self) -> str:
         return op_name(self.func)
+
+    @property
+    def first(self) -> Tensor:
+        """The first tensor among the arguments."""
+        return self.tensors[0]
 
     @cached_property
     def bound(self) -> dict[str, Any]:
@@ -85,7 +66,7 @@ class Call:
         return next((self.bound[name] for name in names if name in self.bound), None)
 
     def state(self, tensor: Tensor | None) -> TensorState:
-        return REPLICATED if tensor is None else self.trace.state(tensor)
+        return REPLICATED if tensor is None else self.facts.state(tensor)
 
     def rows(self, tensor: Tensor | None) -> Rows | None:
         state = self.state(tensor)
@@ -106,16 +87,28 @@ class Call:
             if rows and rows.places is not None:
                 raise Mixes(f"{self.name} uses as values the places that rows have in a shard")
             if rows and rows.iota is not None:
-                if rows.iota in self.trace.fixed_positions:
-                    raise Mixes(self.trace.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
-                self.trace.events.used.append(rows.iota)
+                if rows.iota in self.facts.fixed_positions:
+                    raise Mixes(self.facts.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
+                self.facts.events.used.append(rows.iota)
 
     def walked_by(self, rows: Rows | None) -> fx.Node | None:
         """The `arange` that names the shard's rows in turn, where `rows` is still one."""
-        return None if rows is None or rows.iota in self.trace.shifted else rows.iota
+        return None if rows is None or rows.iota in self.facts.shifted else rows.iota
+
+    def refuse_axis(self, state: Rows, dim: int, verb: str) -> None:
+        """Refuse an op that mixes the entries of a dim, where that holds tokens or rows of the batch.
+
+        `verb` says what the op does to the dim.
+        """
+        axis = state.dims[dim]
+        if axis is None:
+            return
+        if not has(axis, T):
+            raise Mixes(f"{self.name} {verb} the batch dim while rows of the batch are cut in different orders")
+        raise Mixes(f"{self.name} {verb} the token dim (dim {dim}); if this shifts labels, {SHIFT_HINT}")
 
     def check_numbers(self, *values: Any) -> None:
-        """Numbers among the arguments may not be made from the token count."""
+        """These numbers, or all of the arguments, may not be made from the token count."""
         for value in tree_leaves(values or (self.args, self.kwargs)):
             if self.extents.counts_tokens(value):
                 raise Mixes(
@@ -131,7 +124,7 @@ class Call:
 
 
 def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
-    """What every rule must keep: token and batch dims are as long as their axes, and no other dim has T in its size."""
+    """What every rule's result must keep: dims are as long as their axes, and no other dim has T in its size."""
     extents = call.extents
     dims = state.dims if isinstance(state, Rows) else [None] * tensor.ndim
     if not isinstance(state, Rows) and (extents.static or state is UNKNOWN):
@@ -158,31 +151,12 @@ def op_name(func: OpOverload) -> str:
     return name if space == "aten" else f"{space}::{name}"
 
 
-def vouched_name(func: OpOverload) -> str:
-    """The name a user vouches for an op by: `ns::op`."""
-    return func._schema.name
-
-
 def _default(argument: Any) -> Any:
     return argument.default_value if argument.has_default_value() else None
 
 
-def vouched_state(call: Call, out: Tensor) -> TensorState:
-    """Token dim of the result of a vouched op: that of an input of as many dims, or the one dim of the same size."""
-    sizes = call.sizes(out)
-    inputs = [rows for tensor in call.tensors if (rows := call.rows(tensor)) is not None]
-    for tensor in call.tensors:
-        rows = call.rows(tensor)
-        if rows and all(
-            dim is None or (i < len(sizes) and sizes[i] == size) for i, (dim, size) in enumerate(call.entries(tensor))
-        ):
-            return Rows((*rows.dims[: len(sizes)], *[None] * (len(sizes) - len(rows.dims))))
-    if inputs and (dims := call.extents.label(sizes)) is not None:
-        return Rows(dims)
-    raise Mixes(f"{vouched_name(call.func)} is vouched for, but its result of shape {tuple(sizes)} has no token dim")
-
-
 def _made_from(value: float, extents: Extents) -> bool:
+    """Whether a number of a graph of fixed shapes is T, T - 1, 1 / T, a root or a logarithm of T, or so of B·T."""
     counts = {int(extents.tokens)}
     if isinstance(extents.batch, int):
         counts.add(int(extents.tokens) * extents.batch)

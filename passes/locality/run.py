@@ -19,8 +19,9 @@ from cp_rewrite.passes.graph.operands import needs_gradient, value_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.refusal import Reason
 
+from .node_facts import Events
 from .state import REPLICATED, UNKNOWN, Mixes, TensorState
-from .trace import Events, Found, Trace, shares_memory, written_state
+from .trace import Trace, shares_memory, written_state
 
 States = Any
 """A tensor's state, or a list of states for a node that gives several tensors."""
@@ -38,7 +39,7 @@ class NodeRunner:
     """Runs nodes. `env` holds the states of the nodes walked so far; a node that writes in place changes it."""
 
     def __init__(self, trace: Trace, mode: FakeTensorMode, env: dict[fx.Node, States]) -> None:
-        self.trace, self.mode, self.env = trace, mode, env
+        self.trace, self.facts, self.mode, self.env = trace, trace.facts, mode, env
         self._memo: dict[Any, Outcome] = {}
         self._signatures: dict[fx.Node, Any] = {}
         self._autocasts: list[tuple[Any, Any]] = []
@@ -67,9 +68,9 @@ class NodeRunner:
         key = self._key(node)
         if key is not None and key in self._memo:
             return self._memo[key]
-        orders = self.trace.orders
+        orders = self.facts.orders
         outcome = self._run(node)
-        again = not self.trace.written and outcome.events.table is None and orders == self.trace.orders
+        again = not self.trace.written and outcome.events.table is None and orders == self.facts.orders
         if key is not None and again:
             self._memo[key] = outcome
         return outcome
@@ -98,18 +99,18 @@ class NodeRunner:
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             detail = f"{_name(node.target)} can't be run on fake tensors ({type(error).__name__}: {first_line})"
-            self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
-            return Outcome(unknown_like(node), self.trace.events)
+            self.facts.refuse(Reason.NO_LOCALITY_RULE, detail)
+            return Outcome(unknown_like(node), self.facts.events)
         if _is_foreign(node, self.trace.seen) and self._has_own_backward(run, args, kwargs):
             detail = f"{_name(run)} has a backward of its own (torch.autograd.Function), which the graph does not show"
-            self.trace.events.refusals.append(Found(Reason.NO_LOCALITY_RULE, detail))
+            self.facts.refuse(Reason.NO_LOCALITY_RULE, detail)
         for operand, _ in known:
             if any(shares_memory(operand, tensor) for tensor in self.trace.written):
-                self._written(sources[id(operand)], self.trace.state(operand))
-        if self.trace.events.table is not None and id(out) not in self.trace.operands:
+                self._written(sources[id(operand)], self.facts.state(operand))
+        if self.facts.events.table is not None and id(out) not in self.facts.operands:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
-            self.trace.events.refusals.append(Found(Reason.POSITION_GENERATOR, detail))
-        return Outcome(self._states_of(out), self.trace.events)
+            self.facts.refuse(Reason.POSITION_GENERATOR, detail)
+        return Outcome(self._states_of(out), self.facts.events)
 
     def _has_own_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether the gradient of a function's result goes through a torch.autograd.Function."""
@@ -138,16 +139,16 @@ class NodeRunner:
         for other, state in [(n, s) for n, s in self.env.items() if memory is not None and memory_of(n) == memory]:
             if other.op in ("placeholder", "get_attr") and state is REPLICATED and new not in (REPLICATED, UNKNOWN):
                 detail = "writes what only this rank knows into an input, which the next step takes for everyone's"
-                self.trace.events.refusals.append(Found(Reason.TOKEN_MIXING, detail))
+                self.facts.refuse(Reason.TOKEN_MIXING, detail)
             try:
                 self.env[other] = written_state(value_of(node), before, new, value_of(other), state)
             except Mixes as mixes:
-                self.trace.events.refusals.append(Found(mixes.reason, mixes.detail))
+                self.facts.refuse(mixes.reason, mixes.detail)
                 self.env[other] = UNKNOWN
 
     def _states_of(self, out: Any) -> States:
         if isinstance(out, Tensor):
-            return self.trace.state(out)
+            return self.facts.state(out)
         return [self._states_of(item) for item in out] if isinstance(out, list | tuple) else REPLICATED
 
     def _leave_autocasts(self) -> None:
@@ -159,7 +160,7 @@ class NodeRunner:
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
-        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.trace.nested, own)
+        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.facts.nested, own)
         try:
             hash(key)
         except TypeError:
@@ -179,7 +180,7 @@ class NodeRunner:
         return (type(arg), arg)
 
     def _signature(self, value: Any) -> Any:
-        size = self.trace.extents.size
+        size = self.facts.extents.size
         if isinstance(value, Tensor):
             geometry = (tuple(map(size, value.shape)), tuple(map(size, value.stride())), size(value.storage_offset()))
             return (value.dtype, value.requires_grad, *geometry)

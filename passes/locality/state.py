@@ -24,6 +24,7 @@ import torch.fx as fx
 from cp_rewrite.refusal import Reason
 
 Size = int | sympy.Expr
+Number = float | int | bool
 
 
 class Axis(Enum):
@@ -64,7 +65,7 @@ class Rows:
     """
 
     dims: Dims
-    pad: float | int | bool | None = None
+    pad: Number | None = None
     iota: fx.Node | None = None
     places: tuple[Factor, ...] | None = None
     key: bool = False
@@ -216,6 +217,12 @@ def merge(entries: Sequence[tuple[Dim, Size]]) -> Dim:
                     Reason.TOKEN_MIXING if dim else Reason.POSITION_GENERATOR,
                 )
     return best
+
+
+def broadcast(tensors: Sequence[Sequence[tuple[Dim, Size]]]) -> list[Dim]:
+    """Dims of the result of broadcasting tensors, given as (dim, size) of each of their dims."""
+    ndim = max(map(len, tensors))
+    return [merge([entries[i - ndim] for entries in tensors if len(entries) >= ndim - i]) for i in range(ndim)]
 
 
 def regroup(dims: Dims, sizes: Sequence[Size], target: Sequence[Size], extents: Extents) -> Dims:

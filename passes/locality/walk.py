@@ -27,7 +27,6 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes
-from .rules import find_rule
 from .run import NodeRunner, Outcome, States, unknown_like
 from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
@@ -98,7 +97,7 @@ class _Walk:
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        self.trace = Trace(find_rule, extents, frozenset(sharding.local_ops))
+        self.trace = Trace(extents, frozenset(sharding.local_ops))
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(self.trace, mode, self.env)
         self.refusals: list[Refusal] = []
@@ -133,8 +132,8 @@ class _Walk:
                 isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
             ):
                 self.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
-            if state.iota is not None and state.iota in self.trace.fixed_positions:
-                self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.fixed_positions[state.iota])
+            if state.iota is not None and state.iota in self.trace.facts.fixed_positions:
+                self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.facts.fixed_positions[state.iota])
             elif state.iota is not None:
                 self.used[state.iota] = None
         elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
@@ -218,13 +217,13 @@ class _Walk:
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
         if key not in self.regions:
             self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
-            nested, self.trace.nested = self.trace.nested, True
-            orders = self.trace.orders
+            nested, self.trace.facts.nested = self.trace.facts.nested, True
+            orders = self.trace.facts.orders
             output = self.graph(body)
-            self.trace.nested = nested
+            self.trace.facts.nested = nested
             result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
             result = list(result) if isinstance(result, list | tuple) else result
-            if orders != self.trace.orders:  # the next call's rows are sorted in another order
+            if orders != self.trace.facts.orders:  # the next call's rows are sorted in another order
                 return result
             self.regions[key] = result
         return self.regions[key]

@@ -1,16 +1,26 @@
-"""Locality rules of losses: per token, or summed over the shard's tokens; a mean over them is refused."""
+"""Losses: one per token, or summed over the shard's tokens; a mean over them is refused."""
 
 from __future__ import annotations
 
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.state import (
+    MEAN_HINT,
+    REPLICATED,
+    Mixes,
+    Partial,
+    Rows,
+    TensorState,
+    broadcast,
+    checked,
+    merge,
+)
 from cp_rewrite.refusal import Reason
 
-from .arithmetic import broadcast, pointwise, sum_over_tokens
-from .call import Call
-from .state import MEAN_HINT, REPLICATED, Mixes, Partial, Rows, TensorState, checked, has, merge
-from .state import T as TOKEN
-from .views import refuse_axis
+from .elementwise import pointwise
+from .reductions import sum_over_tokens
 
-NONE, MEAN, SUM = 0, 1, 2
+_NONE, _MEAN = 0, 1
+"""What ATen calls reduction="none" and reduction="mean"."""
 
 
 def nll_loss(call: Call) -> list[TensorState]:
@@ -20,7 +30,7 @@ def nll_loss(call: Call) -> list[TensorState]:
     if rows is None or call.rows(target) is None or call.state(call.arg("weight")) is not REPLICATED:
         raise Mixes("pairs token scores with targets that are not cut like them", Reason.TOKEN_MIXING)
     if scores.ndim > 1:
-        refuse_axis(call, rows, 1, "takes classes from")
+        call.refuse_axis(rows, 1, "takes classes from")
     entries = call.entries(scores)
     dims = [merge(pair) for pair in zip([entries[0], *entries[2:]], call.entries(target), strict=True)]
     checked(dims)
@@ -31,19 +41,18 @@ def nll_loss(call: Call) -> list[TensorState]:
 
 def elementwise_loss(call: Call) -> TensorState:
     """mse_loss, smooth_l1_loss, binary_cross_entropy and the like, by their `reduction`."""
-    reduction = call.arg("reduction")
     if any(not isinstance(call.state(x), Rows) and call.state(x) is not REPLICATED for x in call.tensors):
         return pointwise(call)
-    dims = broadcast([call.entries(x) for x in call.tensors], max(x.ndim for x in call.tensors))
-    assert any(has(dim, TOKEN) for dim in dims), reduction
+    dims = broadcast([call.entries(x) for x in call.tensors])
     return _reduced(call, Rows(checked(dims)), zero=False)
 
 
 def _reduced(call: Call, rows: Rows, zero: bool) -> TensorState:
+    """Losses per token, or their sum. `zero`: those of padding rows are 0."""
     reduction = call.arg("reduction")
-    if reduction == NONE:
+    if reduction == _NONE:
         return rows
-    if reduction == MEAN:
+    if reduction == _MEAN:
         raise Mixes(
             f"{call.name} takes the mean over the shard's tokens, and a mean of means is not the mean: "
             f"use reduction='sum'; {MEAN_HINT}"

@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.refusal import Reason
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.state import (
+    REPLICATED,
+    Dim,
+    Mixes,
+    Rows,
+    Size,
+    T,
+    TensorState,
+    broadcast,
+    checked,
+    has,
+    merge,
+    plain,
+)
 
-from .arithmetic import broadcast
-from .call import Call
 from .experts import put_by_order
-from .state import REPLICATED, Dim, Mixes, Rows, Size, TensorState, checked, has, merge, plain
-from .state import T as TOKEN
-from .views import refuse_axis
 
 ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"
 
@@ -37,14 +46,14 @@ def gather(call: Call) -> TensorState:
     for tensor in (x, index, *others):
         rows = call.rows(tensor)
         if rows and tensor.ndim == x.ndim:
-            refuse_axis(call, rows, dim, "indexes")
+            call.refuse_axis(rows, dim, "indexes")
     aligned = [call.entries(t) for t in (x, index, *others) if t.ndim == x.ndim]
     merged = [None if i == dim else _equal([entry[i] for entry in aligned]) for i in range(x.ndim)]
     return Rows(checked(merged))
 
 
 def _equal(entries: list[tuple[Dim, Size]]) -> Dim:
-    dims = {dim for dim, _ in entries if has(dim, TOKEN)}
+    dims = {dim for dim, _ in entries if has(dim, T)}
     if dims and any(dim not in dims for dim, _ in entries):
         raise Mixes(f"gathers token rows from a tensor that is not cut like them: {ROWS_HINT}")
     return dims.pop() if dims else merge(entries)
@@ -55,7 +64,7 @@ def index_select(call: Call) -> TensorState:
     dim = call.arg("dim") % x.ndim
     rows, picked = call.rows(x), call.rows(index)
     if rows is not None:
-        refuse_axis(call, rows, dim, "picks entries of")
+        call.refuse_axis(rows, dim, "picks entries of")
     chosen = picked.dims[0] if picked and index.ndim else None
     dims = list(rows.dims) if rows else [None] * x.ndim
     dims[dim] = chosen
@@ -66,22 +75,21 @@ def index(call: Call) -> TensorState:
     """x[i, :, j]: token dims of x may only be walked in order (arange over them); indices may come from tokens."""
     x: Tensor = call.arg("self")
     given: list[Tensor | None] = list(call.arg("indices"))
-    _refuse_masks(call, given)
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in given):
+        raise Mixes("picks tokens by a mask, as many as there happen to be: multiply by the mask or use torch.where")
     used = [(dim, i) for dim, i in enumerate(given) if i is not None]
-    ndim = max(i.ndim for _, i in used)
-    entries = [call.entries(i) for _, i in used]
     call.use_positions(x)
     for dim, i in used:
         _index_one(call, x, dim, i)
-    front = broadcast(entries, ndim)
+    picked = broadcast([call.entries(i) for _, i in used])
     kept: list[Any] = [
         (dim, entry) for dim, (entry, _) in enumerate(call.entries(x)) if dim >= len(given) or given[dim] is None
     ]
     where = used[0][0] if [dim for dim, _ in used] == list(range(used[0][0], used[-1][0] + 1)) else 0
     before = [entry for dim, entry in kept if dim < where]
     after = [entry for dim, entry in kept if dim >= where]
-    dims = [*before, *front, *after]
-    return Rows(checked(dims)) if any(has(dim, TOKEN) for dim in dims) else REPLICATED
+    dims = [*before, *picked, *after]
+    return Rows(checked(dims)) if any(has(dim, T) for dim in dims) else REPLICATED
 
 
 def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
@@ -95,15 +103,10 @@ def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
     arange = call.walked_by(rows)
     walked = [entry for entry in rows.dims if entry is not None] if rows and arange else []
     if arange is None or walked != [axis]:
-        if has(axis, TOKEN):
+        if has(axis, T):
             raise Mixes(f"indexes the token dim: {ROWS_HINT}")
         raise Mixes("indexes the batch dim while rows of the batch are cut in different orders")
-    call.trace.events.indexed.append(arange)
-
-
-def _refuse_masks(call: Call, given: list[Tensor | None]) -> None:
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in given):
-        raise Mixes("picks tokens by a mask, as many as there happen to be: multiply by the mask or use torch.where")
+    call.facts.events.indexed.append(arange)
 
 
 def index_put(call: Call) -> TensorState:
@@ -121,8 +124,8 @@ def index_put(call: Call) -> TensorState:
         return Rows(checked([_equal([rows[i], mask[i]]) if i < masks[0].ndim else rows[i][0] for i in range(x.ndim)]))
     rows = call.rows(x)
     if rows is None or any(call.state(t) is not REPLICATED for t in [*masks, values]):
-        raise Mixes("writes token rows to computed places", Reason.TOKEN_MIXING)
+        raise Mixes("writes token rows to computed places")
     for dim, i in enumerate(given):
         if i is not None:
-            refuse_axis(call, rows, dim, "writes by index to")
+            call.refuse_axis(rows, dim, "writes by index to")
     return plain(rows)

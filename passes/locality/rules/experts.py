@@ -1,4 +1,4 @@
-"""Locality of rows sorted by a key, worked on in groups, and put back: a mixture of experts by grouped products.
+"""Rows sorted by a key, worked on in groups, and put back: a mixture of experts by grouped products.
 
     expert     1 0 1 0            sort -> 0 0 1 1, perm 1 3 0 2
     x[perm]    rows 1 3 0 2       each row times its expert's weight (grouped_mm by running group sizes)
@@ -13,25 +13,32 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .call import Call
-from .state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
+
+from .rule import States, on_rows, over, same_dims
+
+_along = on_rows(same_dims, over("runs {op} over"))
 
 
-def sort_rows(call: Call, x: Tensor, state: Rows) -> list[TensorState]:
-    """One key per row: the sorted keys, and where each came from. Where the keys are such places: the inverse."""
+def sort(call: Call) -> States:
+    """Of one key per row: the sorted keys, and where each came from. Of such places: the inverse."""
+    state = call.rows(call.first)
+    if state is None or call.first.ndim != 1:
+        return _along(call)
     axis = state.dims[0]
     if _is_permutation(state) and not call.arg("descending"):
         assert state.places is not None
         return [Rows((state.places,), places=state.places), Rows((state.places,), places=axis)]
     if axis is None or any(isinstance(factor, Order) for factor in axis):
         raise Mixes("sort runs over rows that are sorted already")
-    call.use_positions(x)
-    order = call.trace.new_order(axis)
+    call.use_positions(call.first)
+    order = call.facts.new_order(axis)
     return [Rows(((order,),), key=True), Rows(((order,),), places=axis)]
 
 
 def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | None:
-    """Pointwise ops on places, keys and group sizes that keep what they are."""
+    """Pointwise ops on places, keys and group sizes that keep what they are; None for others."""
     state = states[0] if len(states) == 1 else None
     if isinstance(state, GroupSizes):
         return state
@@ -48,11 +55,17 @@ def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | Non
 
 def group_sizes(call: Call) -> TensorState:
     """histc of sorted keys with one bin per key."""
-    state, bins = call.state(call.tensors[0]), call.arg("bins")
+    state, bins = call.state(call.first), call.arg("bins")
     order = state.dims[0][0] if isinstance(state, Rows) and state.key and state.dims[0] else None
     if not isinstance(order, Order) or (call.arg("min"), call.arg("max")) != (0, bins - 1):
         raise Mixes(f"{call.name} counts over all tokens")
     return GroupSizes(order)
+
+
+def cumsum(call: Call) -> States:
+    """Of group sizes: where each group ends."""
+    state = call.state(call.first)
+    return GroupSizes(state.order, ends=True) if isinstance(state, GroupSizes) else _along(call)
 
 
 def grouped_product(call: Call) -> TensorState:
@@ -66,7 +79,10 @@ def grouped_product(call: Call) -> TensorState:
 
 
 def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tensor) -> TensorState | None:
-    """inverse[perm] = arange: for each row, its place in the order. out[perm] = y: sorted rows, put back in place."""
+    """index_put by an order; None for others.
+
+    inverse[perm] = arange: for each row, its place in the order. out[perm] = y: sorted rows, put back in place.
+    """
     perm, written = call.rows(indices[0]) if len(indices) == 1 else None, call.rows(values)
     if perm is None or written is None or not _is_permutation(perm) or x.ndim != values.ndim:
         return None
@@ -80,7 +96,7 @@ def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tenso
     arange = call.walked_by(written)
     if arange is None or written.dims != (perm.places,):
         return None
-    call.trace.events.indexed.append(arange)
+    call.facts.events.indexed.append(arange)
     return Rows((perm.places,), places=perm.dims[0])
 
 

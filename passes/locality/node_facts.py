@@ -1,0 +1,98 @@
+"""What is known while one node of the graph runs, and what its ops give rise to: rules read and write it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.refusal import Reason
+
+from .state import REPLICATED, Extents, Factor, Order, TensorState
+
+
+@dataclass(frozen=True)
+class Found:
+    """A reason to refuse the node that runs."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass
+class Events:
+    """What the ops of one node gave rise to, apart from the states of its outputs.
+
+    Args:
+        refusals: reasons to refuse the node.
+        used: nodes that make positions whose values were used.
+        indexed: nodes that make positions which only name every row of a shard in turn.
+        table: the dim of the node's first operand, a table, that it takes the first T rows of.
+        unmasked: a sum over tokens took in the rows of padding tokens, whatever they hold.
+    """
+
+    refusals: list[Found] = field(default_factory=list[Found])
+    used: list[fx.Node] = field(default_factory=list[fx.Node])
+    indexed: list[fx.Node] = field(default_factory=list[fx.Node])
+    table: int | None = None
+    unmasked: bool = False
+
+
+class NodeFacts:
+    """Facts of the node that runs, and those that hold from node to node.
+
+    Args:
+        extents: sizes of the token and batch axes.
+    """
+
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        self.nested = False
+        """The node stands in a nested region."""
+        self.orders = 0
+        """How many sorts were seen: each is an order of its own."""
+        self.fixed_positions: dict[fx.Node, str] = {}
+        """Nodes that make positions which can't be replaced by the plan's, and why."""
+        self.shifted: set[fx.Node] = set()
+        """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
+        self.start(None, (), ())
+
+    def start(
+        self, node: fx.Node | None, states: Sequence[tuple[Tensor, TensorState]], gradients: Sequence[Tensor]
+    ) -> None:
+        """Forget the last node. `states`: the node's tensors with what is known of them; `gradients`: those that need
+        one."""
+        self.node, self.events = node, Events()
+        self.numbers: dict[int, Any] = {}
+        """Known values of tensors filled with one number, by `id`."""
+        self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
+        """Tensors that are the node's first operand, whole."""
+        self.states = {id(tensor): (tensor, state) for tensor, state in states}
+        """Tensors are kept with their states: an `id` is used again once its tensor is gone."""
+        self._gradients = {id(tensor) for tensor in gradients}
+
+    def state(self, tensor: Tensor) -> TensorState:
+        held = self.states.get(id(tensor))
+        return held[1] if held else REPLICATED
+
+    def set_state(self, tensor: Tensor, state: TensorState) -> None:
+        self.states[id(tensor)] = (tensor, state)
+
+    def has_gradient(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._gradients
+
+    def hand_down_gradients(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """The results of an op have a gradient where one of its inputs has."""
+        if any(map(self.has_gradient, inputs)):
+            self._gradients.update(map(id, outs))
+
+    def refuse(self, reason: Reason, detail: str) -> None:
+        self.events.refusals.append(Found(reason, detail))
+
+    def new_order(self, axis: tuple[Factor, ...]) -> Order:
+        """The order that the sort which runs now puts rows of `axis` into."""
+        self.orders += 1
+        return Order(self.orders, axis)  # type: ignore[arg-type]

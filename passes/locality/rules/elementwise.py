@@ -1,0 +1,147 @@
+"""Pointwise ops: where the tokens of their results are, what becomes of sums, and what padding rows hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.state import (
+    MEAN_HINT,
+    REPLICATED,
+    Mixes,
+    Number,
+    Partial,
+    Rows,
+    TensorState,
+    broadcast,
+    checked,
+)
+
+from .experts import follow_order
+
+
+def pointwise(call: Call) -> TensorState:
+    """Each entry from the entries at its place, by broadcasting."""
+    call.check_literals(*(value for value in call.args if not isinstance(value, Tensor)))
+    states = [call.state(x) for x in call.tensors]
+    followed = follow_order(call, states)
+    if followed is not None:
+        return followed
+    if any(isinstance(state, Partial) for state in states):
+        return partial_pointwise(call, states)
+    if not any(isinstance(state, Rows) for state in states):
+        return REPLICATED
+    return Rows(checked(broadcast([call.entries(x) for x in call.tensors])), pad=padding(call))
+
+
+def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
+    """A sum over ranks stays one under linear ops; one whose value is global already goes through any function.
+
+    Partial + Partial, -Partial, Partial * w, Partial / w   ->  Partial
+    Partial + 1, Partial * Partial, exp(Partial)            ->  refused
+    exp(Partial(True)), Partial(True) + 1                   ->  Partial(True)
+    """
+    parts = [state for state in states if isinstance(state, Partial)]
+    if any(isinstance(state, Rows) for state in states):
+        raise Mixes(f"{call.name} puts a sum over the shard's tokens back on tokens; {MEAN_HINT}")
+    if all(part.reduced for part in parts):
+        whole = [x for state, x in zip(states, call.tensors, strict=True) if state is REPLICATED]
+        if any(call.facts.has_gradient(x) for x in whole):
+            raise Mixes(
+                f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank"
+            )
+        return Partial(reduced=True)
+    if not _is_linear(call, parts):
+        raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+    return parts[0]
+
+
+def _is_linear(call: Call, parts: Sequence[Partial]) -> bool:
+    """Whether the result's sum over ranks is the op on its operands' sums; `parts` are those that are such sums."""
+    first = isinstance(call.state(call.first), Partial)
+    if call.name == "_to_copy":
+        return call.outs[0].is_floating_point() or not call.first.is_floating_point()
+    if call.name == "div":
+        return len(parts) == 1 and first and call.arg("rounding_mode") is None
+    if call.name in ("add", "sub"):
+        zero = first and len(call.tensors) == 1 and call.arg("other") == 0
+        return zero or (len(parts) == 2 and len(set(parts)) == 1)
+    return call.name in ("neg", "clone", "detach") or (call.name == "mul" and len(parts) == 1)
+
+
+def padding(call: Call) -> Number | None:
+    """The value that padding rows have in the result, where it follows from what the operands have there.
+
+    labels               2 5 -100         padding: -100
+    labels != -100       1 1 0                     0
+    loss * that          x y 0                     0, so a sum over it needs no mask
+    """
+    values = [_pad(call, x) for x in call.tensors]
+    if call.name == "where" and len(values) == 3:
+        return None if values[0] is None else values[1] if values[0] else values[2]
+    if call.name == "masked_fill":
+        value = call.arg("value")
+        filled = _pad(call, value) if isinstance(value, Tensor) else value
+        return None if values[1] is None else filled if values[1] else values[0]
+    if call.name == "mul" and 0 in values:
+        return 0
+    if call.name == "div" and values[0] == 0 and not any(call.rows(x) for x in call.tensors[1:]):
+        return 0
+    if None in values:
+        return None
+    return _on_numbers(call, values)
+
+
+def _pad(call: Call, x: Tensor) -> Number | None:
+    rows = call.rows(x)
+    return rows.pad if rows else call.facts.numbers.get(id(x))
+
+
+def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
+    """The op itself on one padding entry; None for ops that are not followed."""
+    function = _ON_NUMBERS.get(call.name)
+    given = iter(values)
+    operands = [next(given) if isinstance(a, Tensor) else a for a in call.args]
+    if function is None or call.kwargs.keys() - {"dtype", "device", "layout", "non_blocking", "memory_format"}:
+        return None
+    if not all(isinstance(operand, int | float) for operand in operands):
+        return None
+    result = function(*operands)
+    return _as_dtype(result, call.outs[0].dtype)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Number | None:
+    """The value as an entry of this dtype; None where the dtype may not hold it."""
+    if dtype == torch.bool:
+        return bool(value)
+    exact = value == int(value) and abs(value) <= 256  # in every floating-point dtype
+    if not dtype.is_floating_point:
+        exact = value == int(value) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    return value if exact else None
+
+
+_ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    "ne": operator.ne,
+    "eq": operator.eq,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "abs": abs,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_not": lambda x: not x if isinstance(x, bool) else ~x,
+    "logical_and": lambda x, y: bool(x and y),
+    "logical_or": lambda x, y: bool(x or y),
+    "logical_not": operator.not_,
+    "_to_copy": lambda x: x,
+    "clone": lambda x: x,
+}
+"""Ops that make masks of labels, on numbers."""

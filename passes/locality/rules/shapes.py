@@ -1,0 +1,253 @@
+"""Views, copies, concatenation, and tensors made from sizes: where the axes of their results are.
+
+The drawings show `Rows.dims`, with · for an ordinary dim, as `(B,) (T,) ·` of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.state import (
+    REPLICATED,
+    B,
+    Dim,
+    Dims,
+    Mixes,
+    Partial,
+    Rows,
+    Size,
+    T,
+    TensorState,
+    checked,
+    has,
+    merge,
+    plain,
+    regroup,
+)
+from cp_rewrite.refusal import Reason
+
+TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
+
+
+def regrouped(call: Call, x: Rows) -> Rows:
+    """view: (B,) (T,) · -> (B, T) · and back, see `regroup`."""
+    sizes = call.sizes(call.first), call.sizes(call.outs[0])
+    return replace(x, dims=checked(regroup(x.dims, *sizes, call.extents)))
+
+
+def permuted(call: Call, x: Rows) -> Rows:
+    ndim = len(x.dims)
+    order = list(range(ndim))
+    if call.name == "permute":
+        order = [dim % ndim for dim in call.arg("dims")]
+    elif ndim > 1:
+        a, b = (0, 1) if call.name == "t" else (call.arg("dim0"), call.arg("dim1"))
+        order[a], order[b] = order[b], order[a]
+    return replace(x, dims=tuple(x.dims[dim] for dim in order))
+
+
+def unsqueezed(call: Call, x: Rows) -> Rows:
+    dim = call.arg("dim") % (len(x.dims) + 1)
+    return replace(x, dims=(*x.dims[:dim], None, *x.dims[dim:]))
+
+
+def squeezed(call: Call, x: Rows) -> Rows:
+    given = call.arg("dim")
+    ndim = len(x.dims)
+    dims = range(ndim) if given is None else [d % ndim for d in ([given] if isinstance(given, int) else given)]
+    gone = {dim for dim in dims if call.first.shape[dim] == 1}
+    return replace(x, dims=tuple(dim for i, dim in enumerate(x.dims) if i not in gone))
+
+
+def without_dim(call: Call, x: Rows) -> Rows:
+    """select, unbind: one entry of a dim."""
+    dim = call.arg("dim") % len(x.dims)
+    return Rows(x.dims[:dim] + x.dims[dim + 1 :])
+
+
+def as_complex(call: Call, x: Rows) -> Rows:
+    """view_as_complex: two entries of the last dim become one number. view_as_real: the other way."""
+    return Rows(checked((*x.dims, None) if call.name == "view_as_real" else x.dims[:-1]))
+
+
+def repeated(call: Call, x: Rows) -> Rows:
+    repeats: list[int] = call.arg("repeats")
+    new = len(repeats) - len(x.dims)
+    for i, dim in enumerate(x.dims):
+        if dim is not None and repeats[new + i] != 1:
+            call.refuse_axis(x, i, "repeats")
+    return Rows((*[None] * new, *x.dims))
+
+
+def expand(call: Call) -> TensorState:
+    """Repeats entries: over the token dim only where there was none, as rows that are all equal.
+
+    · ·  of sizes 1, 8      -> expand(b, t, 8) ->    (B,) (T,) ·
+    (T,) ·                  -> expand(b, t, 8) ->    (B,) (T,) ·
+    """
+    x, state, sizes = call.first, call.state(call.first), call.sizes(call.outs[0])
+    if isinstance(state, Partial):
+        return state
+    new = len(sizes) - x.ndim
+    grown = [i for i, size in enumerate(sizes) if i < new or call.sizes(x)[i - new] != size]
+    labels = call.extents.label([size if i in grown else 1 for i, size in enumerate(sizes)])
+    if not isinstance(state, Rows):
+        return REPLICATED if labels is None else Rows(labels)
+    dims = list[Dim]([None] * new) + list(state.dims)
+    for i in grown:
+        if labels and labels[i]:
+            raise Mixes("expands rows of tokens over the token dim (a T x T tensor outside an attention mask)")
+        before_tokens = i < state.token_dim + new and not any(d and d != dims[i] for d in dims[:i])
+        if sizes[i] == call.extents.batch and before_tokens:
+            dims[i] = None if any(has(dim, B) for dim in dims) else (B,)
+    return replace(state, dims=tuple(dims))
+
+
+def slice_(call: Call) -> TensorState:
+    """A slice of features, or the first T rows of a table."""
+    x, state = call.first, call.state(call.first)
+    dim = call.arg("dim") % x.ndim
+    before, after = call.sizes(x)[dim], call.sizes(call.outs[0])[dim]
+    if before == after:
+        return state
+    if not isinstance(state, Rows):
+        if call.extents.label([1] * dim + [after]) is not None:
+            return _table_rows(call, x, dim)
+    else:
+        call.refuse_axis(state, dim, "takes a slice of")
+    call.check_numbers()
+    return state
+
+
+def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
+    """The first T rows of a table are the rows of positions 0, 1, 2, …"""
+    facts = call.facts
+    start, step = call.arg("start"), call.arg("step")
+    if start not in (None, 0) or step not in (None, 1) or id(table) not in facts.operands or facts.nested:
+        raise Mixes(TABLE_HINT, Reason.POSITION_GENERATOR)
+    facts.events.table = dim
+    facts.operands[id(call.outs[0])] = call.outs[0]
+    return Rows(tuple((T,) if i == dim else None for i in range(table.ndim)))
+
+
+def cat(call: Call) -> TensorState:
+    """cat and stack: all tensors have their tokens in one dim, and are joined along another."""
+    tensors: list[Tensor] = [x for x in call.arg("tensors") if x.shape != (0,)]
+    states = {call.state(x) for x in tensors}
+    if any(isinstance(state, Partial) for state in states):
+        if len(states) != 1:
+            raise Mixes("joins per-rank parts of a sum with something else")
+        return states.pop()
+    stacking = call.name == "stack"
+    ndim = tensors[0].ndim
+    dim = (call.arg("dim") or 0) % (ndim + stacking)
+    entries = [call.entries(x) for x in tensors]
+    if not stacking:
+        for entry in entries:
+            if entry[dim][0] is not None:
+                call.refuse_axis(Rows(tuple(d for d, _ in entry)), dim, "joins other entries to")
+    dims = [None if i == dim and not stacking else merge([entry[i] for entry in entries]) for i in range(ndim)]
+    if stacking:
+        dims.insert(dim, None)
+    pads = {state.pad if isinstance(state, Rows) else None for state in states}
+    return Rows(checked(dims), pad=pads.pop() if len(pads) == 1 else None)
+
+
+def pad(call: Call) -> TensorState:
+    state, amounts = call.state(call.first), call.arg("pad", "padding")
+    call.check_numbers(call.arg("value"))
+    if not isinstance(state, Rows):
+        if isinstance(state, Partial) and call.arg("value"):
+            raise Mixes("pads a sum over the shard's tokens, on every rank, by something else than 0")
+        return state
+    for i in range(len(amounts) // 2):  # from the last dim on: (before, after)
+        if any(amounts[2 * i : 2 * i + 2]):
+            call.refuse_axis(state, call.first.ndim - 1 - i, "pads")
+    return plain(state)
+
+
+def as_strided(call: Call) -> TensorState:
+    if _geometry(call.outs[0]) == _geometry(call.first):
+        return call.state(call.first)
+    raise Mixes("as_strided on token rows can't be followed", Reason.NO_LOCALITY_RULE)
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset()
+
+
+def filled(call: Call) -> TensorState:
+    """A tensor of one number: its sizes tell. `new_zeros` and the like take nothing of their input."""
+    value, out = call.arg("fill_value", "s"), call.outs[0]
+    _check_number(call, value)
+    number: Any = {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_"), value)
+    dims = call.extents.label(call.sizes(out))
+    call.facts.numbers[id(out)] = number
+    return REPLICATED if dims is None else Rows(dims, pad=number if isinstance(number, int | float) else None)
+
+
+def filled_like(call: Call) -> TensorState:
+    """A tensor of one number in the first argument's shape (or in place, where other tensors are read)."""
+    state, value = call.state(call.first), call.arg("fill_value", "value")
+    _check_number(call, value)
+    if isinstance(state, Partial) or (isinstance(value, Tensor) and call.state(value) is not REPLICATED):
+        raise Mixes(f"{call.name} on a per-rank part of a sum")
+    number: Any = {"zeros_like": 0, "ones_like": 1, "zero": 0}.get(call.name, value)
+    if isinstance(state, Rows):
+        return Rows(state.dims, pad=number if isinstance(number, int | float) else None)
+    return state
+
+
+def _check_number(call: Call, value: Any) -> None:
+    """A tensor may not be filled with the token count, or with what looks like it in a graph of fixed shapes."""
+    call.check_numbers(value)
+    call.check_literals(value)
+
+
+def arange(call: Call) -> TensorState:
+    """`arange` over all tokens stands for positions; its node is noted, to be made global if its values are used."""
+    sizes = call.sizes(call.outs[0])
+    call.check_literals(call.arg("step"))
+    dims = _several_per_token(call, sizes[0]) or call.extents.label(sizes)
+    if dims is None:
+        call.check_numbers()
+        return REPLICATED
+    return Rows(dims, iota=_note_positions(call, dims))
+
+
+def _note_positions(call: Call, dims: Dims) -> Any:
+    """The node whose `arange` over tokens runs; with the reason, where it can't be replaced by the plan's positions."""
+    facts, why = call.facts, None
+    assert facts.node is not None
+    if call.arg("start") not in (None, 0) or call.arg("step") not in (None, 1):
+        why = "arange over tokens does not count 0, 1, 2, …: write arange(T) and add or multiply after it"
+        facts.shifted.add(facts.node)
+    elif dims != ((T,),):
+        why = "arange runs over the flattened rows of the batch"
+    elif facts.node.target is not torch.arange:
+        why = f"{facts.node.name} makes positions inside: pass position_ids to the model"
+    elif facts.nested:
+        why = "positions are made inside a nested region: make them outside and pass them in"
+    if why is not None:
+        facts.fixed_positions[facts.node] = why
+    return facts.node
+
+
+def _several_per_token(call: Call, size: Size) -> Dims | None:
+    """Dims of `arange` over k entries of each token, (B, T, k) in one dim; such indices are never positions."""
+    extents = call.extents
+    tokens: Any = extents.tokens * extents.batch  # type: ignore[operator]
+    if extents.static:
+        several = size // tokens if size % tokens == 0 else None  # type: ignore[operator]
+    else:
+        several = size / tokens  # type: ignore[operator]
+    if several is None or several in (0, 1) or not getattr(several, "is_Integer", isinstance(several, int)):
+        return None
+    axis: Sequence[Any] = (T,) if extents.batch == 1 else (B, T)
+    return ((*axis, int(several)),)
