@@ -11,10 +11,10 @@ from typing import Any
 import sympy
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import OpOverload
 
 from .node_facts import NodeFacts
 from .state import MEAN_HINT, REPLICATED, SHIFT_HINT, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has

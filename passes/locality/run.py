@@ -10,14 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
 from .node_facts import Events
 from .state import REPLICATED, UNKNOWN, Mixes, TensorState

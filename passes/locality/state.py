@@ -22,6 +22,7 @@ import sympy
 import torch.fx as fx
 
 from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import simplified
 
 Size = int | sympy.Expr
 Number = float | int | bool
@@ -142,9 +143,7 @@ class Extents:
         """A size as a number or an expression in one symbol for the token count."""
         if isinstance(value, int):
             return int(value)
-        expr = value.node.expr if hasattr(value, "node") else value
-        if self.shape_env is not None:
-            expr = self.shape_env.replace(expr)
+        expr = simplified(self.shape_env, value.node.expr if hasattr(value, "node") else value)
         if self.aliases:
             expr = expr.xreplace(dict.fromkeys(self.aliases, self.tokens))
         return int(expr) if expr.is_Integer else expr

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import TorchDispatchMode, memory_id
 
 from .call import Call, check_sizes
 from .node_facts import NodeFacts
@@ -172,7 +172,7 @@ def written_state(
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return a is b or memory_id(a) == memory_id(b)
 
 
 _METADATA = frozenset(

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from cp_rewrite.documents import MAX_ID, MAX_TOKENS
 from cp_rewrite.passes.graph.canonicalize import Call, Ref
+from cp_rewrite.torch_internals import OpOverload
 
 from .exact import compared, held
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric
@@ -67,7 +68,7 @@ class RuleContext:
     # -- the call --------------------------------------------------------------------------------------------
 
     @property
-    def func(self) -> torch._ops.OpOverload:
+    def func(self) -> OpOverload:
         """The called op."""
         assert self.call is not None
         return self.call.func

@@ -20,9 +20,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch._ops import OpOverload
 
 from cp_rewrite.passes.locality.call import op_name
+from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import pointwise

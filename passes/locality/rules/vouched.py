@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.state import Mixes, Rows, TensorState
+from cp_rewrite.torch_internals import OpOverload
 
 
 def vouched_name(func: OpOverload) -> str:
