@@ -17,6 +17,7 @@ from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
+from .check_frame import check_frame
 from .check_size_conditions import check_size_conditions
 from .plan_sites import plan_sites
 from .record_masks import record_masks
@@ -53,6 +54,7 @@ def check_token_locality(state: State) -> State:
         state.sharding,
         state.sites,
         state.tokens,
+        kept=state.frame.kept,
         tables=True,
         padded_sums=True,
         fixed_tokens=False,
@@ -66,6 +68,7 @@ def check_token_locality(state: State) -> State:
 
 
 FIND = (
+    check_frame,
     check_size_conditions,
     unify_token_sizes,
     fix_module_numbers,

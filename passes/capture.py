@@ -5,28 +5,32 @@ from __future__ import annotations
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.regions import attribute_of
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.values.state import State
+from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
 
 
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
-    copy = _copy(gm)
+    copies: dict[fx.Node, fx.Node] = {}
+    copy = _copy(gm, copies)
+    kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
-    return State(copy, sharding, TokenAxis.read(copy, sharding), device, plan)
+    frame = Frame(kept, break_reason(gm), is_resumed())
+    return State(copy, sharding, TokenAxis.read(copy, sharding), device, plan, frame)
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph and those of its nested regions; tensors and other modules are shared."""
+def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
+    """The graph and those of its nested regions; tensors and other modules are shared. Notes the copy of each node."""
     graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    result = graph.graph_copy(gm.graph, copies, return_output_node=True)
     assert isinstance(result, tuple)
     graph.output(result[0]).meta = dict(result[1].meta)
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
-            setattr(copy, str(node.target), _copy(body))
+            setattr(copy, str(node.target), _copy(body, copies))
     return copy

@@ -14,7 +14,11 @@ import torch
 import torch._dynamo.source as dynamo
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -80,6 +84,60 @@ def _chain(source: Any) -> Iterator[Any]:
     while source is not None:
         yield source
         source = getattr(source, "base", None)
+
+
+# -- the frame that a graph is of ----------------------------------------------------------------------------
+
+
+def break_reason(gm: fx.GraphModule) -> str | None:
+    """The line where a graph ends before the function that it was captured from does, and why; None: it does not."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    where = "".join(f"{frame.filename}:{frame.lineno}, `{frame.line}`: " for frame in found.user_stack[-1:])
+    return where + str(found.reason).strip().partition("\n")[0]  # it goes on at length
+
+
+def is_resumed() -> bool:
+    """Whether the graph that is compiled now begins after a graph break."""
+    translator = _translator()
+    return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
+
+
+def kept_values() -> dict[fx.Node, str]:
+    """Nodes of the graph that is compiled now whose values outlive the call by another way than its result: assigned to
+    attributes, globals and variables of outer functions, or put into lists and dicts. -> what keeps them."""
+    translator = _translator()
+    effects = None if translator is None else translator.output.side_effects
+    found: dict[fx.Node, str] = {}
+    for holder, name, value in () if effects is None else _writes(effects):
+        source = getattr(holder, "source", None)
+        where = "a global or outer variable" if source is None else source_name(source)
+
+        def note(part: Any, where: str = f"{where}.{name}" if name else where) -> None:
+            if isinstance(part, TensorVariable):
+                found.setdefault(part.as_proxy().node, where)
+
+        VariableTracker.visit(note, value)
+    return found
+
+
+def _writes(effects: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(what was there before the call and is changed, attribute or "", new content)."""
+    for holder, attributes in effects.store_attr_mutations.items():
+        if isinstance(holder.mutation_type, AttributeMutationExisting):
+            yield from ((holder, name, value) for name, value in attributes.items())
+    for holder in effects.id_to_variable.values():
+        if isinstance(holder.mutation_type, ValueMutationExisting) and holder.mutation_type.is_modified:
+            yield holder, "", holder
+
+
+def _translator() -> Any:
+    """What translates the frame, while a backend runs; None outside of one."""
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
 
 
 # -- inputs for the graph that the inner compiler gets -----------------------------------------------------

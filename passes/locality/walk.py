@@ -8,7 +8,7 @@ it to a line of the user's code. Nodes that look alike (layers) are run once (`r
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ def check_locality(
     sites: Sequence[Site],
     tokens: TokenAxis,
     *,
+    kept: Mapping[fx.Node, str] | None = None,
     tables: bool = False,
     padded_sums: bool = False,
     fixed_tokens: bool = True,
@@ -66,6 +67,7 @@ def check_locality(
         sharding: the annotation.
         sites: attention nodes that will be rewritten; what only feeds their masks is not looked at.
         tokens: which inputs carry tokens, unified.
+        kept: nodes whose values the next call may read -> what keeps them.
         tables: the caller can make positions of kind `table` global; otherwise they are refused.
         padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
             otherwise they are refused.
@@ -82,6 +84,8 @@ def check_locality(
     walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
     with walk.runner.running():
         walk.root(gm)
+        for node, where in (kept or {}).items():
+            walk.kept(node, where)
     return walk.report(tables, padded_sums)
 
 
@@ -139,6 +143,12 @@ class _Walk:
         elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
             detail = "every rank computes this output in full, so its gradient would count once per rank"
             self.refuse(leaf, Reason.TOKEN_MIXING, detail)
+
+    def kept(self, node: fx.Node, where: str) -> None:
+        """What outlives the call must be the same on all ranks."""
+        if any(state not in (REPLICATED, UNKNOWN) for state in tree_leaves(self.env.get(node, REPLICATED))):
+            detail = f"{where} keeps what only this rank knows, which the next step takes for everyone's"
+            self.refuse(node, Reason.TOKEN_MIXING, detail)
 
     def graph(self, gm: fx.GraphModule) -> fx.Node:
         """Walk the nodes of one graph whose placeholders are known; returns its output node."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
@@ -29,6 +30,21 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What Dynamo says of the function that a graph was captured from.
+
+    Args:
+        kept: nodes whose values outlive the call by another way than its result -> what keeps them (`L['self'].load`).
+        breaks: the line where the graph ends before the function does, and why; None: it does not.
+        resumed: the graph begins in the middle of the function.
+    """
+
+    kept: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    breaks: str | None = None
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
 class State:
     """A captured graph on its way through the passes.
 
@@ -38,6 +54,7 @@ class State:
         tokens: which inputs carry tokens, and the names of all.
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
+        frame: what Dynamo says of the function.
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
@@ -48,6 +65,7 @@ class State:
     tokens: TokenAxis
     device: torch.device
     plan: ActivePlan
+    frame: Frame = field(default_factory=Frame)
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()

@@ -1,0 +1,100 @@
+"""What the frame that a graph is of must not do: break the graph, or keep a rank's own values for the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite import Reason
+from tests.helpers.pool import Pool
+
+TOKENS = {"input_ids": 1, "doc_ids": 1}
+BATCH = {"input_ids": torch.arange(64)[None] % 16, "doc_ids": torch.arange(64)[None] // 40}
+seen: dict[str, Any] = {}
+
+
+class Holder:
+    """Any object that a model refers to."""
+
+    value: Any = None
+
+
+class Model(nn.Module):
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.keep = keep
+        self.value: Any = torch.zeros(())
+        self.values: list[Any] = []
+        self.holder = Holder()
+        self.steps = 0
+        self.limit = torch.ones(())
+
+    def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
+        mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
+        loss = F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+        if self.keep == "attribute":
+            self.value = loss.detach()
+        elif self.keep == "per-token attribute":
+            self.value = x.detach()
+        elif self.keep == "list":
+            self.values.append(loss.detach())
+        elif self.keep == "dict in an object":
+            self.holder.value = {"loss": [loss.detach()]}
+        elif self.keep == "global":
+            seen["loss"] = loss.detach()
+        elif self.keep == "number":
+            self.steps += 1
+        elif self.keep == "weights alone":
+            self.value = self.limit * 2
+        elif self.keep == "break":
+            torch._dynamo.graph_break()
+            loss = loss * 2
+        elif self.keep == "item":
+            loss = loss * (doc_ids > 0).sum().item()
+        return loss
+
+
+def refusals_of(model: nn.Module, **options: Any) -> list[cp.Refusal]:
+    report = cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), **options))(**BATCH)
+    return list(report.refusals)
+
+
+@pytest.mark.parametrize("keep", ["attribute", "per-token attribute", "list", "dict in an object", "global"])
+def test_what_only_a_rank_knows_is_not_kept(keep: str) -> None:
+    torch._dynamo.reset()
+    (refusal,) = refusals_of(Model(keep))
+    assert refusal.reason is Reason.TOKEN_MIXING
+    assert "keeps what only this rank knows, which the next step takes for everyone's" in refusal.detail
+
+
+@pytest.mark.parametrize("keep", ["nothing", "number", "weights alone"])
+def test_what_all_ranks_know_may_be_kept(keep: str) -> None:
+    torch._dynamo.reset()
+    assert not refusals_of(Model(keep))
+
+
+def break_on(mesh: DeviceMesh, keep: str) -> list[tuple[Reason, str]]:
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    torch.manual_seed(0)
+    with sharding.shard(BATCH) as local:
+        try:
+            torch.compile(Model(keep), backend=cp.backend(sharding))(**local)
+        except cp.RewriteRefused as refused:
+            return [(refusal.reason, refusal.detail) for refusal in refused.refusals]
+    return []
+
+
+@pytest.mark.parametrize("keep", ["break", "item"])
+def test_a_graph_break_is_refused_with_its_line(pool: Pool, keep: str) -> None:
+    for found in pool.run(2, break_on, keep):
+        (reason, detail), *_ = found
+        assert reason is Reason.GRAPH_BREAK
+        assert "test_frame.py:" in detail
