@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
+
+# Of symbolic shapes, which most tests have, torch's cache of fake results remembers little and costs half of all time.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))
+
+
+def pytest_collection_finish() -> None:
+    """Dynamo makes much garbage: a collection need not look at all modules each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

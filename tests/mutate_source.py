@@ -40,7 +40,9 @@ ROOMS = {
     "kernels": "cp_rewrite/kernels",
     "batch": "cp_rewrite/batch",
 }
-LEFT_OUT = re.compile(r"plot|cuda|nvtx|fa3|fa4|aten_flash|peers|push_attention|push_rows")
+LEFT_OUT = re.compile(
+    r".*/(plot|cuda|nvtx|fa3|fa4|aten_flash|overlap|push_attention|push_rows|peers/(?!reasons).*)\.py"
+)
 """Modules that only run on GPUs, and drawings."""
 START_S = 8.0
 """Python, torch and transformers, before the first test of a job."""
@@ -51,7 +53,7 @@ def draw_mutants(count: int, seed: int) -> list[Mutant]:
     found: list[Mutant] = []
     for room, folder in ROOMS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):
-            if not LEFT_OUT.fullmatch(file.stem):
+            if not LEFT_OUT.fullmatch(str(file)):
                 found += mutants_of(room, str(file.relative_to(ROOT)), file.read_text())
     draw = random.Random(seed)
     draw.shuffle(found)
@@ -78,11 +80,12 @@ class Trial:
         return self.left
 
     def line(self) -> dict[str, Any]:
-        what = {"killed_by": self.verdict} if self.verdict else {"survived": self.verdict == ""}
+        what = "killed" if self.verdict else "open" if self.verdict is None else "survived"
         mutant = self.mutant
         return {
             "mutant": mutant.name, "room": mutant.room, "file": mutant.file, "line": mutant.line,
-            "before": mutant.before, "after": mutant.after, "source": mutant.source, **what,
+            "before": mutant.before, "after": mutant.after, "source": mutant.source,
+            "what": what, "killed_by": self.verdict,
             "jobs_left": len(self.left) + len(self.running), "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
@@ -164,7 +167,7 @@ def summary(trials: Iterable[Trial]) -> Iterator[str]:
         rooms[trial.mutant.room].append(trial)
         rooms["all"].append(trial)
     for room in (*ROOMS, "all"):
-        counts = Counter("killed" if t.verdict else "open" if t.verdict is None else "survived" for t in rooms[room])
+        counts = Counter(trial.line()["what"] for trial in rooms[room])
         done = counts["killed"] + counts["survived"]
         yield f"{room:10} {counts['killed']:4} of {done:4} killed, {counts['open']} not finished"
     files = Counter(trial.verdict.partition(":")[0] for trial in rooms["all"] if trial.verdict)
@@ -192,7 +195,7 @@ def main() -> None:
     mutants = draw_mutants(options.count, options.seed)
     if options.again:
         lines = map(json.loads, options.again.read_text().splitlines())
-        alive = {line["mutant"] for line in lines if "killed_by" not in line}
+        alive = {line["mutant"] for line in lines if line["what"] != "killed"}
         mutants = [mutant for mutant in mutants if mutant.name in alive]
     if options.list:
         print("\n".join(f"{mutant.name}\n    {mutant.source}" for mutant in mutants))
