@@ -1,5 +1,5 @@
-// dst[i] = src[rows[i]] for rows of `width` chunks. A block copies consecutive chunks of dst; every thread has UNROLL
-// independent loads in flight before its first store.
+// dst[i] = src[rows[i]] for rows of `width` chunks. A block writes consecutive chunks of dst; each thread has UNROLL
+// loads in flight before its first store.
 #include "rows.cuh"
 
 #ifndef BLOCK

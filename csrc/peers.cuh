@@ -5,8 +5,8 @@
 // its call in its word of that flag in every peer's memory. Calls are numbered on the device (`state`), so that replays
 // of a captured graph get fresh numbers.
 //
-// A call is several launches. Of each at most a few blocks wait for peers: many waiting blocks could keep out others, of
-// this kernel or another, that a peer in turn waits for.
+// A call is several launches. Of each at most a few blocks wait for peers: many waiting blocks could keep out others,
+// of this kernel or another, that a peer in turn waits for.
 #pragma once
 #include "rows.cuh"
 

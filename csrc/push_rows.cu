@@ -1,11 +1,11 @@
-// Keys and values of exactly the rows that some rank's pieces need, written by their owner into the expanded rows of all
-// ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded row.
-// Entries for this rank's own expanded rows come first (OWN), then those that peers need at once (EARLY), then the rest
-// (LATE); `ends` tells where each part ends.
+// Keys and values of exactly the rows that some rank's pieces need, written by their owner into the expanded rows of
+// all ranks of an NVLink domain. Entry i of the lists: local row sends[i] goes to targets[i] = rank << 32 | expanded
+// row. Entries for this rank's own expanded rows come first (OWN), then those that peers need at once (EARLY), then the
+// rest (LATE); `ends` tells where each part ends.
 //
 // A call is two launches, in any order or at the same time:
-//   to_peers = 0   copies own rows but for the first `skip`, waits for nobody, and counts the calls that the main stream
-//                  has started
+//   to_peers = 0   copies own rows but for the first `skip`, waits for nobody, and counts the calls that the main
+//                  stream has started
 //   to_peers = 1   signals ARRIVED, sends the other parts, signals after each, and its last block waits until all rows
 //                  for this rank are there. A block waits for a peer's ARRIVED before it writes there; where there are
 //                  many blocks, a `signal_wait.cu` before has waited already.

@@ -1,20 +1,27 @@
-// FlashAttention 4's fp32 sums of gradients of keys, as rows: scaled, and in the order of rows and columns.
+// Writes FlashAttention 4's fp32 sums of gradients of keys as rows: each times `scale`, columns in their order.
 //
-// The sums of a head are tiles of `tile` x `width`; those of an entry begin at a tile of their own, and `order` tells
-// where in a tile a row's columns are. With OUT_FP32 rows stay as they are. Otherwise parts of further sums become MXINT15
-// (`rows.cuh`), others DTYPE: with holder_ptr the parts are rows that someone holds (`return_rows.cu`), without it all.
+// The library keeps the sums of a head as tiles of `tile` rows x `width` columns. Each entry (document) begins a tile
+// of its own. Within a tile the sums are in an order of the library's: column c of a row lies at order[row][c].
+//
+//   cu_seqlens  0 5 7, tile 4    tile 0: rows 0 1 2 3    tile 1: row 4, then none    tile 2: rows 5 6, then none
+//
+// Rows are written in one of three forms: fp32 with OUT_FP32. Otherwise parts of further sums as MXINT15 (`rows.cuh`),
+// and whole sums rounded to DTYPE. A row is a whole sum if holder_ptr is given and no rank holds a copy of it
+// (holder_ptr[row] == holder_ptr[row + 1], see `return_rows.cu`).
 //
 // A block takes GROUP rows of one head. Neighbour lanes take neighbour rows: that is nearest to the order of tensor
-// cores, where 32 bytes hold 4 columns of two rows. IN_PAIRS: columns 2 i and 2 i + 1 lie side by side, 8 bytes of them.
+// cores, where 32 bytes hold 4 columns of two rows. IN_PAIRS: columns 2 i and 2 i + 1 lie side by side in a tile and
+// are loaded together.
 #include "rows.cuh"
 
 constexpr u32 GROUP = 16, BLOCK = 128;
 
-// The first of an entry's rows of sums.
+// The row of sums at which an entry begins.
 __device__ __forceinline__ u32 tiled(const int* cu_seqlens, u32 entry, u32 tile) {
   return cu_seqlens[entry] / tile * tile + entry * tile;
 }
 
+// The entry that row `row` of sums belongs to.
 __device__ __forceinline__ u32 entry_at(const int* cu_seqlens, u32 entries, u32 tile, u32 row) {
   u32 low = 0;
   for (u32 high = entries; high - low > 1;) {
@@ -30,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) round_sums(
   const u32 first = blockIdx.x * GROUP, head = blockIdx.y;
   const u32 entry = entry_at(cu_seqlens, entries, tile, first);
   const u32 begin = cu_seqlens[entry], end = cu_seqlens[entry + 1];
-  const u32 top = begin + first - tiled(cu_seqlens, entry, tile);  // the row that the first one becomes
+  const u32 top = begin + first - tiled(cu_seqlens, entry, tile);  // the key row of sums row `first`
   if (top >= end) return;
   const u32 in_tile = first % tile;
   const float* from = sums + head * per_head + (u64)(first - in_tile) * width;

@@ -1,11 +1,12 @@
-// What the row kernels share. Rows travel as 16-byte chunks; DTYPE names the elements where arithmetic is done.
+// What the row kernels share. Rows are moved in chunks of ACCESS bytes. Kernels that do arithmetic are compiled with a
+// macro that names the elements: DTYPE_BF16, DTYPE_FP16 or DTYPE_FP32 ("of DTYPE").
 #pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Half precision by hand: NVRTC alone has no cuda_bf16.h, and this needs two conversions only.
+// Half precision by hand: NVRTC alone has no cuda_bf16.h, and two conversions are all that is needed.
 #if defined(DTYPE_BF16)
 typedef unsigned short elem;
 __device__ __forceinline__ float widen(elem x) { return __uint_as_float((u32)x << 16); }
@@ -32,7 +33,7 @@ __device__ __forceinline__ float widen(elem x) { return x; }
 __device__ __forceinline__ elem narrow(float x) { return x; }
 #endif
 
-// The widest access a row allows: ACCESS bytes divide every row's size and address.
+// The widest load and store that rows allow: ACCESS divides the size and the address of every row.
 #ifndef ACCESS
 #define ACCESS 16
 #endif
@@ -70,10 +71,14 @@ __device__ __forceinline__ chunk rounded(const float* sum) {
 #endif
 
 #if defined(MXINT15)
-// Parts of gradients on their way to be summed, of 16 bits: 8 neighbours share an exponent, as in the OCP's microscaling
-// formats (MX), and have 15 bits each, of which the largest uses all. The lowest bit of each 16 is one of the exponent's.
-// NaN and infinities make all 8 NaN; below 2^-113 numbers are of steps of 2^-126.
-constexpr u32 STEPS = 140;  // the exponent that has steps of 1
+// A format for parts of gradients that other ranks add up: 16 bits per number, and nearer to fp32 than bf16 is. As in
+// the microscaling formats (MX) of the OCP, 8 neighbours share an 8-bit exponent:
+//
+//   element i of 8     bits 15..1: a whole number of steps, signed     bit 0: bit i of the shared exponent
+//
+// The exponent is that of the largest of the 8, and a step is 2^-13 of the power of two that it stands for. Where one
+// of the 8 is NaN or infinite all become NaN. Where the largest is below 2^-113 a step is 2^-126.
+constexpr u32 STEPS = 140;  // the (biased) exponent whose step is 1: 127 + 13
 
 __device__ __forceinline__ chunk to_mxint15(const float* part) {
   u32 largest = 0;
@@ -104,6 +109,6 @@ __device__ __forceinline__ void accumulate_part(chunk bits, float* sum) {
 __device__ __forceinline__ void accumulate_part(chunk bits, float* sum) { accumulate(bits, sum); }
 #endif
 
-// Data that is read once and data that nothing here reads again should not push the rest out of the caches.
+// For data that is read once, or written and not read again soon: it should not push other data out of the caches.
 __device__ __forceinline__ chunk load_once(const chunk* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(chunk* p, chunk x) { __stcs(p, x); }

@@ -11,7 +11,8 @@
 #define UNROLL 2
 #endif
 
-// Zeros where there is nothing to load. A predicate, not a branch: all UNROLL chunks of a thread are in flight together.
+// Zeros where there is nothing to load. A predicate, not a branch: all UNROLL chunks of a thread are in flight
+// together.
 __device__ __forceinline__ chunk load_if(bool there, const chunk* p) {
 #if ACCESS == 16
   chunk x;

@@ -1,5 +1,5 @@
-// Rows of entries that have no key become exact zeros, and -inf in lse (heads, rows) when it is given: what a kernel
-// wrote there, or read there, does not matter. One block column per entry; entries with keys cost one comparison.
+// Overwrites the rows of entries that have no key: exact zeros in out, and -inf in lse (heads, rows) if it is given. So
+// what a kernel wrote there does not matter. A column of blocks takes an entry; one with keys costs one comparison.
 #include "rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) zero_gaps(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
-from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose, device_facts
+from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose_kernel, device_facts
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
@@ -42,7 +42,7 @@ def _decide(site: Site, state: State) -> Decision | Refusal:
     if split_exchange(exchange)[0]:
         deal = HeadDeal.best(spec.heads, spec.heads_kv, state.sharding.grid[1])
         why, spec = f"{why}; {deal}", replace(spec, heads=deal.local, heads_kv=deal.local_kv)
-    choice = choose(spec, device_facts(state.device), state.sharding.kernel)
+    choice = choose_kernel(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
     if exchange == "push":

@@ -26,7 +26,7 @@ DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float
 """The macro that names the elements, for kernels that do arithmetic (`csrc/rows.cuh`)."""
 Macros = tuple[tuple[str, str], ...]
 MXINT15: Macros = (("MXINT15", "1"),)
-"""Parts of sums are of that format instead."""
+"""The macro by which parts of sums are MXINT15 instead (`csrc/rows.cuh`)."""
 u32 = ctypes.c_uint32
 u64 = ctypes.c_uint64
 i32 = ctypes.c_int32
@@ -44,9 +44,10 @@ def reasons() -> list[str]:
     return []
 
 
+@cache
 def architecture(device: torch.device) -> str:
-    """`sm_90a` and the like: with the features of exactly that chip from Hopper on."""
-    major, minor = _capability(device)
+    """`sm_90a` and the like: from Hopper on with the features of exactly that chip."""
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -78,16 +79,17 @@ def kernel(name: str, device: torch.device, macros: Macros = ()) -> Any:
 
 
 def launch(compiled: Any, grid: int | tuple[int, ...], block: int, device: torch.device, *args: Any) -> None:
-    """Run a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other numbers
-    are of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
+    """Enqueue a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other numbers
+    of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
     from cuda.core import launch as cuda_launch
 
     cuda_launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of the GPU."""
-    return _multiprocessors(device)
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _compile(file: str, arch: str, macros: Macros) -> bytes:
@@ -136,13 +138,3 @@ def _config(grid: int | tuple[int, ...], block: int) -> Any:
     from cuda.core import LaunchConfig
 
     return LaunchConfig(grid=grid, block=block)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -26,22 +26,28 @@ def _compiled() -> bool:
 
 def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     """(E, C): row `rows_E[i]` of `src_NC`; `rows_E` (E,) int32. `src_NC` may have gaps between its rows."""
-    size, columns = rows_E.shape[0], src_NC.shape[1]
     if not (src_NC.is_cuda and _compiled()):
         return src_NC.index_select(0, rows_E)
     src_NC = src_NC if src_NC.stride(1) == 1 else src_NC.contiguous()
+    size, columns = rows_E.shape[0], src_NC.shape[1]
+    row_bytes, stride = columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size()
+    access = _access(row_bytes, stride, src_NC.data_ptr())
     out = src_NC.new_empty(size, columns)
-    access = _access(columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size(), src_NC.data_ptr())
     if out.numel() == 0 or access == 0:
         return src_NC.index_select(0, rows_E)
-    row_bytes, stride = columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size()
-    pointers = src_NC.data_ptr(), out.data_ptr(), rows_E.data_ptr(), cuda.u32(size)
-    device = src_NC.device
-    width = row_bytes // access
-    kernel = cuda.kernel("gather_rows", device, _macros(access, *_GATHER))
-    block, unroll = _GATHER
-    grid = -(-size * width // (block * unroll))
-    cuda.launch(kernel, grid, block, device, *pointers, cuda.u32(width), cuda.u64(stride // access))
+    width, (block, unroll) = row_bytes // access, _GATHER
+    cuda.launch(
+        cuda.kernel("gather_rows", src_NC.device, _macros(access, block, unroll)),
+        -(-size * width // (block * unroll)),
+        block,
+        src_NC.device,
+        src_NC.data_ptr(),
+        out.data_ptr(),
+        rows_E.data_ptr(),
+        cuda.u32(size),
+        cuda.u32(width),
+        cuda.u64(stride // access),
+    )
     return out
 
 
@@ -145,7 +151,7 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _access(*sizes: int) -> int:
-    """The widest access, in bytes, that divides all sizes and addresses; 0: not even 2 bytes."""
+    """The widest load and store, in bytes, that divides all sizes and addresses; 0: not even 2 bytes."""
     return next((n for n in (16, 8, 4, 2) if all(size % n == 0 for size in sizes)), 0)
 
 

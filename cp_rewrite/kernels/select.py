@@ -106,7 +106,7 @@ class Choice:
         return "\n".join([f"kernel {self.kernel}" if self.kernel else "no kernel", *lines])
 
 
-def choose(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> Choice:
+def choose_kernel(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> Choice:
     """The first backend that can run `spec`, or the one named, which never falls back.
 
     Raises:

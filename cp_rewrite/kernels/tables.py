@@ -20,8 +20,8 @@ class Tables:
         pieces: (N', 7) int64 on the CPU: q0, q1, k0, k1 (rows), left, right (bottom-right aligned window of the kernel,
             -1 = no limit), launch. Only pieces with at least one query and one key.
         launches: (G, 4) int64 on the CPU, G >= 1: left, right, max_q, max_k (the longest entry of each side, in rows).
-            A second row with max_q = -1 says that the sizes are bounds for all batches: kernels must not look at
-            `pieces`, so that a captured launch serves other batches.
+            A second row with max_q = -1 says that the sizes are bounds for all batches of a capacity: a launch made of
+            them, captured in a CUDA graph, then serves other batches, and kernels must not look at `pieces`.
     """
 
     cu_seqlens_q: Tensor

@@ -16,7 +16,7 @@ from cp_rewrite.kernels.select import (
     Capabilities,
     DeviceFacts,
     capabilities,
-    choose,
+    choose_kernel,
     device_facts,
     reasons,
 )
@@ -27,10 +27,10 @@ HOPPER = DeviceFacts((9, 0), ALL, frozenset({"fa3_backward"}))
 
 
 def test_order_on_hopper() -> None:
-    assert choose(SPEC, HOPPER).kernel == "fa4"
-    assert choose(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn.cute"})).kernel == "fa3"
-    assert choose(SPEC, DeviceFacts((9, 0))).kernel == "aten_flash"
-    assert choose(SPEC, DeviceFacts(None)).kernel == "reference"
+    assert choose_kernel(SPEC, HOPPER).kernel == "fa4"
+    assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn.cute"})).kernel == "fa3"
+    assert choose_kernel(SPEC, DeviceFacts((9, 0))).kernel == "aten_flash"
+    assert choose_kernel(SPEC, DeviceFacts(None)).kernel == "reference"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_all_reasons_are_told() -> None:
 
 
 def test_a_named_kernel_never_falls_back() -> None:
-    choice = choose(SPEC, DeviceFacts((9, 0)), "fa4")
+    choice = choose_kernel(SPEC, DeviceFacts((9, 0)), "fa4")
     assert choice.kernel is None
     assert [name for name, _ in choice.rejected] == ["fa4"]
     assert "flash_attn.cute is not installed" in str(choice)
@@ -83,13 +83,13 @@ def test_forward_only_needs_no_backward() -> None:
 
 def test_unknown_kernel() -> None:
     with pytest.raises(ValueError, match="kernel must be auto or one of"):
-        choose(SPEC, HOPPER, "cudnn")
+        choose_kernel(SPEC, HOPPER, "cudnn")
 
 
 def test_facts_of_a_cpu() -> None:
     facts = device_facts(torch.device("cpu"))
     assert facts.capability is None
-    assert choose(SPEC, facts).kernel == ORDER[-1]
+    assert choose_kernel(SPEC, facts).kernel == ORDER[-1]
 
 
 def test_capabilities_are_those_of_versions_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from cp_rewrite.kernels.tables import Tables
 
 from .overlap import BackwardOverlap
 
-_SOME = 256
-"""The least length that a kernel is given as its longest: for shorter ones FA4 compiles more variants, to no gain."""
+_SHORTEST = 256
+"""`max_q` and `max_k` are at least this: FA4 compiles further variants for shorter ones, which gain nothing here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,11 @@ class Launch:
         cu_seqlens_q, cu_seqlens_k: (n + 1,) int32 on the device.
         rows: int64 on the device, the local rows this launch gathers; None: rows [0, stop) as they are.
         stop: query rows that the kernel sees.
-        keys: (k0, k1), the expanded rows that it sees.
+        keys: (k0, k1): it sees the expanded rows [k0, k1).
         window: (left, right), bottom-right aligned; None: no limit.
         max_q, max_k: the longest entry of each side.
-        gaps: some rows in [0, stop) belong to no piece of this launch; dirty: to no piece at all, so may hold NaN.
+        gaps: some rows in [0, stop) belong to no piece of this launch.
+        dirty: some of these belong to no piece of any launch, so they may hold NaN.
         overlap: what a backward calls between its steps, for kernels that overlap with an exchange.
     """
 
@@ -60,9 +61,9 @@ _launches = WeakTensorKeyDictionary()
 
 
 def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
-    """The launches of a batch, largest first; made once per batch, on the host, and kept as long as its pieces."""
+    """The launches of a batch, number 0 first; made once per batch, on the host, and kept as long as its pieces."""
     pieces = tables.pieces
-    # Tables that are refilled in place are another batch.
+    # The version counts writes: tables that are refilled in place hold another batch.
     version = 0 if pieces.is_inference() else pieces._version
     known = _launches.get(pieces)
     if known is None or known[0] is not tables.cu_seqlens_q or known[1] != version:
@@ -83,7 +84,7 @@ def _make_launches(tables: Tables, rows: int) -> tuple[Launch, ...]:
 
 
 def _fixed_launch(tables: Tables, rows: int) -> Launch:
-    """Over all rows, some of which may belong to no piece, whatever the batch."""
+    """One launch over all rows that serves every batch of a capacity; some rows may belong to no piece."""
     left, right, max_q, max_k = tables.launches[0].tolist()
     keys = (0, sys.maxsize)
     window = _window(left, right)
@@ -91,6 +92,12 @@ def _fixed_launch(tables: Tables, rows: int) -> Launch:
 
 
 def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> Launch:
+    """Launch 0.
+
+    local rows    a a a b b b c c . .      a, b, c: pieces; . : no document's
+    all pieces of launch 0                 stop = 8, no gaps: the rows at the end are left out
+    b of another launch                    stop = 10, gaps: b and the end are entries without keys
+    """
     pieces = all_pieces[all_pieces[:, 6] == 0]
     covered, stop = _covered(pieces)
     gaps, dirty = stop != covered, False
@@ -102,7 +109,7 @@ def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> La
         cu_q, cu_k = cu_q[: len(pieces) + 1], cu_k[: len(pieces) + 1]
     left, right, max_q, max_k = tables.launches[0].tolist()
     keys = (0, int(pieces[:, 3].max(initial=0)))
-    sizes = max(max_q, _SOME), max(max_k, _SOME)
+    sizes = max(max_q, _SHORTEST), max(max_k, _SHORTEST)
     return Launch(cu_q, cu_k, None, stop, keys, _window(left, right), *sizes, gaps, dirty)
 
 
@@ -112,8 +119,9 @@ def _covered(pieces: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _gathered_launch(pieces: NDArray[np.int64], device: torch.device) -> Launch:
+    """A launch of a number above 0, over the query rows of its pieces put behind one another."""
     q_lengths, k_lengths = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
-    start = np.cumsum(q_lengths) - q_lengths
+    start = np.cumsum(q_lengths) - q_lengths  # of each piece among the gathered rows
     rows = np.repeat(pieces[:, 0] - start, q_lengths) + np.arange(int(q_lengths.sum()))
     if (pieces[1:, 2] != pieces[:-1, 3]).any():
         raise ValueError("the keys of one launch must lie side by side in the expanded rows")
@@ -124,8 +132,8 @@ def _gathered_launch(pieces: NDArray[np.int64], device: torch.device) -> Launch:
         len(rows),
         (int(pieces[0, 2]), int(pieces[-1, 3])),
         _window(int(pieces[0, 4]), int(pieces[0, 5])),
-        max(int(q_lengths.max()), _SOME),
-        max(int(k_lengths.max()), _SOME),
+        max(int(q_lengths.max()), _SHORTEST),
+        max(int(k_lengths.max()), _SHORTEST),
     )
 
 

@@ -1,9 +1,8 @@
-"""What variable-length flash kernels share: how launches run, in one piece or in two stages, and what to do with rows
-of no document.
+"""What variable-length flash kernels share: how the launches of a batch run, and what becomes of rows of no document.
 
 Rows of no document may hold NaN, and a kernel that loads whole tiles would spread it. Where such rows form the end of
-the local rows they are left out; where they lie in between, the backward reads cleaned copies, and rows of the results
-are overwritten with exact zeros.
+the local rows they are left out; where they lie in between, the backward reads copies with zeros there, and the
+results are overwritten with exact zeros there.
 
 Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V head dims, N entries.
 """
