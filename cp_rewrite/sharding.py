@@ -19,6 +19,7 @@ from cp_rewrite.planning.layouts.options import LayoutOptions
 from .arguments import checked_dims, checked_ops
 from .capacity import Capacity
 from .masks import PackedMask
+from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:
     from cp_rewrite.batch.shard import LocalBatch
@@ -197,7 +198,7 @@ class Sharding:
             )
         if self.mesh.ndim == 1:
             return self.mesh.get_group()
-        return self.mesh._flatten().get_group()
+        return whole_mesh_group(self.mesh)
 
     @property
     def grid(self) -> tuple[int, int]:

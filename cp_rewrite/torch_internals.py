@@ -7,7 +7,8 @@ function, which fails by name when torch changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,8 @@ import sympy
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch import SymFloat, SymInt, Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -105,7 +107,7 @@ def is_transform(target: Any) -> bool:
 
 def expression(size: Any) -> sympy.Expr:
     """A number or symbolic number, as the shape environment knows it now: guards make several symbols one."""
-    return size.node.expr if isinstance(size, SymInt | SymFloat) else sympy.sympify(size)
+    return size.node.expr if isinstance(size, SymInt | SymFloat | SymBool) else sympy.sympify(size)
 
 
 def hint(size: Any) -> Any:
@@ -142,6 +144,23 @@ def decide(shape_env: Any, condition: sympy.Basic) -> bool:
 def process_group(name: str) -> dist.ProcessGroup:
     """The group that graphs know by its name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@contextmanager
+def registered_group(name: str, group: dist.ProcessGroup) -> Generator[None]:
+    """Let graphs know a group by a name, one that torch did not make perhaps."""
+    _register_process_group(name, group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(name)
+
+
+def finished_work(result: Any) -> Any:
+    """What a collective of a group returns when it has its result already."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -1,4 +1,21 @@
-"""The passes over a captured graph, in order. Import as `cp_rewrite.passes` only."""
+"""The passes over a captured graph, from Dynamo's graph to one that the inner compiler gets.
+
+`capture` (capture.py) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
+
+    check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row
+    unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
+    fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
+    match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
+    check_token_locality   locality/walk.py          nothing but attention mixes tokens
+    plan_sites             plan_sites.py             exchange and kernel of each site
+    record_masks           record_masks.py           masks that the first call compares, as they were
+    rewrite_sites          rewrite.py                exchange and packed attention in the place of each site, with
+                                                     the plan's tensors (plan_inputs.py), without dead masks (erase.py)
+    verify_graph           verify.py                 the new graph is whole
+
+The first seven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
+`values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
+"""
 
 if __name__ != "cp_rewrite.passes":
     raise ImportError(
@@ -11,7 +28,7 @@ from dataclasses import replace
 
 from torch import SymInt
 
-from cp_rewrite.passes.graph.sources import module_numbers
+from cp_rewrite.passes.graph.argument_names import module_numbers
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
@@ -34,7 +51,7 @@ def unify_token_sizes(state: State) -> State:
 
 
 def fix_module_numbers(state: State) -> State:
-    """Guard that heads, head dims and the like stay what they are: `dynamic=True` makes symbols of an FSDP module's."""
+    """Guard that numbers of modules (heads, head dims) stay what they are: some are symbols with `dynamic=True`."""
     for value in module_numbers(state.graph_module):
         if hint(value) is not None:
             int(value) if isinstance(value, SymInt) else float(value)

@@ -1,5 +1,5 @@
-"""Replace proven attention nodes by exchange and packed attention. The only code that mutates a graph
-(with `inputs` and `erase`, which it drives)."""
+"""Replace proven attention nodes by exchange and packed attention. Only this file changes a graph, by way of
+`plan_inputs` and `erase`."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 import cp_rewrite as cp
+from cp_rewrite import passes
 from cp_rewrite.sharding import Exchange, Layout
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +57,13 @@ def test_readme_lists_every_exchange_and_layout() -> None:
         name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w+]+)`", row)
     }
     assert {*get_args(Exchange), *get_args(Layout)} <= listed
+
+
+def test_the_header_of_passes_lists_the_pipeline() -> None:
+    listed = re.findall(r"^    (\w+) +([\w/]+\.py) ", passes.__doc__ or "", re.MULTILINE)
+    assert [name for name, _ in listed] == [run_pass.__name__ for run_pass in passes.PIPELINE]
+    for _, file in listed:
+        assert (ROOT / "passes" / file).exists(), file
 
 
 def test_the_planners_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

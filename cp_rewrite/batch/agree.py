@@ -12,16 +12,15 @@ import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import store_of, timeout_of
 
 _turns: Counter[tuple[str, str]] = Counter()
 _ADVICE = {
@@ -138,7 +137,7 @@ def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
     turn = _turns[name, kind]
     _turns[name, kind] += 1
     prefix = f"cp_rewrite/{kind}/{turn}"
-    store: Any = _get_process_group_store(sharding.group)
+    store = store_of(sharding.group)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # A text that all ranks turn out to share is never read: it is written only when digests differ, or at once where
     # this rank will not come back to write it.
@@ -150,7 +149,7 @@ def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
 
 def _compare(sharding: Sharding, kind: str, text: str) -> None:
     group, rank = sharding.group, sharding.rank
-    store: Any = _get_process_group_store(group)
+    store = store_of(group)
     prefix, before = _post(sharding, kind, text)
     digests = _read(store, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], group, kind)
     different = [other for other, value in enumerate(digests) if value != digests[0]]
@@ -174,7 +173,7 @@ def _compare(sharding: Sharding, kind: str, text: str) -> None:
 
 def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:
     try:
-        store.wait(keys, _timeout(group))
+        store.wait(keys, timeout_of(group))
     except Exception as error:
         missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
         raise RuntimeError(
@@ -182,9 +181,3 @@ def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> l
             "rank must shard the same batches, with the same check_batches, and call the model the same number of times"
         ) from error
     return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    device = group._device_types[0]
-    options: Any = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", timedelta(minutes=10))

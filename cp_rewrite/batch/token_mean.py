@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_rewrite.sharding import Sharding, require_sharding
+from cp_rewrite.torch_internals import process_group
 
 
 def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tensor:
@@ -65,7 +65,7 @@ def _token_mean(total: Tensor, count: Tensor, group: str) -> tuple[Tensor, Tenso
     """(mean, 1 / global count). Sums run in float64, which holds every token count exactly. "" is a group of one."""
     sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
     if group:
-        dist.all_reduce(sums, group=_resolve_process_group(group))
+        dist.all_reduce(sums, group=process_group(group))
     inverse = torch.where(sums[1] == 0, torch.zeros_like(sums[1]), 1 / sums[1])
     # The sum is divided, not multiplied: that rounds as one process does.
     mean = torch.where(sums[1] == 0, torch.zeros_like(sums[0]), sums[0] / sums[1])

@@ -24,6 +24,7 @@ from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
 from cp_rewrite.passes.predicate.decide import DROPPED_AT
 from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
 from cp_rewrite.sharding import CuSeqlens, Sharding, packing_args
+from cp_rewrite.torch_internals import expression
 
 log = logging.getLogger(__name__)
 SAMPLE = 2048
@@ -183,7 +184,7 @@ def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device:
     def run(tensor: RecordedTensor, indices: Mapping[Ref, Tensor]) -> Tensor:
         values = leaves(tensor)
         named = {
-            s.node.expr: n for r, v in values.items() for s, n in zip(r.shape, v.shape, strict=True) if _is_symbol(s)
+            expression(s): n for r, v in values.items() for s, n in zip(r.shape, v.shape, strict=True) if _is_symbol(s)
         }
         values = {ref: value.to(device) for ref, value in {**tensor.values, **values, **indices}.items()}
         return evaluate(tensor.canonical, values, counts | named, device)
@@ -221,7 +222,7 @@ def _listed(counts: Tensor, places: Tensor, tokens: int, size: tuple[int, int]) 
 
 
 def _is_symbol(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+    return isinstance(size, torch.SymInt) and expression(size).is_Symbol
 
 
 @torch.no_grad()
@@ -232,7 +233,7 @@ def evaluate(
     env = dict(values)
 
     def number(size: Any) -> Any:
-        value = size.node.expr.subs(sizes)
+        value: Any = expression(size).subs(sizes)
         return float(value) if isinstance(size, torch.SymFloat) else int(value)
 
     def tensor(ref: Ref) -> Tensor:

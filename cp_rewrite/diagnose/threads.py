@@ -12,13 +12,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _create_work_from_future,
-    _register_process_group,
-    _unregister_process_group,
-)
 
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import finished_work, registered_group
 
 GROUP = "cp_rewrite_threads"
 _place = threading.local()
@@ -75,13 +71,13 @@ class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
     def alltoall_base(self, output: Tensor, input: Tensor, recv: list[int], send: list[int], opts: Any = None) -> Any:
         parts = self.exchange(input.split(send))
         output.copy_(torch.cat([sent[rank()] for sent in parts]))
-        return self._done(output)
+        return finished_work(output)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         values = self.exchange([tensor.clone() for tensor in tensors])
         for tensor, *parts in zip(tensors, *values, strict=True):
             tensor.copy_(torch.stack(parts).sum(0))
-        return self._done(tensors)
+        return finished_work(tensors)
 
     def getSize(self) -> int:
         return len(self.slots)
@@ -92,17 +88,11 @@ class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
     def getBackendName(self) -> str:
         return "threads"
 
-    def _done(self, result: Any) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(result)
-        return _create_work_from_future(future)
-
 
 @contextmanager
 def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]]]:
     """A group of threads: yields `run(fn)`, which calls fn in each of them at once and returns results by rank."""
     group = ThreadGroup(size)
-    _register_process_group(GROUP, group)
 
     def play(place: int, fn: Callable[[], Any]) -> Any:
         _place.rank = place
@@ -121,7 +111,5 @@ def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]
             raise error
         return [future.result() for future in futures]
 
-    try:
+    with registered_group(GROUP, group):
         yield cast(Any, run)
-    finally:
-        _unregister_process_group(GROUP)

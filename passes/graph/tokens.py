@@ -18,7 +18,7 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
-from .sources import argument_names
+from .argument_names import argument_names
 
 Size = int | SymInt
 

@@ -36,6 +36,8 @@ def input_state(
     found = tokens.input(node)
     if found is not None:
         return _token_rows(found, extents, found.name in sharding.tokens), None
+    if any(refusal.node is node for refusal in tokens.refusals):
+        return UNKNOWN, None
     sizes = [extents.size(size) for size in value.shape]
     packing = sharding.packing
     metadata = isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg)

@@ -69,13 +69,13 @@ def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> tu
     return list(sites.values()), list(refusals.values())
 
 
-def is_attention(node: fx.Node) -> bool:
-    """Whether a node is scaled dot product attention, in any of its names."""
+def is_sdpa(node: fx.Node) -> bool:
+    """Whether a node is `scaled_dot_product_attention`, by any of its names."""
     return node.op == "call_function" and node.target in _SDPA
 
 
 def _may_be_attention(node: fx.Node) -> bool:
-    return is_attention(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
+    return is_sdpa(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
 class _Matcher:
@@ -186,4 +186,4 @@ def _holds_attention(node: fx.Node) -> bool:
     """Whether a graph that a node is given to run holds attention that is not written out."""
     modules = (module for body in nested_graphs(node).values() for module in body.modules())
     graphs = (module.graph for module in modules if isinstance(module, fx.GraphModule))
-    return any(is_attention(inner) or is_flex(inner) or is_varlen(inner) for graph in graphs for inner in graph.nodes)
+    return any(is_sdpa(inner) or is_flex(inner) or is_varlen(inner) for graph in graphs for inner in graph.nodes)

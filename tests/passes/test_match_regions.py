@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.graph.sources import argument_names
+from cp_rewrite.passes.graph.argument_names import argument_names
 from cp_rewrite.passes.values.site import Site
 from tests.helpers.matching import PACKED, heads, match_model, reasons, the_site
 
@@ -73,6 +74,36 @@ def test_one_region_with_two_masks_is_refused() -> None:
 
     found = match_model(model)
     assert [f.reason for f in found if isinstance(f, Refusal)] == [Reason.NESTED_REGION]
+
+
+def test_attention_inside_a_branch_is_refused() -> None:
+    def model(**b: Tensor) -> Tensor:
+        x, mask = heads(b), PACKED(**b)
+        return torch.cond(x.sum() > 0, attention, lambda x, mask: x * 1.0, (x, mask))
+
+    (refusal,) = match_model(model)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.NESTED_REGION
+    assert "cond, which is no plain call of a region" in refusal.detail
+
+
+@pytest.mark.parametrize("how", ["cond", "map"])
+def test_a_mask_of_a_nested_graph_that_is_no_region_is_refused(how: str) -> None:
+    def keep(row: Tensor) -> Tensor:
+        return row & True
+
+    def model(**b: Tensor) -> Tensor:
+        mask = PACKED(**b)
+        if how == "cond":
+            mask = torch.cond(mask.any(), keep, lambda mask: mask & True, (mask,))
+        else:
+            mask = torch._higher_order_ops.map(keep, mask)
+        return attention(heads(b), mask)
+
+    (refusal,) = match_model(model)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.MASK_UNSUPPORTED_OP
+    assert "runs a nested graph and is no plain call of a region" in refusal.detail
 
 
 def test_sdpa_kernel_brackets_change_nothing() -> None:
