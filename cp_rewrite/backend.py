@@ -16,8 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 from cp_rewrite.batch.active import active_plan, number_tokens
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
+from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
-from cp_rewrite.passes.graph.sources import weight_places
 
 from . import passes
 from .batch import agree

@@ -2,6 +2,7 @@
 
 `capture` (capture.py) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
 
+    check_frame            check_frame.py            the graph begins and ends where the compiled function does
     check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
@@ -13,7 +14,7 @@
                                                      the plan's tensors (plan_inputs.py), without dead masks (erase.py)
     verify_graph           verify.py                 the new graph is whole
 
-The first seven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
+The first eight only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
 `values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
 """
 

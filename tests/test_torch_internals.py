@@ -338,6 +338,52 @@ def test_an_unknown_kind_of_source_is_an_error_that_names_it() -> None:
         dynamo_internals.is_of_module(source)
 
 
+@canary(
+    "graph breaks: compile_subgraph_reason, names of resumed functions", "dynamo_internals.break_reason, is_resumed"
+)
+def test_graph_breaks() -> None:
+    seen: list[tuple[str | None, bool]] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        seen.append((dynamo_internals.break_reason(gm), dynamo_internals.is_resumed()))
+        return gm.forward
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(torch.ones(3))
+    (broken, first), (whole, second) = seen
+    assert broken is not None
+    assert "torch._dynamo.graph_break()" in broken
+    assert [first, whole, second] == [False, None, True]
+    assert not dynamo_internals.is_resumed()
+
+
+@canary("side effects: SideEffects.store_attr_mutations, id_to_variable", "dynamo_internals.kept_values")
+def test_values_that_outlive_a_call() -> None:
+    seen: list[str] = []
+    bag: list[Tensor] = []
+
+    class Keeper(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+        def forward(self, x: Tensor) -> Tensor:
+            self.load = x.sum()
+            bag.append(x * 2)
+            fresh = [x * 3]
+            return x + fresh[0]
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        seen.extend(f"{node.name}: {where}" for node, where in dynamo_internals.kept_values().items())
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(Keeper(), backend=backend, fullgraph=True)(torch.ones(3))
+    assert sorted(seen) == ["mul: L['bag']", "sum_1: L['self'].load"]
+    assert not dynamo_internals.kept_values()
+
+
 @canary("TracingContext or FakeTensorMode.from_tensor", "dynamo_internals.inner_mode and fake_input, for plan inputs")
 def test_inputs_of_the_inner_compiler() -> None:
     sizes: list[Any] = []
