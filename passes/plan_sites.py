@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
-from cp_rewrite.kernels.select import AttentionSpec, capabilities, choose_kernel, device_facts
+from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
+from cp_rewrite.ops.attention import travels_beside
+from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
 from cp_rewrite.planning.devices import Device, Model
-from cp_rewrite.planning.routes import fixed
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
+from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, split_exchange
@@ -34,35 +38,52 @@ def plan_sites(state: State) -> State:
 
 def _decide(site: Site, state: State) -> Decision | Refusal:
     spec = spec_of(site, state.sharding.deterministic)
-    if state.sharding.capacity is not None and not fixed.fits(site.mask):
+    if state.sharding.capacity is not None and not fits(site.mask):
         return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
-    exchange, why = _exchange(site, spec, state)
-    if against := exchange_reasons(exchange, state.sharding):
-        return Refusal(Reason.EXCHANGE, f"{exchange}: {'; '.join(against)}", site.node)
-    if split_exchange(exchange)[0]:
-        deal = HeadDeal.best(spec.heads, spec.heads_kv, state.sharding.grid[1])
-        why, spec = f"{why}; {deal}", replace(spec, heads=deal.local, heads_kv=deal.local_kv)
+    name, why = _exchange_name(site, spec, state)
+    if against := exchange_reasons(name, state.sharding):
+        return Refusal(Reason.EXCHANGE, f"{name}: {'; '.join(against)}", site.node)
+    exchange, heads = ranks_of(name, (spec.heads, spec.heads_kv), (spec.head_dim, spec.head_dim_v), state.sharding)
+    if heads is not None:
+        why, spec = f"{why}; {heads.deal}", replace(spec, heads=heads.deal.local, heads_kv=heads.deal.local_kv)
     choice = choose_kernel(spec, device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
-    if exchange == "push":
-        why += " beside the kernel" if capabilities(choice.kernel).overlaps_exchange else " before and after the kernel"
-    rejected = tuple(f"not {name}: {'; '.join(reasons)}" for name, reasons in choice.rejected)
-    return Decision(site, exchange, choice.kernel, (f"{exchange}: {why}", *rejected))
+    if name in BETWEEN_GPUS.values():
+        why += " beside the kernel" if travels_beside(exchange, choice.kernel) else " before and after the kernel"
+    rejected = tuple(f"not {other}: {'; '.join(reasons)}" for other, reasons in choice.rejected)
+    return Decision(site, name, exchange, heads, choice.kernel, (f"{name}: {why}", *rejected))
 
 
-def exchange_reasons(exchange: str, sharding: Sharding) -> list[str]:
+def ranks_of(
+    name: str, heads: tuple[int, int], dims: tuple[int, int], sharding: Sharding
+) -> tuple[Exchange, HeadScatter | None]:
+    """Between which ranks rows travel under an exchange, and between which heads are scattered before, if they are.
+
+    Args:
+        heads: of queries, and of keys and values. dims: D and V.
+    """
+    scattered, kind = split_exchange(name)
+    if not scattered:
+        return Exchange(kind, sharding.group_name if sharding.world_size > 1 else "", sharding.world_size), None
+    (outer, inner), (outer_group, inner_group) = sharding.grid, sharding.grid_groups
+    exchange = Exchange(kind, "" if kind == "local" else outer_group, outer)
+    return exchange, HeadScatter(HeadDeal.best(*heads, inner), dims, inner_group)
+
+
+def exchange_reasons(name: str, sharding: Sharding) -> list[str]:
     """Every reason why an exchange can't serve these ranks; empty: it can."""
-    scattered, outer = split_exchange(exchange)
+    scattered, kind = split_exchange(name)
+    route = ROUTES[kind]
     found: list[str] = []
-    if scattered and outer != "local" and isinstance(sharding.mesh, int):
+    if scattered and kind != "local" and isinstance(sharding.mesh, int):
         found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
-    if sharding.capacity is not None and exchange not in fixed.EXCHANGES:
+    if sharding.capacity is not None and (scattered or route.fixed is None):
         found.append(
             "with capacity, rows travel by all_gather, or by needed where GPUs read each other's memory: the host must "
             "not know how many"
         )
-    if sharding.keep_kv and outer == "p2p":
+    if sharding.keep_kv and route.in_steps:
         found.append("a ring holds no more than two buffers of keys and values, so keep_kv=True has nothing to keep")
     return found
 
@@ -74,26 +95,31 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     window = site.mask.window or (None, None)
     return AttentionSpec(
         dtype=out.dtype,
-        head_dim=int(query.shape[-1]),
-        head_dim_v=int(value.shape[-1]),
-        heads=int(query.shape[1]),
-        heads_kv=int(key.shape[1]),
+        head_dim=_guarded(query.shape[-1]),
+        head_dim_v=_guarded(value.shape[-1]),
+        heads=_guarded(query.shape[1]),
+        heads_kv=_guarded(key.shape[1]),
         causal=site.mask.causal,
-        windowed=window[0] is not None or bool(window[1]),
+        windowed=window[0] is not None or window[1] not in (None, 0),
         needs_backward=out.requires_grad,
         deterministic=deterministic,
         softcap=site.softcap,
     )
 
 
-def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
-    """(exchange, why). `needed` travels by one-sided writes (`push`) where all ranks can map each other's memory."""
+def _guarded(size: Any) -> int:
+    """A size as a number. Of a symbol, int() makes a guard: the graph is compiled anew for another number."""
+    return int(size)
+
+
+def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
+    """(name of the exchange, why)."""
     sharding = state.sharding
     if sharding.world_size == 1:
         return "local", "one rank: nothing moves"
     exchange, why = sharding.exchange, "asked for"
-    fixed = exchange == "auto" and sharding.capacity is not None
-    if fixed:
+    captured = exchange == "auto" and sharding.capacity is not None
+    if captured:
         exchange, why = "needed", "capacity is set"
     elif exchange == "auto":
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
@@ -101,13 +127,13 @@ def _exchange(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
         per_node = sharding.node_size
         choice = choose_exchange(model, sharding.world_size, site.mask, speeds, ranks_per_node=per_node)
         exchange, why = choice.exchange, choice.reason
-    if exchange == "needed" and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
+    if exchange in BETWEEN_GPUS and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
         against = [*row_reasons(spec.dtype, *columns), *group_reasons(sharding.group_name)]
         if not against:
-            return "push", f"{why}; rows are written into the peers' memory"
+            return BETWEEN_GPUS[exchange], f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"
-    return "all_gather" if fixed else exchange, why
+    return "all_gather" if captured else exchange, why
 
 
 def _speeds(device: torch.device) -> Device:

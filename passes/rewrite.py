@@ -11,27 +11,22 @@ import torch
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import PlanInput
+from cp_rewrite.batch.active import ROW_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.ops.attention import HeadScatter, attend
+from cp_rewrite.ops.attention import attend
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.routes.head_deal import HeadDeal
-from cp_rewrite.sharding import split_exchange
 from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .plan_inputs import Inputs
-from .plan_sites import spec_of
-
-_ROW_INDEX = PlanInput("row_index")
 
 
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
-    keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange)]
-    inputs = Inputs(state, keys + [_ROW_INDEX] * bool(state.positions))
+    keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
+    inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
     for position in state.positions:
         _globalize(position, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
@@ -53,8 +48,7 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
     graph = site.node.graph
     value = site.node.meta["example_value"]
     tracer = GraphAppendingTracer(graph)
-    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_site(site.mask, decision.exchange)]
-    where, heads = _where(decision, state)
+    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_site(site.mask, decision.exchange_name)]
     scale = site.query.meta["example_value"].shape[-1] ** -0.5 if site.scale is None else site.scale
     params = Params(float(scale), site.softcap, sharding.deterministic)
 
@@ -62,7 +56,8 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
         nodes = [fx.Proxy(replaced.get(node, node), tracer) for node in site.operands]
         q, k, v = (_rows(node, value.dtype, site.rows) for node in nodes[:3])
         sinks = nodes[3] if site.sinks is not None else None
-        out = attend(q, k, v, plan[:4], plan[4:], where, params, decision.kernel, sharding.keep_kv, sinks, heads)[0]
+        how = decision.exchange, params, decision.kernel, sharding.keep_kv
+        out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
         if site.rows:
             return out
         return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
@@ -76,19 +71,6 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
     graph.erase_node(site.node)
     new.name = name
     return new
-
-
-def _where(decision: Decision, state: State) -> tuple[tuple[str, str, int], HeadScatter | None]:
-    """(exchange, group, ranks) that keys travel by, and what heads are scattered over before."""
-    sharding = state.sharding
-    scattered, exchange = split_exchange(decision.exchange)
-    if not scattered:
-        return (exchange, sharding.group_name if sharding.world_size > 1 else "", sharding.world_size), None
-    (outer, inner), groups = sharding.grid, sharding.grid_groups
-    spec = spec_of(decision.site, sharding.deterministic)
-    deal = HeadDeal.best(spec.heads, spec.heads_kv, inner)
-    where = (exchange, "" if exchange == "local" else groups[0], outer)
-    return where, HeadScatter(deal, (spec.head_dim, spec.head_dim_v), groups[1])
 
 
 def _rows(x: fx.Proxy, dtype: torch.dtype, rows: bool) -> fx.Proxy:
@@ -106,7 +88,7 @@ def _globalize(position: PositionGenerator, inputs: Inputs) -> None:
     """Positions of the shard become the plan's global ones."""
     node = position.node
     tracer = GraphAppendingTracer(node.graph)
-    index = fx.Proxy(inputs.node(node.graph, _ROW_INDEX), tracer)
+    index = fx.Proxy(inputs.node(node.graph, ROW_INDEX), tracer)
 
     def emit() -> Any:
         if position.kind == "arange":

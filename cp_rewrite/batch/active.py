@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,53 +15,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.exchange import ROUTES
 from cp_rewrite.planning.batch_plan import BatchPlan
-from cp_rewrite.planning.routes.fixed import fixed_route, fixed_tables
-from cp_rewrite.planning.routes.grid import outer_schedule, row_order
-from cp_rewrite.planning.routes.push import push_route
-from cp_rewrite.planning.routes.ring import ring_tables
+from cp_rewrite.planning.routes import grid
+from cp_rewrite.planning.routes.by_exchange import ROUTES
+from cp_rewrite.planning.routes.fixed import fixed_tables
+from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
 from cp_rewrite.sharding import Sharding, split_exchange
 
 from .buffers import buffers_of
 
-Arrays = dict[str, NDArray[Any]]
-
 
 @dataclass(frozen=True)
 class PlanInput:
-    """One extra input of a rewritten graph: tensor `name` of the schedule of `mask`, as `exchange` needs it.
+    """One extra input of a rewritten graph: a tensor of the schedule of `mask`, as `exchange` needs it."""
 
-    `row_index` is the (T_l,) int64 index in the global row of each local token; it belongs to no mask or exchange.
-    """
-
-    name: str
+    tensor: PlanTensor
     mask: PackedMask | None = None
     exchange: str | None = None
 
     @property
-    def on_host(self) -> bool:
-        """Read by ops on the host; all others live on the device."""
-        return self.name in (
-            "pieces", "launches", "splits", "stages", "capacity", "expanded", "copied", "place", "rounds",
-        )  # fmt: skip
-
-    @property
-    def is_static(self) -> bool:
-        """The size follows from the world size alone."""
-        return self.name in ("splits", "stages", "capacity", "ends", "partners", "place")
+    def name(self) -> str:
+        return self.tensor.name
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
         """What `packed_attention` reads: its tables, then its route."""
-        tables = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-        scattered, outer = split_exchange(exchange)
+        scattered, kind = split_exchange(exchange)
+        route = ROUTES[kind]
         # A ring has tables for each of its steps, a grid of ranks those of its outer places.
-        whose = exchange if scattered or outer == "p2p" else None
-        route = ROUTES[outer] + (("row_order", "row_inverse") if scattered else ())
-        return tuple(PlanInput(name, mask, whose) for name in tables) + tuple(
-            PlanInput(name, mask, exchange) for name in route
+        whose = exchange if scattered or route.in_steps else None
+        return (
+            *(PlanInput(tensor, mask, whose) for tensor in KERNEL_TABLES),
+            *(PlanInput(tensor, mask, exchange) for tensor in route.tensors + grid.ORDER * scattered),
         )
+
+
+ROW_INDEX = PlanInput(PlanTensor("row_index"))
+"""(T_l,) int64: index in the global row of each local token. It belongs to no mask or exchange."""
 
 
 @dataclass(eq=False)
@@ -76,17 +66,17 @@ class ActivePlan:
     number: int = field(default_factory=itertools.count().__next__)
     """Of the batch, in this process."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
-    _examples: dict[PlanInput, Arrays] = field(default_factory=dict[PlanInput, Arrays])
-    """Rank 0's arrays of each mask and exchange, under a key that names none of them."""
+    _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
+    """By mask, exchange and rank."""
 
     def tensor(self, key: PlanInput) -> Tensor:
         """The tensor of one extra input, on the device unless the host reads it."""
         if key not in self._tensors:
-            if key.name == "row_index":
-                self._keep(key, self._row_index())
-            else:
-                for name, array in self._arrays(key, self.sharding.rank).items():
-                    self._keep(PlanInput(name, key.mask, key.exchange), array)
+            array = self._row_index() if key.mask is None else self._arrays_of(key.mask, key.exchange)[key.name]
+            tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._device_of(key)
+            fixed = self.sharding.capacity is not None
+            made = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
+            self._tensors[key] = made
         return self._tensors[key]
 
     def refill(self) -> None:
@@ -100,12 +90,8 @@ class ActivePlan:
         for the backward, in which order to run), and must decide the same on all ranks."""
         if key.mask is None:
             return self.tensor(key)
-        route = replace(key, name="")
-        if route not in self._examples:
-            self._examples[route] = self._arrays(key, 0)
-        array = self._examples[route][key.name]
-        device = torch.device("cpu") if key.on_host else self.device
-        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+        array = self._arrays_of(key.mask, key.exchange, 0)[key.name]
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self._device_of(key))
 
     @property
     def missing(self) -> int:
@@ -136,31 +122,30 @@ class ActivePlan:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
 
-    def _arrays(self, key: PlanInput, rank: int) -> Arrays:
-        assert key.mask is not None
-        capacity = self.sharding.capacity
-        if capacity is not None:
-            schedule = self.plan.schedule(key.mask)
-            if key.exchange is None:
-                return fixed_tables(schedule, rank, key.mask, capacity)
-            return fixed_route(schedule, rank, key.exchange, capacity)
-        if key.exchange is None:
-            return self.plan.schedule(key.mask).attention(rank)
-        scattered, outer = split_exchange(key.exchange)
-        inner = self.sharding.grid[1] if scattered else 1
-        place = rank // inner
-        schedule = outer_schedule(self.plan, key.mask, inner) if scattered else self.plan.schedule(key.mask)
-        order = row_order(self.plan, place, inner) if scattered else {}
-        if outer == "p2p":
-            return {**ring_tables(schedule, place), **order}
-        route = push_route(schedule, place) if outer == "push" else schedule.route(outer, place)
-        return {**(schedule.attention(place) if scattered else {}), **route, **order}
+    def _arrays_of(self, mask: PackedMask, exchange: str | None, rank: int | None = None) -> Arrays:
+        """A rank's arrays, this one's by default: of an exchange; for None, the kernel tables that exchanges share."""
+        place = mask, exchange, self.sharding.rank if rank is None else rank
+        if place not in self._arrays:
+            self._arrays[place] = self._make_arrays(*place)
+        return self._arrays[place]
 
-    def _keep(self, key: PlanInput, array: NDArray[Any]) -> None:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        device = torch.device("cpu") if key.on_host else self.device
-        fixed = self.sharding.capacity is not None
-        self._tensors[key] = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
+    def _make_arrays(self, mask: PackedMask, exchange: str | None, rank: int) -> Arrays:
+        capacity = self.sharding.capacity
+        if exchange is None:
+            schedule = self.plan.schedule(mask)
+            return schedule.attention(rank) if capacity is None else fixed_tables(schedule, rank, mask, capacity)
+        scattered, kind = split_exchange(exchange)
+        route = ROUTES[kind]
+        if scattered:
+            return grid.grid_route(self.plan, mask, route, rank, self.sharding.grid[1])
+        schedule = self.plan.schedule(mask)
+        if capacity is None:
+            return route.arrays(schedule, rank)
+        assert route.fixed is not None, f"{kind} has no route of fixed sizes: `exchange_reasons` refuses it"
+        return route.fixed(schedule, rank, capacity)
+
+    def _device_of(self, key: PlanInput) -> torch.device:
+        return torch.device("cpu") if key.tensor.on_host else self.device
 
     def _row_index(self) -> NDArray[np.int64]:
         indices = self.indices()

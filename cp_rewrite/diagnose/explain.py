@@ -125,7 +125,7 @@ def _report(state: passes.State) -> Report:
         decision = None if state.refusals else decisions.get(id(site))
         line = where.get(id(site.node)) or source_line(site.node)
         mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
-        chosen = (None, None, ()) if decision is None else (decision.exchange, decision.kernel, decision.why)
+        chosen = (None, None, ()) if decision is None else (decision.exchange_name, decision.kernel, decision.why)
         sites.append(SiteReport(line, mask, *chosen))
     after = graph_lines(state.graph_module)
     return Report(tuple(sites), state.refusals, ops_before, _op_counts(state.graph_module), tuple(before), tuple(after))

@@ -35,7 +35,7 @@ def count(state: State) -> None:
     mine["graphs rewritten"] += 1
     mine["sites"] += len(state.decisions)
     for decision in state.decisions:
-        mine[f"exchange {decision.exchange}"] += 1
+        mine[f"exchange {decision.exchange_name}"] += 1
         mine[f"kernel {decision.kernel}"] += 1
 
 

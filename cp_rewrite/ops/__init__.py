@@ -1,6 +1,5 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import attention, exchange, heads, max_logits, ring, rows
-from . import push_attention as pushed
+from . import attention, exchange, max_logits, push_attention, ring_attention, scatter_heads
 
-__all__ = ["attention", "exchange", "heads", "max_logits", "pushed", "ring", "rows"]
+__all__ = ["attention", "exchange", "max_logits", "push_attention", "ring_attention", "scatter_heads"]

@@ -20,12 +20,12 @@ from torch.library import custom_op
 from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.planning.routes.by_exchange import Exchange
 
-from . import rows
-from .attention import HeadScatter
+from . import local_rows
 from .exchange import exchange_kv
-from .heads import gather_per_head, scatter_heads
-from .ring import go_round
+from .ring_attention import go_round
+from .scatter_heads import HeadScatter, gather_per_head, scatter_heads
 
 _c10d: Any = torch.ops._c10d_functional
 _ops: Any = torch.ops.cp_rewrite
@@ -37,7 +37,7 @@ def max_logits(
     v: Any,
     tables: Sequence[Any],
     route: Sequence[Any],
-    where: tuple[str, str, int],
+    exchange: Exchange,
     params: Params,
     heads: HeadScatter | None = None,
 ) -> Any:
@@ -51,15 +51,15 @@ def max_logits(
     q, k, v = q.detach(), k.detach(), v.detach()
     if heads is not None:
         *route, order, inverse = route
-        q, k, v = scatter_heads(q, k, v, order, inverse, heads.deal, heads.dims, heads.group)
-        return gather_per_head(max_logits(q, k, v, tables, route, where, params), heads.deal, heads.group)
-    exchange, group, world_size = where
-    if exchange == "p2p":
-        found = _ops.ring_max_logits.default(q, k, *tables, *route, params.scale, params.softcap, group, world_size)
+        q, k, v = scatter_heads(q, k, v, order, inverse, heads)
+        return gather_per_head(max_logits(q, k, v, tables, route, exchange, params), heads)
+    numbers, group, ranks = (params.scale, params.softcap), exchange.group, exchange.world_size
+    if exchange.route.in_steps:
+        found = _ops.ring_max_logits.default(q, k, *tables, *route, *numbers, group, ranks)
     else:
-        kv = exchange_kv(k, v, route, *where)
-        found = _ops.packed_max_logits.default(q, k, kv, *tables, params.scale, params.softcap)
-    if world_size == 1:
+        kv = exchange_kv(k, v, route, exchange)
+        found = _ops.packed_max_logits.default(q, k, kv, *tables, *numbers)
+    if ranks == 1:
         return found
     return _c10d.wait_tensor.default(_c10d.all_reduce.default(found, "max", group))
 
@@ -103,7 +103,7 @@ def ring_max_logits(
     tables, route = (cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds)
     found = q.new_full((q.shape[1],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for held, r in go_round(k.flatten(1).contiguous(), tables, route, group, world_size):
-        keys = rows.gather_rows(held, r.kv_rows).unflatten(1, k.shape[1:])
+        keys = local_rows.gather_rows(held, r.kv_rows).unflatten(1, k.shape[1:])
         found = torch.maximum(found, reference.max_logits(q, keys, r.tables, Params(scale, softcap)))
     return found
 

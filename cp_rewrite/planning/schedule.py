@@ -1,4 +1,4 @@
-"""What every rank's attention does, and where the rows it reads live: kernel tables and routes.
+"""What every rank's attention does, and where the rows it reads live: pieces, kernel tables, and runs of rows.
 
 Keys are gathered into one buffer of *expanded rows*, piece after piece; a row that two pieces need is there twice.
 
@@ -22,12 +22,10 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
-from .intervals import Int, expand_ranges, overlaps, sum_lists, union
+from .intervals import Int, overlaps, union
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
 
-Int32 = NDArray[np.int32]
 D = TypeVar("D", bound=np.integer)
-ROUTES = ("local", "all_gather", "needed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,66 +106,6 @@ class Schedule:
         reader = self.pieces.rank[piece]
         row -= np.concatenate([[0], np.cumsum(self.expanded)])[reader]
         return Runs(piece, reader, row, owners[segment], sources[segment] + low - starts[segment], high - low)
-
-    def route(self, exchange: str, rank: int) -> dict[str, NDArray[np.integer]]:
-        """The row tables of one rank for one way of moving rows, in a fixed order. P ranks, R local rows, E expanded.
-
-        `local`: kv_rows (E,) local row of each expanded row; sum_ptr (R + 1,), sum_rows (at least 2 R,): the expanded
-            rows that contribute to each local row, see `intervals.sum_lists`. For one rank.
-        `all_gather`: the same over the P R gathered rows (owner R + local row).
-        `needed`: send_rows (S,) local rows by destination; splits (2, P) rows sent to and received from each rank;
-            kv_rows (E,) into cat(R local rows, V received rows by source); sum_ptr (R + V + 1,), sum_rows;
-            return_ptr (R + 1,), return_rows into cat(own sums (R), rows that come back (S)).
-        Raises:
-            ValueError: an unknown exchange, or `local` with more than one rank.
-        """
-        if exchange == "local" and self.world_size > 1:
-            raise ValueError(f"the local route is for one rank, this schedule has {self.world_size}")
-        if exchange in ("local", "all_gather"):
-            return self._gathered_route(rank)
-        if exchange == "needed":
-            return self._needed_route(rank)
-        raise ValueError(f"exchange must be one of {', '.join(ROUTES)}; got {exchange!r}")
-
-    def _gathered_rows(self, rank: int) -> Int:
-        runs = self.runs.take(self.runs.reader == rank)
-        return expand_ranges(runs.owner * self.rows + runs.source, runs.length)
-
-    def _gathered_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
-        kv_rows = self._gathered_rows(rank)
-        ptr, members = sum_lists(kv_rows, self.world_size * self.rows)
-        return {"kv_rows": _index(kv_rows), "sum_ptr": _index(ptr), "sum_rows": _index(members)}
-
-    def _needed_route(self, rank: int) -> dict[str, NDArray[np.integer]]:
-        runs = self.runs.take(self.runs.reader == rank)
-        slots = runs.owner * self.rows + runs.source
-        remote = runs.owner != rank
-        starts, stops = union(slots[remote], (slots + runs.length)[remote])
-        before = np.cumsum(stops - starts) - (stops - starts)
-        block = np.searchsorted(starts, slots[remote], side="right") - 1
-        position = runs.source.copy()
-        position[remote] = self.rows + before[block] + slots[remote] - starts[block]
-        kv_rows = expand_ranges(position, runs.length)
-        received = np.bincount(expand_ranges(starts, stops - starts) // self.rows, minlength=self.world_size)
-        ptr, members = sum_lists(kv_rows, self.rows + int(received.sum()))
-        send_rows, sent = self._sent_rows(rank)
-        return_ptr, return_rows = sum_lists(np.concatenate([np.arange(self.rows), send_rows]), self.rows)
-        return {
-            "send_rows": _index(send_rows),
-            "splits": np.stack([sent, received]),
-            "kv_rows": _index(kv_rows),
-            "sum_ptr": _index(ptr),
-            "sum_rows": _index(members),
-            "return_ptr": _index(return_ptr),
-            "return_rows": _index(return_rows),
-        }
-
-    def _sent_rows(self, rank: int) -> tuple[Int, Int]:
-        runs = self.runs.take((self.runs.owner == rank) & (self.runs.reader != rank))
-        slots = runs.reader * self.rows + runs.source
-        starts, stops = union(slots, slots + runs.length)
-        rows = expand_ranges(starts, stops - starts)
-        return rows % self.rows, np.bincount(rows // self.rows, minlength=self.world_size)
 
     @cached_property
     def received(self) -> Int:
@@ -259,7 +197,3 @@ def at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[D
         return array
     tail = np.full((missing, *array.shape[1:]), array[-1] if fill is None else fill, dtype=array.dtype)
     return np.concatenate([array, tail])
-
-
-def _index(rows: Int) -> Int32:
-    return at_least(rows.astype(np.int32), 2, 0)

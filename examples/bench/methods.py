@@ -15,16 +15,16 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
-from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.exchange import ROUTES, exchange_kv, return_kv
-from cp_rewrite.ops.rows import split_kv
+from cp_rewrite.ops.exchange import exchange_kv, return_kv
+from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.routes.push import push_route
+from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
+from cp_rewrite.planning.routes.route import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.schedule import Schedule
 
 _ops: Any = torch.ops.cp_rewrite
@@ -65,9 +65,9 @@ class Method(Protocol):
     def backward(self) -> object: ...
 
 
-def on_device(arrays: dict[str, np.ndarray[Any, Any]], names: tuple[str, ...] | None = None) -> list[Tensor]:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return [tensors[n] if PlanInput(n).on_host else tensors[n].cuda() for n in names or tuple(tensors)]
+def on_device(arrays: dict[str, np.ndarray[Any, Any]], tensors: tuple[PlanTensor, ...] = KERNEL_TABLES) -> list[Tensor]:
+    made = [(torch.from_numpy(arrays[tensor.name]), tensor.on_host) for tensor in tensors]
+    return [x if on_host else x.cuda() for x, on_host in made]
 
 
 def plan(pack: Pack, world_size: int, layout: str) -> Schedule:
@@ -102,16 +102,16 @@ class Ours:
         self.name = f"{layout} + {exchange}{', kernel alone' if alone else ''}"
         self.setup = setup
         schedule = plan(pack, setup.world_size, layout)
-        route = push_route(schedule, setup.rank) if exchange == "push" else schedule.route(exchange, setup.rank)
+        route = ROUTES[exchange]
         self.tables = Tables(*on_device(schedule.attention(setup.rank)))
-        self.route = on_device(route, ROUTES[exchange])
-        self.where = exchange, setup.group, setup.world_size
+        self.route = on_device(route.arrays(schedule, setup.rank), route.tensors)
+        self.exchange = Exchange(exchange, setup.group, setup.world_size)
         self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
         self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
-        self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, *self.where) if alone else None
+        self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, self.exchange) if alone else None
 
     def _keys(self) -> tuple[Tensor, Tensor]:
-        kv = exchange_kv(self.k, self.v, self.route, *self.where) if self.kv is None else self.kv
+        kv = exchange_kv(self.k, self.v, self.route, self.exchange) if self.kv is None else self.kv
         return split_kv(kv, self.setup.heads_kv, self.setup.dim, self.setup.dim)
 
     def forward(self) -> object:
@@ -120,13 +120,13 @@ class Ours:
 
     def backward(self) -> object:
         able = capabilities(self.setup.kernel).unrounded_gradients(self.q, self.setup.heads_kv)
-        params = replace(self.setup.params, unrounded=able and self.where[0] != "push")
+        params = replace(self.setup.params, unrounded=able and self.exchange.kind != "push")
         dq, dk, _ = self.setup.module.backward(
             self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, params
         )
         if self.kv is not None:
             return dq
-        dk, dv = return_kv(dk._base, self.k, self.v, self.route, *self.where)
+        dk, dv = return_kv(dk._base, self.k, self.v, self.route, self.exchange)
         return dq, dk.to(self.k.dtype), dv.to(self.v.dtype)
 
 

@@ -25,6 +25,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost import padding_seconds
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
+from cp_rewrite.planning.routes.needed import needed_route
 
 MIXES = ("web_mix", "prolong", "long_tail")
 SIMPLE = ("contiguous", "head_tail", "dual_chunk")
@@ -120,7 +121,7 @@ def show_speed() -> None:
     bar(f"512K tokens in 500 documents, cp 4 and 8 (worst {max(times):.1f})", float(np.median(times)), 20.0, "{:.1f}")
     p = plan(lengths, 8)
     start = time.process_time()
-    tables = [p.schedule.attention(0), p.schedule.route("needed", 0)]
+    tables = [p.schedule.attention(0), needed_route(p.schedule, 0)]
     print(f"  kernel tables and `needed` route of one rank, 64K rows: {1e3 * (time.process_time() - start):.1f} ms")
     print(f"  pickle of the plan: {len(pickle.dumps(p))} bytes, {sum(map(len, tables))} tables")
 

@@ -9,8 +9,10 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
@@ -21,12 +23,21 @@ from .size_conditions import SizeConditions
 
 @dataclass(frozen=True)
 class Decision:
-    """How one site will run. `why` says how the exchange and the kernel were chosen, in words for the report."""
+    """How one site will run.
+
+    Args:
+        exchange_name: as reports say it: `push`, `a2a+p2p`.
+        exchange: how rows travel, after heads are scattered. heads: between whom heads are, if they are.
+        kernel: what runs.
+        why: how exchange and kernel were chosen, in words for the report.
+    """
 
     site: Site
-    exchange: str
+    exchange_name: str
+    exchange: Exchange
+    heads: HeadScatter | None
     kernel: str
-    why: tuple[str, ...] = ()
+    why: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from cp_rewrite import Reason
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.conformance import errors, limit, run_cells
 from tests.helpers.conformance_cells import EXCHANGES, HEADER, PACKS, TE_HOLES, Cell, cells, uncovered_pairs
 from tests.helpers.pool import Pool
@@ -122,7 +123,7 @@ def reference_peak(tokens: int) -> float:
     schedule = make_schedule(rows, 1, "contiguous", PackedMask())[0]
     q, k, v = (torch.randn(tokens, 1, 8) for _ in range(3))
     with torch.profiler.profile(profile_memory=True) as profile:
-        run_rank(q, k, v, schedule, 0, ("local", "", 1), Params(0.3))
+        run_rank(q, k, v, schedule, 0, Exchange("local", "", 1), Params(0.3))
     held = peak = 0
     events: Any = profile.profiler.kineto_results.events()
     for event in events:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.conformance import attend_on
 from tests.helpers.conformance_cells import EXCHANGES, Cell, ranks_of
 from tests.helpers.packed import make_schedule, run_rank
@@ -56,7 +57,7 @@ def test_long_rows_match_one_process(pool: Pool, row: str, mask: str, exchange: 
     *inputs, dout = inputs_of(row)
     leaves = [x.requires_grad_() for x in inputs]
     schedule, _ = make_schedule([ROWS[row]], 1, "contiguous", MASKS[mask])
-    alone = run_rank(*leaves, schedule, 0, ("local", "", 1), Params(0.25))  # type: ignore[arg-type]
+    alone = run_rank(*leaves, schedule, 0, Exchange("local", "", 1), Params(0.25))  # type: ignore[arg-type]
     expected = [alone, *torch.autograd.grad(alone, leaves, dout)]
     for ranks in ranks_of(exchange):
         parts = pool.run(ranks, results_on, exchange, row, mask)

@@ -17,12 +17,11 @@ import cp_rewrite as cp
 from cp_rewrite.batch.active import ActivePlan, PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.ops.attention import HeadScatter, attend
-from cp_rewrite.ops.heads import gather_lse
+from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.max_logits import max_logits
+from cp_rewrite.ops.scatter_heads import gather_lse
+from cp_rewrite.passes.plan_sites import ranks_of
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.routes.head_deal import HeadDeal
-from cp_rewrite.sharding import split_exchange
 from tests.helpers.conformance_cells import Cell
 from tests.helpers.packed import dense_attention, dense_logits
 from tests.helpers.tolerances import relative_error, tolerance
@@ -62,28 +61,19 @@ def attend_on(
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))
     inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
-    where, heads = _way(sharding, cell)
+    exchange, heads = ranks_of(cell.exchange, cell.heads, cell.dims, sharding)
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        found = attend(q, k, v, inputs[:4], inputs[4:], where, params, cell.kernel, cell.keep_kv, sinks, heads)
+        found = attend(q, k, v, inputs[:4], inputs[4:], exchange, params, cell.kernel, cell.keep_kv, sinks, heads)
         if heads is None:
             return found[0], found[1]
         order, inverse = inputs[-2:]
-        return found[0], gather_lse(found[1], order, inverse, heads.deal, heads.group)
+        return found[0], gather_lse(found[1], order, inverse, heads)
 
     def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return max_logits(q, k, v, inputs[:4], inputs[4:], where, params, heads)
+        return max_logits(q, k, v, inputs[:4], inputs[4:], exchange, params, heads)
 
     return RankAttention(run, largest, active.indices())
-
-
-def _way(sharding: cp.Sharding, cell: Cell) -> tuple[tuple[str, str, int], HeadScatter | None]:
-    """`where` and `heads` of `attend`."""
-    scattered, outer = split_exchange(cell.exchange)
-    if not scattered:
-        return (outer, sharding.group_name, sharding.world_size), None
-    heads = HeadScatter(HeadDeal.best(*cell.heads, sharding.grid[1]), cell.dims, sharding.grid_groups[1])
-    return (outer, sharding.grid_groups[0], sharding.grid[0]), heads
 
 
 def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:

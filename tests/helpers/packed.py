@@ -13,9 +13,8 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
-from cp_rewrite.ops.exchange import ROUTES
 from cp_rewrite.planning.layouts.by_name import lay_out
-from cp_rewrite.planning.routes.ring import ring_tables
+from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
 from cp_rewrite.planning.schedule import Schedule, build
 
 
@@ -35,11 +34,9 @@ def _padded(index: Any, size: int) -> Any:
 
 def tensors(schedule: Schedule, rank: int, exchange: str) -> tuple[list[Tensor], list[Tensor]]:
     """(tables, route) of one rank."""
-    tables = route = ring_tables(schedule, rank) if exchange == "p2p" else {}
-    if exchange != "p2p":
-        tables, route = schedule.attention(rank), schedule.route(exchange, rank)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-    return [torch.from_numpy(tables[n]) for n in names], [torch.from_numpy(route[n]) for n in ROUTES[exchange]]
+    route, tables = ROUTES[exchange], schedule.attention(rank)
+    arrays = {**tables, **route.arrays(schedule, rank)}
+    return [torch.from_numpy(arrays[n]) for n in tables], [torch.from_numpy(arrays[n]) for n in route.names]
 
 
 def run_rank(
@@ -48,13 +45,13 @@ def run_rank(
     v: Tensor,
     schedule: Schedule,
     rank: int,
-    where: tuple[str, str, int],
+    exchange: Exchange,
     params: Params,
     keep_kv: bool = False,
 ) -> Tensor:
     """Attention output (R, Hq, Dv) of one rank from its own rows."""
-    tables, route = tensors(schedule, rank, where[0])
-    return attend(q, k, v, tables, route, where, params, "reference", keep_kv)[0]
+    tables, route = tensors(schedule, rank, exchange.kind)
+    return attend(q, k, v, tables, route, exchange, params, "reference", keep_kv)[0]
 
 
 def dense_attention(

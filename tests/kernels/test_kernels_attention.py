@@ -13,7 +13,8 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import AttentionSpec, device_facts, reasons
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.rows import split_kv
+from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.planning.routes.gathered import gathered_route
 from tests.helpers.kernel_cases import Case, make_case
 from tests.helpers.packed import make_schedule, tensors
 from tests.helpers.tolerances import relative_error, tolerance
@@ -160,7 +161,7 @@ def test_error_is_hardly_larger_than_that_of_one_launch(name: str, layout: str, 
     for rank, tokens in enumerate(own):
         tables = Tables(*tensors(schedule, rank, "all_gather")[0])
         tables = Tables(tables.cu_seqlens_q.cuda(), tables.cu_seqlens_k.cuda(), tables.pieces, tables.launches)
-        kv_rows = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()
+        kv_rows = torch.from_numpy(gathered_route(schedule, rank)["kv_rows"]).cuda().long()
         expanded = rows.gather_rows(kv, torch.cat(own)[kv_rows].int())
         k, v = split_kv(expanded, heads_kv, dim, dim)
         valid = tokens >= 0

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.flash import fa4
@@ -20,9 +19,11 @@ from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.push_rows import push_kv, return_kv
-from cp_rewrite.ops.rows import as_rows, split_kv
-from cp_rewrite.planning.routes.push import NAMES, push_route
+from cp_rewrite.ops.local_rows import as_rows, split_kv
+from cp_rewrite.ops.one_sided import push_kv, return_kv
+from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.planning.routes.gathered import gathered_route
+from cp_rewrite.planning.routes.push import PUSH, push_route
 from cp_rewrite.planning.schedule import Schedule
 from tests.end_to_end.test_conformance_gpu import free_port
 from tests.helpers.packed import make_schedule
@@ -77,8 +78,8 @@ def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[tor
 
 def _tensors(schedule: Schedule, rank: int) -> list[torch.Tensor]:
     route = push_route(schedule, rank)
-    tensors = {name: torch.from_numpy(route[name]) for name in NAMES}
-    return [x if PlanInput(name).on_host else x.cuda() for name, x in tensors.items()]
+    tensors = [(torch.from_numpy(route[tensor.name]), tensor.on_host) for tensor in PUSH.tensors]
+    return [x if on_host else x.cuda() for x, on_host in tensors]
 
 
 def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,24 +88,24 @@ def _split(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: torch.dtype) -> None:
-    route = _tensors(schedule, rank)
+    route, exchange = _tensors(schedule, rank), Exchange("push", group, world_size)
     for call in range(5):  # over the same memory
         kv, grads = _inputs(schedule, dtype, call)
         k, v = _split(kv[rank])
         used = int(schedule.expanded[rank])
-        expected = torch.cat(kv)[torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()]
+        expected = torch.cat(kv)[torch.from_numpy(gathered_route(schedule, rank)["kv_rows"]).cuda().long()]
         if call % 2:  # ranks out of step
             torch.cuda._sleep(3_000_000 * (rank if call == 1 else world_size - rank))
-        got = push_kv(k, v, route, group)
+        got = push_kv(k, v, route, exchange)
         assert torch.equal(got[:used], expected[:used])
-        dk, dv = return_kv(grads[rank], k, v, route, group)
+        dk, dv = return_kv(grads[rank], k, v, route, exchange)
         total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
         for reader in range(world_size):
             size = int(schedule.expanded[reader])
-            slots = torch.from_numpy(schedule.route("all_gather", reader)["kv_rows"]).cuda().long()[:size]
+            slots = torch.from_numpy(gathered_route(schedule, reader)["kv_rows"]).cuda().long()[:size]
             total.index_add_(0, slots, grads[reader][:size].float())
         want = total[rank * schedule.rows : (rank + 1) * schedule.rows]
-        again = return_kv(grads[rank], k, v, route, group)
+        again = return_kv(grads[rank], k, v, route, exchange)
         for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
             torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
             assert torch.equal(got_grad, repeat)
@@ -129,7 +130,7 @@ def _check_overlap(
     """An exchange that overlaps with the kernel gives, bit for bit, what exchanges before and after it give, eager and
     replayed; gradients of grouped heads, of which finer parts travel, what such an exchange after it gives."""
     schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
-    route = _tensors(schedule, rank)
+    route, exchange = _tensors(schedule, rank), Exchange("push", group, world_size)
     arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
     tables = Tables(**{name: x.cuda() if name.startswith("cu_") else x for name, x in arrays.items()})
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -139,11 +140,11 @@ def _check_overlap(
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
 
     def apart() -> tuple[torch.Tensor, ...]:
-        keys = split_kv(push_kv(k, v, route, group), heads[1], 128, 128)
+        keys = split_kv(push_kv(k, v, route, exchange), heads[1], 128, 128)
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
-        grads = return_kv(as_rows(dk, dv, *keys), k, v, route, group)
-        named: dict[str, torch.Tensor] = dict(zip(NAMES, route, strict=True))
+        grads = return_kv(as_rows(dk, dv, *keys), k, v, route, exchange)
+        named: dict[str, torch.Tensor] = vars(PUSH.bind(route))
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
         finer = _finer(lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
@@ -206,12 +207,12 @@ def _finer(
 def _replay(rank: int, world_size: int, group: str) -> None:
     """Both directions in a CUDA graph: calls are numbered on the device, so replays meet as eager calls do."""
     schedule, _ = make_schedule([Documents.from_lengths([2000, 48])], world_size, "balanced", PackedMask())
-    route = _tensors(schedule, rank)
+    route, exchange = _tensors(schedule, rank), Exchange("push", group, world_size)
     kv, grads = _inputs(schedule, torch.bfloat16, 0)
     k, v = (x.contiguous() for x in _split(kv[rank]))
 
     def step() -> tuple[Any, Any]:
-        return push_kv(k, v, route, group), return_kv(grads[rank], k, v, route, group)
+        return push_kv(k, v, route, exchange), return_kv(grads[rank], k, v, route, exchange)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -223,7 +224,7 @@ def _replay(rank: int, world_size: int, group: str) -> None:
         for target, source in zip((k, v, grads[rank]), (*_split(kv[rank]), new[rank]), strict=True):
             target.copy_(source)
         graph.replay()
-        slots = torch.from_numpy(schedule.route("all_gather", rank)["kv_rows"]).cuda().long()[:used]
+        slots = torch.from_numpy(gathered_route(schedule, rank)["kv_rows"]).cuda().long()[:used]
         assert torch.equal(captured[0][:used], torch.cat(kv)[slots])
-        expected = return_kv(grads[rank], k, v, route, group)
+        expected = return_kv(grads[rank], k, v, route, exchange)
         assert all(torch.equal(a, b) for a, b in zip(captured[1], expected, strict=True))

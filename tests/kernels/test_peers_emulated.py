@@ -22,6 +22,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.cuda import SOURCES
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes import push
+from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.packed import make_schedule
 from tests.kernels.emulated import COMPILER, HERE, compile_cpp
@@ -117,7 +118,7 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
             lines = [f"{world_size}\n{schedule.rows} {int(ranks[0]['capacity'][0]) + filling}"]
             for rank, route in enumerate(ranks):
                 used = 0 if route["place"][2] else int(schedule.expanded[rank])
-                gathered = schedule.route("all_gather", rank)["kv_rows"][:used]
+                gathered = gathered_route(schedule, rank)["kv_rows"][:used]
                 arrays = [route[name] for name in ("sends", "targets", "ends")]
                 arrays += [route["partners"].view(np.uint32)]
                 arrays += [route[name] for name in ("holder_ptr", "holders", "stages", "place")]

@@ -16,11 +16,12 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
 from cp_rewrite.ops.max_logits import max_logits
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.packed import dense_logits, make_schedule, tensors
 
 ops: Any = torch.ops.cp_rewrite
 ROWS = [Documents.from_cu_seqlens([0, 5, 12], 20, [0, 8, 20])]
-ALONE = ("local", "", 1)
+ALONE = Exchange("local", "", 1)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -35,7 +36,7 @@ def test_blocks_of_any_size_find_the_same(monkeypatch: pytest.MonkeyPatch, excha
     q, k, v = inputs(torch.float64)
     mask, params = PackedMask(causal=False, window=(2, 1)), Params(0.7, 1.5)
     tables, route = tensors(make_schedule(ROWS, 1, "contiguous", mask)[0], 0, exchange)
-    found = max_logits(q, k, v, tables, route, (exchange, "", 1), params)
+    found = max_logits(q, k, v, tables, route, Exchange(exchange, "", 1), params)
     torch.testing.assert_close(found, dense_logits(q, k, ROWS, mask, params).amax((1, 2)))
 
 
@@ -44,7 +45,7 @@ def test_a_row_without_documents_has_no_logit() -> None:
     for exchange in ("local", "p2p"):
         tables, route = tensors(schedule, 0, exchange)
         q, k, v = inputs(torch.bfloat16)
-        found = max_logits(q, k, v, tables, route, (exchange, "", 1), Params(0.7))
+        found = max_logits(q, k, v, tables, route, Exchange(exchange, "", 1), Params(0.7))
         assert torch.equal(found, torch.full((4,), -torch.inf))
 
 
@@ -52,7 +53,7 @@ def test_ops_pass_opcheck() -> None:
     q, k, v = inputs()
     schedule, _ = make_schedule(ROWS, 1, "contiguous", PackedMask())
     tables, route = tensors(schedule, 0, "local")
-    opcheck(ops.packed_max_logits.default, (q, k, exchange_kv(k, v, route, *ALONE), *tables, 0.5, 0.0))
+    opcheck(ops.packed_max_logits.default, (q, k, exchange_kv(k, v, route, ALONE), *tables, 0.5, 0.0))
     tables, route = tensors(schedule, 0, "p2p")
     opcheck(ops.ring_max_logits.default, (q, k, *tables, *route, 0.5, 0.0, "", 1))
 

@@ -20,6 +20,7 @@ from cp_rewrite.kernels.select import Capabilities
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.packed import dense_attention, make_schedule, run_rank, tensors
 from tests.helpers.pool import Pool
@@ -35,6 +36,7 @@ MASKS = (
     PackedMask(packed=False),
 )
 ops: Any = torch.ops.cp_rewrite
+ALONE = Exchange("local", "", 1)
 
 
 def make_qkv(rows: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -67,7 +69,7 @@ def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, sinks: Tensor
     q, k, v = make_qkv(13, (4, 2), (8, 6), torch.float32)
     if transposed:
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-    kv = exchange_kv(k, v, route, "local", "", 1)
+    kv = exchange_kv(k, v, route, ALONE)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     attributes = (0.3, 0.0, "reference", False, keep_kv, "local", "", 1, sinks)
     opcheck(ops.packed_attention.default, (q, k, v, kv, *tables, route, *attributes))
@@ -90,8 +92,8 @@ def test_pushed_attention_traces_with_its_gradients(
 
     def step(leaves: list[Tensor], tables: list[Tensor], route: list[Tensor]) -> tuple[Tensor, ...]:
         q, k, v, *own = leaves
-        where = "push", "group", 2
-        out, lse = attend(q, k, v, tables, route, where, Params(0.3), "fa4", keep_kv, own[0] if own else None)
+        exchange = Exchange("push", "group", 2)
+        out, lse = attend(q, k, v, tables, route, exchange, Params(0.3), "fa4", keep_kv, own[0] if own else None)
         return out, lse, *torch.autograd.grad(out.float().sum(), leaves)
 
     leaves = [x.requires_grad_() for x in inputs]
@@ -111,8 +113,8 @@ def test_pushed_attention_traces_with_its_gradients(
 def test_attention_gradcheck(mask: PackedMask, softcap: float) -> None:
     _, schedule = one_rank([4, 1, 3], mask)
     q, k, v = (x.requires_grad_() for x in make_qkv(8, (2, 1), (3, 2), torch.float64))
-    where, params = ("local", "", 1), Params(0.5, softcap)
-    assert torch.autograd.gradcheck(lambda q, k, v: run_rank(q, k, v, schedule, 0, where, params), (q, k, v))
+    params = Params(0.5, softcap)
+    assert torch.autograd.gradcheck(lambda q, k, v: run_rank(q, k, v, schedule, 0, ALONE, params), (q, k, v))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -120,7 +122,7 @@ def test_reference_matches_dense(mask: PackedMask) -> None:
     rows, schedule = one_rank([5, 0, 7, 1, 23], mask)
     q, k, v = (x.requires_grad_() for x in make_qkv(36, (4, 2), (8, 6), torch.float64))
     params = Params(8**-0.5)
-    ours, dense = run_rank(q, k, v, schedule, 0, ("local", "", 1), params), dense_attention(q, k, v, rows, mask, params)
+    ours, dense = run_rank(q, k, v, schedule, 0, ALONE, params), dense_attention(q, k, v, rows, mask, params)
     dout = torch.randn_like(dense)
     pairs = zip(torch.autograd.grad(ours, (q, k, v), dout), torch.autograd.grad(dense, (q, k, v), dout), strict=True)
     assert_close(ours, dense)
@@ -139,7 +141,7 @@ def test_poisoned_padding_stays_out() -> None:
         for x in inputs:
             x[padding] = poison
         inputs = [x.requires_grad_() for x in inputs]
-        out = run_rank(*inputs, schedule, 0, ("local", "", 1), Params(0.3))  # type: ignore[arg-type]
+        out = run_rank(*inputs, schedule, 0, ALONE, Params(0.3))  # type: ignore[arg-type]
         dout = torch.ones_like(out)
         dout[padding] = poison
         outputs.append([out, *torch.autograd.grad(out, inputs, dout)])
@@ -159,10 +161,10 @@ def rank_gradients(mesh: DeviceMesh, case: dict[str, Any], exchange: str, keep_k
     for x in local:
         x[hole] = torch.nan
     q, k, v = (x.requires_grad_() for x in local[:3])
-    where = (exchange, mesh.get_group().group_name, world_size)
+    how = Exchange(exchange, mesh.get_group().group_name, world_size)
     runs: list[list[Tensor]] = []
     for _ in range(2):
-        out = run_rank(q, k, v, schedule, rank, where, case["params"], keep_kv)
+        out = run_rank(q, k, v, schedule, rank, how, case["params"], keep_kv)
         runs.append([out, *torch.autograd.grad(out, (q, k, v), local[3])])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
     assert all((x[hole] == 0).all() for x in runs[0]), "padding rows are not exact zeros"

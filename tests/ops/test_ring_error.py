@@ -16,7 +16,8 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops import ring
+from cp_rewrite.ops import ring_attention
+from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.packed import dense_attention, make_schedule, run_rank
 from tests.helpers.tolerances import relative_error
 
@@ -49,7 +50,7 @@ def ring_errors(world_size: int, inputs: Sequence[Tensor], expected: Sequence[Te
         index = torch.from_numpy(np.maximum(indices[rank].reshape(-1), 0))
         q, k, v, dout = (x[index] for x in inputs)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = run_rank(*leaves, schedule, rank, ("p2p", str(rank), world_size), Params(0.25))  # type: ignore[arg-type]
+        out = run_rank(*leaves, schedule, rank, Exchange("p2p", str(rank), world_size), Params(0.25))  # type: ignore[arg-type]
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     with ThreadPoolExecutor(world_size) as threads:
@@ -74,9 +75,9 @@ def test_error_at_eight_ranks_is_that_of_one(monkeypatch: pytest.MonkeyPatch, ro
     dense = dense_attention(*leaves, ROWS, PackedMask(), Params(0.25))  # type: ignore[arg-type]
     expected = [dense.detach(), *torch.autograd.grad(dense, leaves, inputs[3].double())]
     if rounded_steps:
-        monkeypatch.setattr(ring, "load", lambda _: reference)
-        monkeypatch.setattr(ring, "_as_exact", lambda x, _: x)
+        monkeypatch.setattr(ring_attention, "load", lambda _: reference)
+        monkeypatch.setattr(ring_attention, "_as_exact", lambda x, _: x)
     alone = ring_errors(1, inputs, expected)
-    monkeypatch.setattr(ring, "_Ring", ThreadRing)
+    monkeypatch.setattr(ring_attention, "_Ring", ThreadRing)
     together = ring_errors(WORLD_SIZE, inputs, expected)
     assert all(many <= 1.5 * one for many, one in zip(together, alone, strict=True)), (together, alone)

@@ -13,7 +13,9 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.schedule import ROUTES
+from cp_rewrite.planning.routes.by_exchange import ROUTES
+from cp_rewrite.planning.routes.gathered import gathered_route, local_route
+from cp_rewrite.planning.routes.needed import needed_route
 from tests.helpers.packs import batches, masks
 
 Tables = dict[str, NDArray[np.integer]]
@@ -51,7 +53,7 @@ def test_pieces_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: Packed
     schedule, total, where = plan.schedule(mask), rows[0].total, global_rows(plan)
     seen = np.zeros((len(rows) * total, len(rows) * total), dtype=np.int64)
     for rank in range(world_size):
-        source = where.reshape(-1)[schedule.route("all_gather", rank)["kv_rows"]]
+        source = where.reshape(-1)[gathered_route(schedule, rank)["kv_rows"]]
         for queries, keys in seen_by(schedule.attention(rank)):
             np.add.at(seen, (where[rank][queries], source[keys]), 1)
     wanted = np.zeros_like(seen)
@@ -133,7 +135,9 @@ def play_needed(routes: list[Tables], local: NDArray[np.float64], grads: list[ND
 
 
 @settings(max_examples=300, deadline=None)
-@given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from(ROUTES))
+@given(
+    batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from(("local", "all_gather", "needed"))
+)
 def test_routes_move_rows_there_and_gradients_back(
     rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str, exchange: str
 ):
@@ -141,7 +145,7 @@ def test_routes_move_rows_there_and_gradients_back(
     plan = plan_batch(rows, world_size, layout, mask)
     schedule, where = plan.schedule(mask), global_rows(plan)
     tables = [schedule.attention(rank) for rank in range(world_size)]
-    routes = [schedule.route(exchange, rank) for rank in range(world_size)]
+    routes = [ROUTES[exchange].arrays(schedule, rank) for rank in range(world_size)]
     assert all(len(array) >= 2 for table in (*tables, *routes) for array in table.values())
     keys = [expanded_keys(table, where[rank], rows, mask) for rank, table in enumerate(tables)]
     rng = np.random.default_rng(0)
@@ -178,7 +182,7 @@ def expanded_keys(table: Tables, where: Int, rows: tuple[Documents, ...], mask: 
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_received_counts_what_needed_moves(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     schedule = plan_batch(rows, world_size, layout, mask).schedule(mask)
-    splits = [schedule.route("needed", rank)["splits"] for rank in range(world_size)]
+    splits = [needed_route(schedule, rank)["splits"] for rank in range(world_size)]
     np.testing.assert_array_equal(schedule.received, np.stack(splits)[:, 1])
 
 
@@ -210,9 +214,7 @@ def test_a_piece_that_sees_all_its_keys_shares_the_launch_of_whole_documents():
     assert [2, 4, -1, 6] in table["pieces"][:, [0, 1, 4, 5]].tolist()
 
 
-def test_unknown_routes_are_errors():
+def test_the_local_route_is_for_one_rank():
     schedule = plan_batch((Documents.from_lengths([8]),), 2).schedule(PackedMask())
-    with pytest.raises(ValueError, match="exchange must be one of"):
-        schedule.route("ring", 0)
     with pytest.raises(ValueError, match="one rank"):
-        schedule.route("local", 0)
+        local_route(schedule, 0)

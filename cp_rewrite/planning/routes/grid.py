@@ -16,6 +16,17 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder, joined
 from cp_rewrite.planning.schedule import Schedule, build
 
+from .route import Arrays, PlanTensor, Route
+
+ORDER = (PlanTensor("row_order"), PlanTensor("row_inverse"))
+"""What scattering heads adds to a route."""
+
+
+def grid_route(plan: BatchPlan, mask: PackedMask, route: Route, rank: int, inner: int) -> Arrays:
+    """Kernel tables and tensors of one rank's outer place, whose rows travel by `route`, and its `row_order`."""
+    schedule, place = outer_schedule(plan, mask, inner), rank // inner
+    return {**schedule.attention(place), **route.arrays(schedule, place), **row_order(plan, place, inner)}
+
 
 def outer_schedule(plan: BatchPlan, mask: PackedMask, inner: int) -> Schedule:
     """The schedule of the outer places: each owns the tokens of its `inner` ranks."""

@@ -16,18 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
 from cp_rewrite.planning.tiles import TILE
 
-NAMES = (
-    "expanded", "sends", "targets", "ends", "copied", "partners", "capacity", "place", "holder_ptr", "holders",
-    "stages", "rest_cu_seqlens_q", "rest_cu_seqlens_k",
-)  # fmt: skip
-"""Names of the route's tensors, in the order in which ops take them. `expanded`, `copied`, `capacity`, `place` and
-`stages` stay on the host."""
+from .route import Arrays, PlanTensor, Route, filled
 
+TENSORS = (
+    PlanTensor("expanded", on_host=True),
+    PlanTensor("sends"),
+    PlanTensor("targets"),
+    PlanTensor("ends", static=True),
+    PlanTensor("copied", on_host=True),
+    PlanTensor("partners", static=True),
+    PlanTensor("capacity", on_host=True, static=True),
+    PlanTensor("place", on_host=True, static=True),
+    PlanTensor("holder_ptr"),
+    PlanTensor("holders"),
+    PlanTensor("stages", on_host=True, static=True),
+    PlanTensor("rest_cu_seqlens_q"),
+    PlanTensor("rest_cu_seqlens_k"),
+)
 _DEVICE, _MODEL = Device.named("h200"), Model()
 _ROWS_PER_PAIR = _MODEL.tile_flops / TILE**2 / _DEVICE.forward / (_MODEL.kv_bytes / _DEVICE.link)
 """Rows that arrive while the kernel works on one pair of query and key. Only speed depends on it."""
@@ -35,6 +46,8 @@ _LAG = 2048
 """Rows that would arrive in the time that passes before the first ones do: 30 us."""
 _WORTH = 1024
 """Rows that must arrive beside work, or be read in place: two launches cost more than one."""
+_LOADED_BEYOND = 256
+"""Rows past the last expanded one that a kernel may load with it: they must hold numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class Cut:
         return self.keys == 0 < self.count
 
 
-def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int = 0) -> dict[str, NDArray[np.integer]]:
+def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int = 0) -> Arrays:
     """The tables of one rank. R local rows, E expanded rows, N entries of launch 0; leading dims are at least 2.
 
     Args:
@@ -110,7 +123,30 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         tables["cu_seqlens_q"][n:] - queries,
         tables["cu_seqlens_k"][n:] - keys,
     )
-    return dict(zip(NAMES, arrays, strict=True))
+    return dict(zip((tensor.name for tensor in TENSORS), arrays, strict=True))
+
+
+def fixed_push_route(schedule: Schedule, rank: int, capacity: Capacity) -> Arrays:
+    """The same in the sizes of a capacity. Rows after the rank's expanded ones repeat some."""
+    rows = capacity.rows
+    filling = min(_LOADED_BEYOND, rows - int(schedule.expanded[rank]))
+    # The host can't tell a captured step where to cut.
+    route = push_route(schedule, rank, cut=False, filling=filling)
+    most = schedule.world_size * rows
+    return {
+        **route,
+        "sends": filled(route["sends"], most, 0),
+        "targets": filled(route["targets"], most, 0),
+        "expanded": np.zeros(rows, dtype=np.int8),
+        "copied": np.zeros(rows, dtype=np.int8),
+        "capacity": np.array([rows], dtype=np.int64),
+        "holders": filled(route["holders"], most, 0),
+        "rest_cu_seqlens_q": np.zeros(2, dtype=np.int32),
+        "rest_cu_seqlens_k": np.zeros(2, dtype=np.int32),
+    }
+
+
+PUSH = Route(TENSORS, push_route, fixed_push_route)
 
 
 def _cut(schedule: Schedule, rank: int, allowed: bool) -> Cut:

@@ -23,8 +23,9 @@ from cp_rewrite.planning.intervals import Int, expand_ranges, overlaps, sum_list
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.schedule import Schedule, kernel_tables
 
-TABLES = ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches")
-ROUTE = ("kv_rows", "sum_ptr", "sum_rows", "rounds")
+from .route import KERNEL_TABLES, Arrays, PlanTensor, Route
+
+TENSORS = (PlanTensor("kv_rows"), PlanTensor("sum_ptr"), PlanTensor("sum_rows"), PlanTensor("rounds", on_host=True))
 _ALL = np.int64(1) << 40
 """A window side that limits nothing."""
 
@@ -85,7 +86,7 @@ def ring_entries(schedule: Schedule, rank: int) -> Entries:
     return Entries(q0, q1, source, keys, left, right, step, entry, number)
 
 
-def ring_tables(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]:
+def ring_tables(schedule: Schedule, rank: int) -> Arrays:
     """The tables of one rank, those of all rounds one after another.
 
     Returns:
@@ -96,7 +97,7 @@ def ring_tables(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]
             A step of -1 only fills up to 2.
     """
     entries = ring_entries(schedule, rank)
-    parts: dict[str, list[NDArray[np.integer]]] = {name: [] for name in (*TABLES, *ROUTE)}
+    parts: dict[str, list[NDArray[np.integer]]] = {tensor.name: [] for tensor in KERNEL_TABLES + TENSORS}
     at = np.zeros(5, dtype=np.int64)
     for step, number in sorted(set(zip(entries.step.tolist(), entries.number.tolist(), strict=True))):
         made = _round_tables(entries, (entries.step == step) & (entries.number == number), schedule.rows)
@@ -106,6 +107,9 @@ def ring_tables(schedule: Schedule, rank: int) -> dict[str, NDArray[np.integer]]
         parts["rounds"].append(np.array([[step, *np.stack([at, at + sizes], axis=1).reshape(-1)]]))
         at = at + sizes
     return {name: _joined(name, arrays) for name, arrays in parts.items()}
+
+
+RING = Route(TENSORS, ring_tables, in_steps=True)
 
 
 def _joined(name: str, arrays: list[NDArray[np.integer]]) -> NDArray[np.integer]:

@@ -5,7 +5,7 @@
 
 A rank holds two buffers of key and value rows, whatever the number of ranks. Results of the steps are merged in fp32.
 The backward sends the keys round again, and their gradients, in fp32, one step behind them; after the last step these
-are back at their owner. See `ring_schedule` for what happens in a step.
+are back at their owner. `planning/routes/ring.py` says what happens in a step.
 
 Shapes: R local rows, E expanded rows of a round, C = Hkv * (D + V), P ranks.
 """
@@ -27,11 +27,12 @@ from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.planning.columns import RoundRow
 
-from . import rows
+from . import local_rows
+from .local_rows import as_rows, pack_kv, split_kv
 from .merge import add_sinks, merge_parts, sinks_gradient
-from .rows import as_rows, pack_kv, split_kv
-from .saved import fake_results
+from .schemas import bind, call, fake_results, gradients, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1
@@ -62,7 +63,7 @@ def ring_attention(
 
     Args:
         q: (R, Hq, D). k, v: (R, Hkv, D) and (R, Hkv, V), this rank's rows.
-        cu_seqlens_q, …, rounds: `ring_schedule.ring_tables` (pieces, launches and rounds on the host).
+        cu_seqlens_q, …, rounds: `ring_tables` (pieces, launches and rounds on the host).
         scale, softcap, kernel, deterministic, sinks: see `packed_attention`.
         group, world_size: the ring.
     Returns:
@@ -135,7 +136,7 @@ def ring_attention_backward(
             with nvtx("attention_backward"):
                 dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
             dq += dq_part
-            part += rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
+            part += local_rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
         _finish(returning)
         dkv, returning = ring.shift(part.add_(dkv), _GRADIENTS)
         _finish(under_way)
@@ -151,18 +152,18 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.numbers, sinks = inputs[11:17], inputs[17]
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11], *(() if sinks is None else (sinks,)))
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    keep(ctx, **vars(bind(_ops.ring_attention.default, inputs)), out=out, lse=lse)
 
 
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors
-    tables, sinks = rest[:8], rest[8:]
-    dq, dkv = _ops.ring_attention_backward.default(dout, q, k, v, out, lse, *tables, *ctx.numbers)
-    dk, dv = split_kv(dkv, k.shape[1], k.shape[2], v.shape[2])
-    dsinks = sinks_gradient(dout, out, lse, sinks[0]) if sinks else None
-    return dq, dk.to(k.dtype), dv.to(v.dtype), *([None] * 14), dsinks
+    x = kept(ctx)
+    dq, dkv = call(_ops.ring_attention_backward.default, x, dout=dout)
+    dk, dv = split_kv(dkv, x.k.shape[1], x.k.shape[2], x.v.shape[2])
+    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
+    named = {"q": dq, "k": dk.to(x.k.dtype), "v": dv.to(x.v.dtype), "sinks": dsinks}
+    return gradients(_ops.ring_attention.default, x, **named)
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -202,11 +203,13 @@ def _steps(tables: Sequence[Tensor], route: Sequence[Tensor], size: int) -> dict
         return known[1]
     steps: dict[int, list[_Round]] = {}
     cu_q, cu_k, pieces, launches = tables
-    for i, (step, c0, c1, p0, p1, l0, l1, e0, e1, s0, s1) in enumerate(rounds.tolist()):
-        if step >= 0:
-            made = Tables(cu_q[c0:c1], cu_k[c0:c1], pieces[p0:p1], launches[l0:l1])
+    for i, at in enumerate(RoundRow(*row) for row in rounds.tolist()):
+        if at.step >= 0:
+            entries = slice(at.entry0, at.entry1)
+            host = pieces[at.piece0 : at.piece1], launches[at.launch0 : at.launch1]
             ptr = sum_ptr[i * (size + 1) : (i + 1) * (size + 1)]
-            steps.setdefault(step, []).append(_Round(made, kv_rows[e0:e1], ptr, sum_rows[s0:s1]))
+            lists = kv_rows[at.row0 : at.row1], ptr, sum_rows[at.sum0 : at.sum1]
+            steps.setdefault(at.step, []).append(_Round(Tables(cu_q[entries], cu_k[entries], *host), *lists))
     _known[rounds] = (kv_rows, steps)
     return steps
 
@@ -241,7 +244,7 @@ def _finish(under_way: tuple[Any, ...]) -> None:
 
 def _keys(held: Tensor, r: _Round, k: Tensor, v: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
     """Keys and values that a round reads, views of one buffer."""
-    return split_kv(_as_exact(rows.gather_rows(held, r.kv_rows), kernel), k.shape[1], k.shape[2], v.shape[2])
+    return split_kv(_as_exact(local_rows.gather_rows(held, r.kv_rows), kernel), k.shape[1], k.shape[2], v.shape[2])
 
 
 def _as_exact(x: Tensor, kernel: str) -> Tensor:

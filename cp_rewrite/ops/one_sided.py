@@ -1,7 +1,10 @@
-"""The exchange of exactly the needed rows over symmetric memory (`kernels/peers/`), as ops. See `routes/push.py`.
+"""The exchange `push`: what `needed` moves, by one-sided writes into the peers' memory.
 
-`push.NAMES` lists a route's tensors in the order in which these ops take them. Shapes: R local rows, E expanded rows,
-C = Hkv * (D + V). Rows that `pushed_attention` reads in place are copied here.
+These ops run before and after the kernel; `push_attention.py` moves rows while it works. Rows that the route says may
+be read in place are copied here, for a kernel takes one tensor of expanded rows. `planning/routes/push.py` tells what
+the tables hold, `kernels/peers/` how ranks wait for each other.
+
+Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V).
 """
 
 from __future__ import annotations
@@ -15,15 +18,14 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.planning.routes.push import NAMES
+from cp_rewrite.planning.columns import PlaceRow
+from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.planning.routes.push import PUSH
 
-from .rows import pack_kv, split_kv
+from .local_rows import pack_kv, split_kv
+from .schemas import bind
 
 _ops: Any = torch.ops.cp_rewrite
-PUSHED = slice(NAMES.index("sends"), NAMES.index("place"))
-RETURNED = slice(NAMES.index("copied"), NAMES.index("stages"))
-STAGES = slice(NAMES.index("stages"), None)
-"""Of a route's tensors: those of the push, of the return, and of the kernel's two parts."""
 
 
 @custom_op("cp_rewrite::push_rows", mutates_args=())
@@ -43,19 +45,19 @@ def push_rows(
 ) -> Tensor:
     """(E, C) expanded rows from all ranks' k (R, Hkv, D) and v (R, Hkv, V); only rows that some piece needs travel.
 
-    `after` is not read: see `exchange_rows`.
+    `after` is not read: see `exchange_kv`.
     """
-    source, _, count = place.tolist()
+    at = PlaceRow(*place.tolist())
     k, v = peers.dense_rows(k), peers.dense_rows(v)
     if int(capacity):
         with nvtx("exchange"):
             push = peers.Push(k, v, sends, targets, ends, copied, partners, capacity, group)
             push.to_peers(peers.WHOLE_GPU)
             push.own_rows()
-            if not count:
+            if not at.whole:
                 return push.rows.clone()
-    rows = pack_kv(*(x[source : source + count] for x in (k, v)))
-    return torch.cat([rows, rows.new_zeros(expanded.shape[0] - count, rows.shape[1])])
+    rows = pack_kv(*(x[at.source : at.source + at.whole] for x in (k, v)))
+    return torch.cat([rows, rows.new_zeros(expanded.shape[0] - at.whole, rows.shape[1])])
 
 
 @push_rows.register_fake
@@ -81,10 +83,10 @@ def return_pushed(
     """dk (size, heads, dim) and dv (size, heads, dim_v): sums over all ranks' expanded gradients (E, C), in fp32, in a
     fixed order, rounded once to dkv's dtype. `size` is R; `copied`, `capacity` and `place` are on the host."""
     dk, dv = dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)
-    source, _, count = place.tolist()
-    here = slice(source, source + count)
+    at = PlaceRow(*place.tolist())
+    here = slice(at.source, at.source + at.whole)
     for grad, part in zip((dk, dv), split_kv(dkv, heads, dim, dim_v), strict=True):
-        grad[here] = part[:count]
+        grad[here] = part[: at.whole]
     if int(capacity):
         with nvtx("exchange_backward"):
             rows = peers.gradient_rows(dkv[: copied.shape[0]], capacity, group)
@@ -96,23 +98,27 @@ def return_pushed(
 
 
 @return_pushed.register_fake
-def _(dkv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    size, heads, dim, dim_v = args[6:10]
-    return dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x = bind(_ops.return_pushed.default, inputs)
+    return x.dkv.new_empty(x.size, x.heads, x.dim), x.dkv.new_empty(x.size, x.heads, x.dim_v)
 
 
 def zero_others(grads: Sequence[Tensor], here: slice) -> None:
-    """No piece of any rank reads other keys than local rows `here`."""
+    """No gradient goes to local rows other than `here`: no piece of any rank reads them."""
     for grad in grads:
         grad[: here.start] = 0
         grad[here.stop :] = 0
 
 
-def push_kv(k: Any, v: Any, route: Sequence[Any], group: str, after: Tensor | None = None) -> Any:
-    """(E, C) expanded rows. `route` is in the order of `push.NAMES`. Works on tensors and on graph proxies."""
-    return _ops.push_rows.default(k, v, *route[: NAMES.index("holder_ptr")], group, after)
+def push_kv(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
+    """(E, C) expanded rows."""
+    x = PUSH.bind(route)
+    there = x.expanded, x.sends, x.targets, x.ends, x.copied, x.partners, x.capacity, x.place
+    return _ops.push_rows.default(k, v, *there, exchange.group, after)
 
 
-def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], group: str) -> tuple[Tensor, Tensor]:
-    """dk and dv, shaped and typed like k (R, Hkv, D) and v (R, Hkv, V)."""
-    return _ops.return_pushed.default(dkv, *route[RETURNED], k.shape[0], k.shape[1], k.shape[2], v.shape[2], group)
+def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """dk and dv, in dkv's dtype."""
+    x = PUSH.bind(route)
+    back = x.copied, x.partners, x.capacity, x.place, x.holder_ptr, x.holders
+    return _ops.return_pushed.default(dkv, *back, *k.shape, v.shape[2], exchange.group)

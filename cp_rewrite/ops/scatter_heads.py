@@ -3,12 +3,16 @@
     before    rank 0: tokens A, all heads        rank 1: tokens B, all heads
     after     rank 0: tokens A B, heads 0        rank 1: tokens A B, heads 1
 
-Functions that work on tensors and on graph proxies, differentiable. Shapes: R local rows, A ranks of the all-to-all.
-Query, key and value heads travel in one all-to-all, outputs in another.
+Functions that work on tensors and on graph proxies, differentiable. Queries, keys and values travel in one all-to-all,
+outputs in another. `planning/routes/head_deal.py` says who gets which heads, `grid.py` beside it how rows are sorted.
+
+Shapes: R local rows, A ranks of the all-to-all, Hq and Hkv heads of the model, hq and hkv heads of a rank, D and V head
+dims of qk and v.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ from torch.library import custom_op
 
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 
-from . import rows
+from . import local_rows
 
 _c10d: Any = torch.ops._c10d_functional
 _ops: Any = torch.ops.cp_rewrite
@@ -31,7 +35,7 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
     Its gradient is the same op with `order` and `inverse` exchanged.
     """
-    return rows.gather_rows(x, order[: x.shape[0]])
+    return local_rows.gather_rows(x, order[: x.shape[0]])
 
 
 @permute_rows.register_fake
@@ -40,7 +44,8 @@ def _(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    _, order, inverse = inputs
+    ctx.save_for_backward(order, inverse)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -51,47 +56,57 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 permute_rows.register_autograd(_backward, setup_context=_setup_context)
 
 
-def scatter_heads(
-    q: Any, k: Any, v: Any, order: Any, inverse: Any, deal: HeadDeal, dims: tuple[int, int], group: str
-) -> tuple[Any, Any, Any]:
+@dataclass(frozen=True)
+class HeadScatter:
+    """Between whom heads are scattered. Args: deal: who gets which. dims: (D, V). group: name of the ranks' group."""
+
+    deal: HeadDeal
+    dims: tuple[int, int]
+    group: str
+
+
+def scatter_heads(q: Any, k: Any, v: Any, order: Any, inverse: Any, heads: HeadScatter) -> tuple[Any, Any, Any]:
     """q (R, Hq, D), k (R, Hkv, D), v (R, Hkv, V) -> (A R, hq, D), (A R, hkv, D), (A R, hkv, V), rows sorted by `order`.
 
     Gradients of copied key/value heads are summed over their copies in fp32, by torch's own sum.
     """
+    deal, (dim, dim_v) = heads.deal, heads.dims
     parts = [_split(_deal_queries(q, deal), deal), _split(_copy(k, deal), deal), _split(_copy(v, deal), deal)]
-    x = _all_to_all(torch.cat(parts, 2), deal.ranks, group).flatten(0, 1)
+    x = _all_to_all(torch.cat(parts, 2), deal.ranks, heads.group).flatten(0, 1)
     x = _ops.permute_rows.default(x, order, inverse)
-    widths = [deal.local * dims[0], deal.local_kv * dims[0], deal.local_kv * dims[1]]
-    heads = (deal.local, deal.local_kv, deal.local_kv)
     found: list[Any] = []
-    for i, (width, count) in enumerate(zip(widths, heads, strict=True)):
-        found.append(x.narrow(1, sum(widths[:i]), width).unflatten(1, (count, -1)))
+    at = 0
+    for count, width in ((deal.local, dim), (deal.local_kv, dim), (deal.local_kv, dim_v)):
+        found.append(x.narrow(1, at, count * width).unflatten(1, (count, -1)))
+        at += count * width
     return found[0], found[1], found[2]
 
 
-def gather_heads(out: Any, order: Any, inverse: Any, deal: HeadDeal, group: str) -> Any:
+def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
     """The way back: (A R, hq, V) -> (R, Hq, V)."""
+    deal, group = heads.deal, heads.group
     x = _ops.permute_rows.default(out.flatten(1), inverse, order).unflatten(0, (deal.ranks, -1))
     x = _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * deal.ranks, [1] * deal.ranks, group))
     return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
 
 
-def gather_lse(lse: Any, order: Any, inverse: Any, deal: HeadDeal, group: str) -> Any:
-    """The way back for what attention beside `out` gives: (hq, A R) -> (Hq, R)."""
-    return gather_heads(lse.t().unsqueeze(2), order, inverse, deal, group).squeeze(2).t()
+def gather_lse(lse: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
+    """The way back of attention's lse: (hq, A R) -> (Hq, R)."""
+    return gather_heads(lse.t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
 
-def gather_per_head(x: Any, deal: HeadDeal, group: str) -> Any:
+def gather_per_head(x: Any, heads: HeadScatter) -> Any:
     """One number per head of this rank, (hq,) -> those of all heads, (Hq,)."""
-    gathered = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(x, deal.ranks, group))
-    return _undeal_queries(gathered[None, :, None], deal).flatten()
+    gathered = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(x, heads.deal.ranks, heads.group))
+    return _undeal_queries(gathered[None, :, None], heads.deal).flatten()
 
 
-def own_sinks(sinks: Any, deal: HeadDeal, group: str) -> Any:
+def own_sinks(sinks: Any, heads: HeadScatter) -> Any:
     """(Hq,) -> (hq,), those of this rank's heads. All ranks hold the same; rank 0's copy gets the gradient."""
+    deal = heads.deal
     dealt = _deal_queries(sinks[None, :, None], deal).unflatten(1, (deal.ranks, -1)).flatten(2)[0].contiguous()
     ones = [1] * deal.ranks
-    return _c10d.wait_tensor.default(_c10d.all_to_all_single.default(dealt, ones, ones, group))[0]
+    return _c10d.wait_tensor.default(_c10d.all_to_all_single.default(dealt, ones, ones, heads.group))[0]
 
 
 def _all_to_all(x_RAC: Any, ranks: int, group: str) -> Any:

@@ -1,7 +1,11 @@
-"""Row gathers and row sums, as ops: schemas, fakes, CUDA hooks. Rows are 2-D: (rows, C)."""
+"""Rows of one rank: gathered, summed and packed. Ops with their fakes and CUDA kernels, and the exchange `local`.
+
+Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V). Rows are (N, C).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +13,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels import reference
+from cp_rewrite.kernels import rows as rows_on_gpu
+from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.planning.routes.gathered import LOCAL
+
+_ops: Any = torch.ops.cp_rewrite
 
 
 @custom_op("cp_rewrite::gather_rows", mutates_args=())
@@ -19,9 +28,7 @@ def gather_rows(src: Tensor, rows: Tensor) -> Tensor:
 
 @gather_rows.register_kernel("cuda")
 def _(src: Tensor, rows: Tensor) -> Tensor:
-    from cp_rewrite.kernels import rows as kernels
-
-    return kernels.gather_rows(src, rows)
+    return rows_on_gpu.gather_rows(src, rows)
 
 
 @gather_rows.register_fake
@@ -41,9 +48,7 @@ def sum_rows(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
 
 @sum_rows.register_kernel("cuda")
 def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
-    from cp_rewrite.kernels import rows as kernels
-
-    return kernels.sum_rows(x, ptr, rows)
+    return rows_on_gpu.sum_rows(x, ptr, rows)
 
 
 @sum_rows.register_fake
@@ -54,7 +59,7 @@ def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
 
 @custom_op("cp_rewrite::pack_rows", mutates_args=())
 def pack_rows(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
-    """`pack_kv`, but not before `after` is there (see `exchange_rows`)."""
+    """`pack_kv`, but not before `after` is there (see `exchange_kv`)."""
     return pack_kv(k, v)
 
 
@@ -66,6 +71,11 @@ def _(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
 def pack_kv(k_RHD: Any, v_RHV: Any) -> Any:
     """(R, C) rows that hold all k heads, then all v heads: what travels. Inverse: `split_kv`."""
     return torch.cat([k_RHD.flatten(1), v_RHV.flatten(1)], 1)
+
+
+def packed_after(k_RHD: Any, v_RHV: Any, after: Tensor | None) -> Any:
+    """`pack_kv`, after `after` if there is one."""
+    return pack_kv(k_RHD, v_RHV) if after is None else _ops.pack_rows.default(k_RHD, v_RHV, after)
 
 
 def split_kv(kv_EC: Tensor, heads: int, dim_qk: int, dim_v: int) -> tuple[Tensor, Tensor]:
@@ -81,3 +91,15 @@ def as_rows(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if base is not None and base is dv._base and base.shape == (k.shape[0], width) and base.is_contiguous():
         return base
     return torch.cat([dk.flatten(1), dv.flatten(1)], 1)
+
+
+def expand_kv(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
+    """(E, C) expanded rows of one rank."""
+    return _ops.gather_rows.default(packed_after(k, v, after), LOCAL.bind(route).kv_rows)
+
+
+def sum_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """fp32 gradients of k and v."""
+    x = LOCAL.bind(route)
+    total = _ops.sum_rows(dkv, x.sum_ptr, x.sum_rows, k.shape[0])
+    return split_kv(total, k.shape[1], k.shape[2], v.shape[2])

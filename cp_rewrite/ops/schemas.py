@@ -1,0 +1,81 @@
+"""Arguments and gradients of ops by the names in their schemas, and what all attention ops share.
+
+Shapes: R local rows, Hq query and Hkv key heads, D and V head dims of qk and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """Of an op, in order: `torch.ops.cp_rewrite.NAME.default`."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def bind(op: Any, inputs: Sequence[Any]) -> SimpleNamespace:
+    """All inputs of an op, by name."""
+    return SimpleNamespace(**dict(zip(argument_names(op), inputs, strict=True)))
+
+
+def call(op: Any, known: SimpleNamespace, **others: Any) -> Any:
+    """Run an op on the values that it has an argument for: of `known` any, of `others` all."""
+    assert others.keys() <= set(argument_names(op)), f"{op} has no {others.keys() - set(argument_names(op))}"
+    values = vars(known) | others
+    return op(*(values[name] for name in argument_names(op)))
+
+
+def gradients(op: Any, inputs: SimpleNamespace, **named: Tensor | None) -> tuple[Any, ...]:
+    """Gradients of an op's inputs in their order, None for all that are not named."""
+    assert named.keys() <= set(argument_names(op)), f"{op} has no {named.keys() - set(argument_names(op))}"
+    return tuple(named.get(name, _no_gradient(getattr(inputs, name))) for name in argument_names(op))
+
+
+def _no_gradient(value: Any) -> Any:
+    """None; of a list one for each, in the same kind of list: an eager graph passes fx's own kind."""
+    return type(value)([None] * len(value)) if isinstance(value, list) else None
+
+
+class _Saved(NamedTuple):
+    """Where tensors stand among all that autograd saves. kind: of the list that they are in; None: one by itself."""
+
+    place: slice
+    kind: Any
+
+
+def keep(ctx: Any, **values: Any) -> None:
+    """Keep values for the backward; tensors and lists of tensors in the way that autograd asks for."""
+    tensors: list[Tensor] = []
+    ctx.kept = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor | list):
+            new: list[Tensor] = [value] if isinstance(value, Tensor) else list(value)
+            kind = None if isinstance(value, Tensor) else type(value)
+            value = _Saved(slice(len(tensors), len(tensors) + len(new)), kind)
+            tensors += new
+        ctx.kept[name] = value
+    ctx.save_for_backward(*tensors)
+
+
+def kept(ctx: Any) -> SimpleNamespace:
+    """What was kept, by name."""
+    tensors = ctx.saved_tensors
+    values: dict[str, Any] = dict(ctx.kept)
+    for name, value in values.items():
+        if isinstance(value, _Saved):
+            found = tensors[value.place]
+            values[name] = found[0] if value.kind is None else value.kind(found)
+    return SimpleNamespace(**values)
+
+
+def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (R, Hq, V) in q's dtype and lse (Hq, R) in fp32 (fp64 for fp64), of q (R, Hq, D) and v (R, Hkv, V)."""
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))

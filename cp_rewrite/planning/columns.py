@@ -1,0 +1,74 @@
+"""The columns of a plan's integer tables, each named once: the planner writes them, ops and kernels read them.
+
+A table's row is `PieceRow(*row.tolist())`, all of its columns are `PieceRow(*table.T)`.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+SIZES_ARE_BOUNDS = -1
+"""`max_q` of a second launch that says: the sizes in the first are bounds for all batches, so that a captured launch
+serves other batches. Kernels must not look at `pieces` then."""
+
+
+class PieceRow(NamedTuple, Generic[T]):
+    """Of `pieces`: queries [q0, q1), local rows, see keys [k0, k1), expanded rows, through a kernel's window (left,
+    right), aligned at the bottom right; -1: no limit. launch: the number of the launch that does it."""
+
+    q0: T
+    q1: T
+    k0: T
+    k1: T
+    left: T
+    right: T
+    launch: T
+
+
+class LaunchRow(NamedTuple, Generic[T]):
+    """Of `launches`: the window of all its pieces, and the longest entry of each side, in rows."""
+
+    left: T
+    right: T
+    max_q: T
+    max_k: T
+
+
+class RoundRow(NamedTuple, Generic[T]):
+    """Of a ring's `rounds`: the step, and where the round's part of each other table begins and ends. A step of -1 only
+    fills the table up to two rows."""
+
+    step: T
+    entry0: T
+    entry1: T
+    piece0: T
+    piece1: T
+    launch0: T
+    launch1: T
+    row0: T
+    row1: T
+    sum0: T
+    sum1: T
+
+
+class StageRow(NamedTuple, Generic[T]):
+    """`stages` of a push: the kernel runs over the first `entries` entries, with their query rows and expanded rows
+    (`queries`, `keys`), and over the rest. Part `early` (0 or 1) can begin while the other one's rows arrive, once
+    `awaited` rows of peers are here. entries = 0: there is one part."""
+
+    entries: T
+    queries: T
+    keys: T
+    early: T
+    awaited: T
+
+
+class PlaceRow(NamedTuple, Generic[T]):
+    """`place` of a push: which local rows are keys that are read in place: [source, source + early), the keys of the
+    early part, or [source, source + whole), all keys. One of both counts is 0."""
+
+    source: T
+    early: T
+    whole: T

@@ -1,0 +1,39 @@
+"""The routes of all exchanges, and between whom one of them moves rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .gathered import ALL_GATHER, LOCAL
+from .needed import NEEDED
+from .push import PUSH
+from .ring import RING
+from .route import Route
+
+ROUTES: dict[str, Route] = {
+    "local": LOCAL,
+    "all_gather": ALL_GATHER,
+    "needed": NEEDED,
+    "push": PUSH,
+    "p2p": RING,
+}
+"""Kind of exchange -> its route. `ops/exchange.py` has the functions that move rows along it."""
+
+BETWEEN_GPUS = {"needed": "push"}
+"""What a user asks for -> what carries it out where all ranks can map each other's memory (one NVLink domain): the same
+rows travel, by one-sided writes. Reports name what carries it out."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How rows travel, and between whom. Args: kind: one of `ROUTES`. group: name of the process group, "" for one
+    rank. world_size: its ranks."""
+
+    kind: str
+    group: str
+    world_size: int
+
+    @property
+    def route(self) -> Route:
+        """What its ops read."""
+        return ROUTES[self.kind]

@@ -1,0 +1,79 @@
+"""What a route is: the tensors that the ops of one exchange read, and the functions that make them of a schedule."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_rewrite.capacity import Capacity
+from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.schedule import Schedule, at_least
+
+Arrays = dict[str, NDArray[np.integer[Any]]]
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    """A tensor of a batch's plan. Args: on_host: ops read it on the host; all others live on the device. static: its
+    size follows from the number of ranks alone."""
+
+    name: str
+    on_host: bool = False
+    static: bool = False
+
+
+KERNEL_TABLES = (
+    PlanTensor("cu_seqlens_q"),
+    PlanTensor("cu_seqlens_k"),
+    PlanTensor("pieces", on_host=True),
+    PlanTensor("launches", on_host=True),
+)
+"""What `Schedule.attention` makes, and every attention kernel reads."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How rows travel under one exchange.
+
+    Args:
+        tensors: of one rank, in the order in which ops take them.
+        arrays: makes them, by name, of a schedule and a rank.
+        fixed: makes them in the sizes of a capacity; None: the host must know how many rows travel.
+        in_steps: other ranks' rows pass by a rank, step after step, inside of an attention op. `arrays` makes kernel
+            tables for these steps too, and no rows can be kept for the backward.
+    """
+
+    tensors: tuple[PlanTensor, ...]
+    arrays: Callable[[Schedule, int], Arrays]
+    fixed: Callable[[Schedule, int, Capacity], Arrays] | None = None
+    in_steps: bool = False
+
+    _named: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_named", namedtuple("_named", self.names))  # pyright: ignore[reportUntypedNamedTuple]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+    def bind(self, tensors: Sequence[Any]) -> Any:
+        """A route's tensors, or graph proxies of them, by name: a namedtuple, for Dynamo knows those."""
+        return self._named(*tensors)
+
+
+def row_index(rows: Int) -> NDArray[np.int32]:
+    """Row numbers as ops take them: int32, at least 2 of them, for compilers specialise lengths 0 and 1."""
+    return at_least(rows.astype(np.int32), 2, 0)
+
+
+def filled(array: NDArray[Any], size: int, value: Any) -> NDArray[Any]:
+    """`array` with its leading dim filled up to `size`, which is not less, with `value`."""
+    tail = np.full((size - len(array), *array.shape[1:]), value, dtype=array.dtype)
+    return np.concatenate([array, tail])
