@@ -1,4 +1,4 @@
-"""Run one node of a Dynamo graph on its fake inputs under the trace; nodes that look alike are run once."""
+"""Run one node of a Dynamo graph on its fake inputs under the trace. Nodes that look alike (layers) are run once."""
 
 from __future__ import annotations
 
@@ -27,10 +27,19 @@ States = Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node did; the same for every node that looks alike."""
+    """What a node gave and gave rise to; the same for every node that looks alike."""
 
     states: States
     events: Events
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that a node reads, as an alias, so that nothing done to it touches the graph's own."""
+
+    tensor: Tensor
+    state: TensorState
+    source: fx.Node
 
 
 class NodeRunner:
@@ -63,6 +72,10 @@ class NodeRunner:
             torch.amp.autocast_mode._exit_autocast(self._autocasts.pop()[1])
 
     def outcome(self, node: fx.Node) -> Outcome:
+        """Run a node, or remember what came of one that looks alike.
+
+        Not remembered are nodes that write in place, take rows of a table or sort: what they do is their own.
+        """
         key = self._key(node)
         if key is not None and key in self._memo:
             return self._memo[key]
@@ -74,20 +87,10 @@ class NodeRunner:
         return outcome
 
     def _run(self, node: fx.Node) -> Outcome:
-        known: list[tuple[Tensor, TensorState]] = []
-        sources: dict[int, fx.Node] = {}
-        gradients: list[Tensor] = []
-
-        def load(source: fx.Node) -> Any:
-            first = len(known)
-            value = _aliased(value_of(source), self.env.get(source, REPLICATED), known)
-            sources.update({id(tensor): source for tensor, _ in known[first:]})
-            if needs_gradient(source):
-                gradients.extend(tensor for tensor, _ in known[first:])
-            return value
-
-        args, kwargs = fx.map_arg((node.args, node.kwargs), load)
-        self.trace.start(node, known, gradients)
+        operands: list[_Operand] = []
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._load(source, operands))
+        gradients = [operand.tensor for operand in operands if needs_gradient(operand.source)]
+        self.trace.start(node, [(operand.tensor, operand.state) for operand in operands], gradients)
         target: Any = node.target
         run: Callable[..., Any] = getattr(args[0], target) if node.op == "call_method" else target
         try:
@@ -102,13 +105,26 @@ class NodeRunner:
         if _is_foreign(node, self.trace.seen) and self._has_own_backward(run, args, kwargs):
             detail = f"{_name(run)} has a backward of its own (torch.autograd.Function), which the graph does not show"
             self.facts.refuse(Reason.NO_LOCALITY_RULE, detail)
-        for operand, _ in known:
-            if any(shares_memory(operand, tensor) for tensor in self.trace.written):
-                self._written(sources[id(operand)], self.facts.state(operand))
+        for operand in operands:
+            if any(shares_memory(operand.tensor, tensor) for tensor in self.trace.written):
+                self._written(operand.source, self.facts.state(operand.tensor))
         if self.facts.events.table is not None and id(out) not in self.facts.operands:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
             self.facts.refuse(Reason.POSITION_GENERATOR, detail)
         return Outcome(self._states_of(out), self.facts.events)
+
+    def _load(self, source: fx.Node, operands: list[_Operand]) -> Any:
+        """A node's value for one run; its tensors are added to `operands`."""
+
+        def alias(value: Any, state: States) -> Any:
+            if isinstance(value, Tensor):
+                operands.append(_Operand(value.detach(), state, source))
+                return operands[-1].tensor
+            if isinstance(value, list | tuple) and isinstance(state, list):
+                return type(value)(alias(v, s) for v, s in zip(value, state, strict=True))
+            return value
+
+        return alias(value_of(source), self.env.get(source, REPLICATED))
 
     def _has_own_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether the gradient of a function's result goes through a torch.autograd.Function."""
@@ -166,6 +182,7 @@ class NodeRunner:
         return key
 
     def _part(self, arg: Any) -> Any:
+        """What an outcome depends on of one argument: a tensor's signature and state, the value of anything else."""
         if isinstance(arg, fx.Node):
             if arg not in self._signatures:
                 self._signatures[arg] = self._signature(value_of(arg))
@@ -178,6 +195,7 @@ class NodeRunner:
         return (type(arg), arg)
 
     def _signature(self, value: Any) -> Any:
+        """Equal for values that ops can't tell apart: tensors of one dtype and geometry."""
         size = self.facts.extents.size
         if isinstance(value, Tensor):
             geometry = (tuple(map(size, value.shape)), tuple(map(size, value.stride())), size(value.storage_offset()))
@@ -208,17 +226,7 @@ def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _aliased(value: Any, state: States, known: list[tuple[Tensor, TensorState]]) -> Any:
-    """A node's value for one run: its tensors as aliases, so that nothing done to them touches the graph's own."""
-    if isinstance(value, Tensor):
-        alias = value.detach()
-        known.append((alias, state))
-        return alias
-    if isinstance(value, list | tuple) and isinstance(state, list):
-        return type(value)(_aliased(v, s, known) for v, s in zip(value, state, strict=True))
-    return value
-
-
 def unknown_like(node: fx.Node) -> States:
+    """UNKNOWN, for each of a node's results."""
     value = node.meta.get("example_value")
     return [UNKNOWN] * len(value) if isinstance(value, list | tuple) else UNKNOWN

@@ -1,4 +1,4 @@
-"""Watch the ATen ops below one node of a Dynamo graph, and carry states through them."""
+"""Watch the ATen ops that run below one node of a Dynamo graph, and say of each result what is known of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .state import MEAN_HINT, REPLICATED, UNKNOWN, Deferred, Extents, GroupSizes
 
 
 class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
-    """Carries states through the ATen ops that run while it is active, under a fake tensor mode.
+    """While it is active, gives the results of every ATen op their states. It needs a fake tensor mode around it.
 
     Args:
         extents: sizes of the token and batch axes.
@@ -97,26 +97,29 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         return new
 
     def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
-        """An op that writes into its arguments gives them, and what shares their memory, its result's state."""
+        """An op that writes into its arguments gives them, and what shares their memory, its result's state.
+
+        `old`: the states of the arguments before the op.
+        """
         targets = [a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        for target in targets:
-            tensor = call.bound[target]
+        for tensor in (call.bound[target] for target in targets):
             if isinstance(tensor, Tensor):
-                new = states[0] if states else join_written(call)
-                before = old[id(tensor)]
-                if isinstance(before, Rows) and before.iota is not None:
-                    self.facts.refuse(Reason.POSITION_GENERATOR, "changes positions in place")
-                known = list(self.facts.states.values())
-                written = [(other, state) for other, state in known if shares_memory(other, tensor)]
-                for other, state in written:
-                    state = old.get(id(other), state)
-                    try:
-                        after = written_state(tensor, before, new, other, state)
-                    except Mixes as mixes:
-                        self.facts.refuse(mixes.reason, mixes.detail)
-                        after = UNKNOWN
-                    self.facts.set_state(other, after)
+                self._write_tensor(tensor, states[0] if states else join_written(call), old)
                 self.written.append(tensor)
+
+    def _write_tensor(self, tensor: Tensor, new: TensorState, old: Mapping[int, TensorState]) -> None:
+        before = old[id(tensor)]
+        if isinstance(before, Rows) and before.iota is not None:
+            self.facts.refuse(Reason.POSITION_GENERATOR, "changes positions in place")
+        for other, state in list(self.facts.states.values()):
+            if not shares_memory(other, tensor):
+                continue
+            try:
+                after = written_state(tensor, before, new, other, old.get(id(other), state))
+            except Mixes as mixes:
+                self.facts.refuse(mixes.reason, mixes.detail)
+                after = UNKNOWN
+            self.facts.set_state(other, after)
 
 
 def _apply(rule: Rule | None, call: Call) -> States:
@@ -136,7 +139,7 @@ def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
 
 
 def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
-    """Positions and places that no result holds any more went into its values."""
+    """Positions and places that no result holds any more went into values, so they count as used."""
     kept = [state for state in results if isinstance(state, Rows)]
     for tensor in call.tensors:
         rows = call.rows(tensor)
@@ -156,7 +159,13 @@ def join_written(call: Call) -> TensorState:
 def written_state(
     target: Tensor, before: TensorState, new: TensorState, other: Tensor, state: TensorState
 ) -> TensorState:
-    """State of `other`, which shares memory with `target`, after `target` got the state `new`."""
+    """State of `other`, which shares memory with `target`, after `target` got the state `new`.
+
+    Args:
+        before: the state of `target` so far. state: that of `other`.
+    Raises:
+        Mixes: `other` may hold token rows now in a way that its dims do not tell.
+    """
     same = other is target or (
         other.shape == target.shape
         and other.stride() == target.stride()
@@ -179,3 +188,4 @@ _METADATA = frozenset(
     {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
     | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}
 )
+"""Ops that read no element: they only ask for sizes and the like."""

@@ -28,7 +28,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes
 from .run import NodeRunner, Outcome, States, unknown_like
-from .state import REPLICATED, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
+from .state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
 
 
@@ -83,13 +83,19 @@ def check_locality(
         return LocalityReport([_why_static(extents, fixed)], static=True)
     walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
     with walk.runner.running():
-        walk.root(gm)
+        walk.walk_all(gm)
         for node, where in (kept or {}).items():
-            walk.kept(node, where)
+            walk.check_kept(node, where)
     return walk.report(tables, padded_sums)
 
 
 class _Walk:
+    """One walk over a graph and its nested regions.
+
+    `env`: what is known of each node so far. `used`, `indexed`: nodes that make positions, as in `Events`. `tables`:
+    nodes that take the first T rows of a table, with its dim. `regions`: results of nested regions by operands' states.
+    """
+
     def __init__(
         self,
         sharding: Sharding,
@@ -101,9 +107,10 @@ class _Walk:
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        self.trace = Trace(extents, frozenset(sharding.local_ops))
+        trace = Trace(extents, frozenset(sharding.local_ops))
+        self.facts = trace.facts
         self.env: dict[fx.Node, States] = {}
-        self.runner = NodeRunner(self.trace, mode, self.env)
+        self.runner = NodeRunner(trace, mode, self.env)
         self.refusals: list[Refusal] = []
         self.used: dict[fx.Node, None] = {}
         self.indexed: set[fx.Node] = set()
@@ -111,19 +118,19 @@ class _Walk:
         self.padded_sums: dict[fx.Node, None] = {}
         self.regions: dict[Any, States] = {}
 
-    def root(self, gm: fx.GraphModule) -> None:
+    def walk_all(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
             if node in self.live:
                 self.env[node], refusal = input_state(node, self.tokens, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
-        for leaf in self.graph(gm).all_input_nodes:
-            self.output(leaf, self.env.get(leaf, REPLICATED))
+        for leaf in self.walk_graph(gm).all_input_nodes:
+            self.check_output(leaf, self.env.get(leaf, REPLICATED))
 
-    def output(self, leaf: fx.Node, state: States) -> None:
+    def check_output(self, leaf: fx.Node, state: States) -> None:
         """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
         if isinstance(state, list):
             for item in state:
-                self.output(leaf, item)
+                self.check_output(leaf, item)
         elif self.extents.counts_tokens(value_of(leaf)):
             detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
             self.refuse(leaf, Reason.POSITION_GENERATOR, detail)
@@ -136,21 +143,21 @@ class _Walk:
                 isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
             ):
                 self.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
-            if state.iota is not None and state.iota in self.trace.facts.fixed_positions:
-                self.refuse(leaf, Reason.POSITION_GENERATOR, self.trace.facts.fixed_positions[state.iota])
+            if state.iota is not None and state.iota in self.facts.fixed_positions:
+                self.refuse(leaf, Reason.POSITION_GENERATOR, self.facts.fixed_positions[state.iota])
             elif state.iota is not None:
                 self.used[state.iota] = None
         elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
             detail = "every rank computes this output in full, so its gradient would count once per rank"
             self.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
-    def kept(self, node: fx.Node, where: str) -> None:
+    def check_kept(self, node: fx.Node, where: str) -> None:
         """What outlives the call must be the same on all ranks."""
         if any(state not in (REPLICATED, UNKNOWN) for state in tree_leaves(self.env.get(node, REPLICATED))):
             detail = f"{where} keeps what only this rank knows, which the next step takes for everyone's"
             self.refuse(node, Reason.TOKEN_MIXING, detail)
 
-    def graph(self, gm: fx.GraphModule) -> fx.Node:
+    def walk_graph(self, gm: fx.GraphModule) -> fx.Node:
         """Walk the nodes of one graph whose placeholders are known; returns its output node."""
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -158,29 +165,31 @@ class _Walk:
             if node.op == "call_function" and getattr(node.target, "__name__", "") in _TOGGLES:
                 self.runner.toggle(node)
             elif node in self.live and node.op != "placeholder":
-                self.env[node] = self.node(node)
+                self.env[node] = self.visit(node)
         raise AssertionError("a graph has an output")
 
-    def node(self, node: fx.Node) -> States:
+    def visit(self, node: fx.Node) -> States:
+        """The state of one node's output, which is noted or refused."""
         if node.op == "get_attr":
             return REPLICATED
         if node in self.sites:
-            return self.attention(self.sites[node])
+            return self.visit_attention(self.sites[node])
         parent: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.env.get(parent), list):
             return self.env[parent][node.args[1]]
         call = region_call(node)
         if call is not None:
-            return self.region(call.body, call.operands)
+            return self.visit_region(call.body, call.operands)
         if is_attention(node.target):
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):
-            return self.transformed(node)
+            return self.visit_transformed(node)
         if isinstance(node.target, HigherOrderOperator):
             return self.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
-        return self.take(node, self.runner.outcome(node))
+        return self.record(node, self.runner.outcome(node))
 
-    def take(self, node: fx.Node, outcome: Outcome) -> States:
+    def record(self, node: fx.Node, outcome: Outcome) -> States:
+        """Note of a node what its ops gave rise to."""
         events = outcome.events
         for found in events.refusals:
             self.refuse(node, found.reason, found.detail)
@@ -198,7 +207,7 @@ class _Walk:
             self.refusals.append(refusal)
         return unknown_like(node)
 
-    def transformed(self, node: fx.Node) -> States:
+    def visit_transformed(self, node: fx.Node) -> States:
         """A node of a transform: its ops run on wrapped tensors, or on gradients, which no rule sees."""
         states = [state for n in node.all_input_nodes for state in tree_leaves(self.env.get(n, REPLICATED))]
         numbers = any(self.extents.counts_tokens(value_of(n)) for n in node.all_input_nodes)
@@ -209,7 +218,8 @@ class _Walk:
         detail = "what vmap, grad and jvp do to tokens is not followed: write it out, or vouch for an op"
         return self.refuse(node, Reason.NO_LOCALITY_RULE, detail)
 
-    def attention(self, site: Site) -> States:
+    def visit_attention(self, site: Site) -> States:
+        """Attention whose mask is proven: queries, keys and values have their tokens where the rewrite expects them."""
         batch = None if self.extents.batch == 1 else (B,)
         dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
@@ -221,19 +231,19 @@ class _Walk:
             self.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
         return Rows(dims)
 
-    def region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
+    def visit_region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
         """A nested region, run on its operands; the same for operands of the same states."""
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
         if key not in self.regions:
             self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
-            nested, self.trace.facts.nested = self.trace.facts.nested, True
-            orders = self.trace.facts.orders
-            output = self.graph(body)
-            self.trace.facts.nested = nested
+            nested, self.facts.nested = self.facts.nested, True
+            orders = self.facts.orders
+            output = self.walk_graph(body)
+            self.facts.nested = nested
             result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
             result = list(result) if isinstance(result, list | tuple) else result
-            if orders != self.trace.facts.orders:  # the next call's rows are sorted in another order
+            if orders != self.facts.orders:  # the next call's rows are sorted in another order
                 return result
             self.regions[key] = result
         return self.regions[key]
@@ -244,8 +254,7 @@ class _Walk:
                 detail = "these positions both index the shard's rows and count the global row: make them twice"
                 self.refuse(node, Reason.POSITION_GENERATOR, detail)
         for node in () if tables else self.tables:
-            detail = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
-            self.refuse(node, Reason.POSITION_GENERATOR, detail)
+            self.refuse(node, Reason.POSITION_GENERATOR, TABLE_HINT)
         for node in () if padded_sums else self.padded_sums:
             detail = (
                 "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
@@ -264,8 +273,7 @@ def _fits(dims: Dims, wanted: Dims) -> bool:
 
 
 def _why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
-    """What made a constant of the token count: inputs of that size, or a line of the model, where the shape environment
-    knows one."""
+    """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
     if fixed:
         detail = (
             f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
@@ -280,3 +288,4 @@ def _why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
 
 
 _TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})
+"""Functions that switch something on or off for the nodes behind them; they make no tensor."""

@@ -1,4 +1,4 @@
-"""Locality rules of ops that read or write by index: embedding, gather, scatter, advanced indexing."""
+"""Ops that read or write by index: embedding, gather, scatter, advanced indexing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def embedding(call: Call) -> TensorState:
 
 
 def gather(call: Call) -> TensorState:
-    """Out[i][j] = x[i][index[i][j]]: x and index must hold the same tokens; only the other dim is indexed."""
+    """out[i][j] = x[i][index[i][j]] of dim 1: x and index have the same tokens, in another dim than the indexed one.
+
+    x (T,) ·    index (T,) ·    dim 1    ->    (T,) ·
+    """
     x, index = call.arg("self"), call.arg("index")
     others = [t for t in call.tensors if t is not x and t is not index]
     dim = call.arg("dim") % max(x.ndim, 1)
@@ -53,6 +56,7 @@ def gather(call: Call) -> TensorState:
 
 
 def _equal(entries: list[tuple[Dim, Size]]) -> Dim:
+    """One dim of tensors that must hold the same tokens in it."""
     dims = {dim for dim, _ in entries if has(dim, T)}
     if dims and any(dim not in dims for dim, _ in entries):
         raise Mixes(f"gathers token rows from a tensor that is not cut like them: {ROWS_HINT}")
@@ -60,6 +64,7 @@ def _equal(entries: list[tuple[Dim, Size]]) -> Dim:
 
 
 def index_select(call: Call) -> TensorState:
+    """x · ·    index (T,)    dim 0    ->    (T,) ·"""
     x, index = call.arg("self"), call.arg("index")
     dim = call.arg("dim") % x.ndim
     rows, picked = call.rows(x), call.rows(index)
@@ -72,7 +77,11 @@ def index_select(call: Call) -> TensorState:
 
 
 def index(call: Call) -> TensorState:
-    """x[i, :, j]: token dims of x may only be walked in order (arange over them); indices may come from tokens."""
+    """x[i, :, j]: indices may come from tokens; token dims of x may only be walked in order (by arange over them).
+
+    x · ·       i (B,) (T,)           x[i]       ->    (B,) (T,) ·
+    x (T,) ·    i = arange(T), j ·    x[i, j]    ->    (T,)
+    """
     x: Tensor = call.arg("self")
     given: list[Tensor | None] = list(call.arg("indices"))
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in given):
@@ -85,6 +94,7 @@ def index(call: Call) -> TensorState:
     kept: list[Any] = [
         (dim, entry) for dim, (entry, _) in enumerate(call.entries(x)) if dim >= len(given) or given[dim] is None
     ]
+    # The indices' dims stand where the first indexed dim was; in front, where indexed dims are not side by side.
     where = used[0][0] if [dim for dim, _ in used] == list(range(used[0][0], used[-1][0] + 1)) else 0
     before = [entry for dim, entry in kept if dim < where]
     after = [entry for dim, entry in kept if dim >= where]
@@ -93,6 +103,7 @@ def index(call: Call) -> TensorState:
 
 
 def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
+    """Check one index: of a dim without tokens it may be anything, of a token dim only the rows' own places."""
     axis = call.entries(x)[dim][0]
     rows = call.rows(i)
     if rows is not None and axis is not None and rows.places == axis:

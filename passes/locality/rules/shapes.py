@@ -15,6 +15,7 @@ from torch import Tensor
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.state import (
     REPLICATED,
+    TABLE_HINT,
     B,
     Dim,
     Dims,
@@ -31,8 +32,6 @@ from cp_rewrite.passes.locality.state import (
     regroup,
 )
 from cp_rewrite.refusal import Reason
-
-TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
 
 
 def regrouped(call: Call, x: Rows) -> Rows:

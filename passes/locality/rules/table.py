@@ -1,18 +1,20 @@
-"""Every op that treats tokens alone, and what it must not do to tokens for that. An op that is not here is refused by
-name, unless torch tags it as pointwise; to add one, add a line here and a case to tests/passes/test_locality.py.
+"""All locality rules: which ops treat tokens alone, what each needs for that, and what it gives.
 
-A rule says where the tokens of an op's results are (`gives`), when those of its operands are known. Hidden states have
-dims (B,) (T,) ·, where · is an ordinary dim. A line of the table reads as:
+A rule says where the tokens of an op's results are when those of its operands are known. Hidden states of shape
+(batch, tokens, features) have the dims (B,) (T,) ·, where · is an ordinary dim. One line of the table reads as:
 
-    rows("select", without_dim, SUMS, mixes=over("takes one entry of"))
-          |        |            |     |
-          |        |            |     it mixes entries of the dim that its argument `dim` names: refused where that is a
-          |        |            |     token or batch dim, as "select takes one entry of the token dim (dim 1)"
-          |        |            it also gets per-rank parts of sums over tokens, see `rule.Takes`; other ops are refused
-          |        the result has the dims of its first tensor without that one: (B,) (T,) · -> (B,) (T,)
-          the ATen op's names
+    rows("select", shapes.without_dim, SUMS, mixes=over("takes one entry of"))
+          |        |                   |     |
+          |        |                   |     it mixes the entries of the dim that its argument `dim` names, and is
+          |        |                   |     refused where that has tokens: "select takes one entry of the token dim"
+          |        |                   it also gets per-rank parts of sums, see `Takes`; without the flag it is refused
+          |        |                   for them
+          |        it gives its first tensor's dims without that one: (B,) (T,) · -> (B,) (T,)
+          the names of ATen ops
 
-`rows` is for ops that work on the rows of one tensor, `Rule` for those whose operands must be looked at together.
+`rows` is for ops that work on the rows of one tensor. `Rule` is for ops whose operands must be looked at together: a
+comment says what they need and give. An op that is not here is refused by name, unless torch tags it as pointwise. To
+add one, add a line, and a case to tests/passes/test_locality.py.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import pointwise
+from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
 
+_NORM = "{op} of something else than token rows"
+_PICKS = "picks entries by their values, as many as there happen to be: multiply by a mask instead"
 SUMS, SIZES, UNCUT, POSITIONS, GROUPS = Takes.SUMS, Takes.SIZES, Takes.UNCUT, Takes.POSITIONS, Takes.GROUPS
 
-# Entries move: an axis of the batch moves with its dim.
+# Entries move, and an axis of the batch moves with its dim.
 VIEWS = (
     rows("clone detach alias lift_fresh lift contiguous", unchanged, SUMS),
     rows("view _unsafe_view reshape _reshape_copy flatten unflatten", shapes.regrouped, SUMS | SIZES),
@@ -42,14 +47,19 @@ VIEWS = (
     rows("unbind", shapes.without_dim, SUMS | SIZES, mixes=over("splits")),
     rows("split split_with_sizes chunk unsafe_split", unchanged, SUMS | SIZES, mixes=over("splits")),
     rows("repeat", shapes.repeated, SUMS | SIZES),
+    # pads ordinary dims; the same dims
     Rule("constant_pad_nd reflection_pad1d replication_pad1d", shapes.pad, SUMS | SIZES),
+    # changes nothing
     Rule("as_strided", shapes.as_strided, SUMS | SIZES),
+    # joins tensors of one place of tokens, along another dim; the same dims
     Rule("cat stack", shapes.cat, SUMS),
+    # · · -> (T,) ·    rows that are all equal
     Rule("expand", shapes.expand, SUMS | SIZES | UNCUT),
+    # takes a slice of an ordinary dim; the same dims. Or the first T rows of a table: (T,) ·
     Rule("slice", shapes.slice_, SUMS | SIZES | UNCUT),
 )
 
-# Sizes make tensors: a dim as long as the tokens is a token dim.
+# A tensor is made of one number, or counts 0, 1, 2, …: its dim of T entries is the token dim.
 FILLED = (
     Rule("zeros ones full empty empty_strided scalar_tensor", shapes.filled, SUMS | SIZES | UNCUT | POSITIONS),
     Rule("new_zeros new_ones new_full new_empty new_empty_strided", shapes.filled, SUMS | SIZES | UNCUT | POSITIONS),
@@ -57,11 +67,12 @@ FILLED = (
     Rule("arange", shapes.arange, SIZES | UNCUT),
 )
 
-# Each entry from the entries at its place: tokens of all operands stand in one dim. So is every op with torch's tag.
+# Each entry is made of those at its place: all operands have their tokens in one dim, and so has the result. Every op
+# that torch tags as pointwise has this rule.
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
 CAST = Rule("_to_copy", pointwise, SUMS | UNCUT | GROUPS)
 
-# Entries of some dims are mixed: those may not hold tokens.
+# The entries of some dims are mixed, which must be ordinary ones; the same dims.
 MIXED_DIMS = (
     rows("_softmax _log_softmax _safe_softmax softmax log_softmax glu", same_dims, mixes=over("runs {op} over")),
     rows("cumprod cummax cummin logcumsumexp argsort topk flip", same_dims, mixes=over("runs {op} over")),
@@ -69,42 +80,47 @@ MIXED_DIMS = (
     rows("roll", same_dims, mixes=over("rolls")),
     rows("tril triu", reductions.triangle),
     rows("linear", same_dims, mixes=last_dim("sums over"), others="{op} with a weight made from tokens"),
-    rows(
-        "native_layer_norm _fused_rms_norm rms_norm",
-        same_dims,
-        mixes=reductions.normalized_dims,
-        others="{op} of something else than token rows",
-    ),
-    rows("convolution", same_dims, mixes=reductions.convolution_dims, others="{op} with a kernel made from tokens"),
-    rows("avg_pool2d max_pool2d_with_indices adaptive_max_pool2d", same_dims, mixes=reductions.pooled_dims),
-    rows("_adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool3d", same_dims, mixes=reductions.pooled_dims),
+    rows("native_layer_norm _fused_rms_norm rms_norm", same_dims, mixes=normalized_dims, others=_NORM),
+    rows("convolution", same_dims, mixes=convolution_dims, others="{op} with a kernel made from tokens"),
+    rows("avg_pool2d max_pool2d_with_indices adaptive_max_pool2d", same_dims, mixes=pooled_dims),
+    rows("_adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool3d", same_dims, mixes=pooled_dims),
+    # tokens in dim 0
     Rule("native_group_norm instance_norm", reductions.leading_norm, SIZES),
+    # running statistics, and channels without tokens in dim 1
     Rule("native_batch_norm _native_batch_norm_legit _batch_norm_with_update", reductions.batch_norm),
     Rule("_native_batch_norm_legit_no_training _batch_norm_no_update", reductions.batch_norm),
 )
 
-# A sum over tokens is a per-rank part of the whole sum; another reduction over tokens is refused.
+# Dims are reduced. Over features: the other dims. A plain sum over all tokens: a per-rank part of the whole sum.
 SUMMED = (
     Rule("sum nansum count_nonzero mean amax amin prod logsumexp", reductions.reduce, SUMS),
     Rule("max min argmax argmin any all aminmax median mode", reductions.reduce, SUMS),
     Rule("var std var_mean std_mean norm linalg_vector_norm kthvalue", reductions.reduce, SUMS),
+    # (T,) · times · ·    (T,) ·        · (T,) times (T,) ·    a per-rank part
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
+    # reduction="none": a loss per token, "sum": a per-rank part
     Rule("nll_loss_forward nll_loss2d_forward", losses.nll_loss),
     Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS),
     Rule("binary_cross_entropy binary_cross_entropy_with_logits", losses.elementwise_loss, SUMS),
+    # two per-rank parts, a sum and a count; the global mean, whose gradient is a per-rank part
     Rule("cp_rewrite::token_mean", losses.token_mean, SUMS),
 )
 
-# Values are indices: they may come from tokens, but tokens may not be picked by them.
+# Values are indices: they may be made from tokens, but pick no tokens.
 INDEXED = (
+    # a table that is the same on all ranks; the indices' dims and one more
     Rule("embedding", indexing.embedding),
+    # tensor and indices hold the same tokens, in another dim than the indexed one; the same dims
     Rule("gather scatter scatter_add scatter_reduce", indexing.gather),
+    # an indexed dim without tokens; in its place the indices' dim
     Rule("index_select", indexing.index_select),
+    # indexed dims without tokens, or rows of a shard named in turn; in their place the indices' dims
     Rule("index _unsafe_index", indexing.index, POSITIONS),
+    # x[mask] = number, where x and mask hold the same tokens; the same dims
     Rule("index_put _unsafe_index_put _index_put_impl", indexing.index_put, POSITIONS),
 )
 
-# Rows are sorted, worked on in groups and put back in place: a mixture of experts, see `experts`.
+# Rows are sorted by a key, worked on in groups, and put back in place by index_put: see `experts`.
 SORTED = (
     Rule("sort", experts.sort),
     Rule("histc", experts.group_sizes),
@@ -113,7 +129,6 @@ SORTED = (
 )
 
 # Never the same on a shard.
-_PICKS = "picks entries by their values, as many as there happen to be: multiply by a mask instead"
 MIXING = (
     refused("nonzero nonzero_static masked_select _unique2 unique_dim unique_consecutive", _PICKS),
     refused("_local_scalar_dense is_nonzero equal item", _PICKS),
