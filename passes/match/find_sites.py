@@ -1,4 +1,13 @@
-"""Find the attention nodes of a Dynamo graph and prove what their masks mean."""
+"""Find the attention nodes of a Dynamo graph, and bring each into one normal form, a Site.
+
+    attention                                           is read in
+    scaled_dot_product_attention(q, k, v, mask)         this file
+    softmax(q @ k.mT * scale + mask) @ v                written_out
+    flex_attention(q, k, v, score_mod, block_mask)      flex
+    varlen_attn(q, k, v, cu_seqlens, …)                 varlen_attn
+
+`prove_masks` says what the mask means, `grouped_heads` which heads keys and values had before they were repeated.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +36,8 @@ from cp_rewrite.sharding import Sharding
 from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .grouped_heads import ungroup
 from .prove_masks import Prover
-from .varlen import is_varlen, match_varlen
-from .written import is_softmax, read_written
+from .varlen_attn import is_varlen, match_varlen
+from .written_out import is_softmax, read_written
 
 _SDPA: frozenset[Any] = frozenset(
     {
@@ -75,10 +84,16 @@ def is_sdpa(node: fx.Node) -> bool:
 
 
 def _may_be_attention(node: fx.Node) -> bool:
+    """Whether a node is attention, or a softmax that may be part of attention."""
     return is_sdpa(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
 class _Matcher:
+    """Reads the attention of one graph.
+
+    `unreachable`: refusals of attention in regions that can't be entered. `_heads`: answers of `ungroup`.
+    """
+
     def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
         self.sharding, self.tokens = sharding, tokens
         self.prover = Prover(sharding, tokens)
@@ -86,6 +101,7 @@ class _Matcher:
         self._heads: dict[Any, bool] = {}
 
     def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
+        """What may be attention in a region and in those inside of it, with the region."""
         calls = dict(nested_scopes(scope))
         for node in scope.gm.graph.nodes:
             if _may_be_attention(node):
@@ -99,8 +115,9 @@ class _Matcher:
                     self.unreachable.append(Refusal(Reason.NESTED_REGION, detail, node))
 
     def match(self, scope: Scope, node: fx.Node) -> Found:
+        """The Site of a node, or the reasons why it is none; [] for a softmax that is no attention."""
         if is_transformed(node):
-            if is_softmax(node):  # of anything
+            if is_softmax(node):  # perhaps of something else than attention
                 return []
             return [Refusal(Reason.NESTED_REGION, "attention inside torch.vmap or another torch.func transform", node)]
         if is_flex(node):
@@ -166,6 +183,7 @@ class _Matcher:
     def _site(
         self, scope: Scope, node: fx.Node, args: Mapping[str, Any], mask: PackedMask | list[Refusal], **more: Any
     ) -> Found:
+        """A Site where the operands fit and the mask is known; `more` are further fields of it."""
         refusals = [*check_operands(node, args, self.prover.local_tokens), *check_options(node, args)]
         refusals = refusals or self._check_rows(node, args["query"])
         if isinstance(mask, list) or refusals:

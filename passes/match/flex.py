@@ -1,4 +1,8 @@
-"""Read `flex_attention`: its mask function says what a mask tensor says, its score function may cap the logits."""
+"""Read `flex_attention`: what its mask function, its lists of blocks and its score function say.
+
+The mask function is read as a mask tensor is, with index placeholders b, h, q, k for the element's place. The lists of
+blocks must say the same, and the score function may be a soft cap.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +57,10 @@ def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Sc
 
 
 def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover, mask: PackedMask) -> list[Refusal]:
-    """A refusal unless the lists of blocks are made in this graph, of what tells documents apart and nothing else, by
-    way of a dense mask, as `create_block_mask` makes them, that says the same as the mask function: `mask`.
+    """A refusal unless the lists of blocks are made as `create_block_mask` makes them of the mask function.
 
-    Whether what came of it does is compared on the first call.
+    That is: in this graph, of what tells documents apart and nothing else, by way of a dense mask whose meaning is the
+    mask function's, `mask`. The lists themselves are compared on the first call.
     """
     packing = prover.sharding.packing
     known = {*prover.sharding.tokens, packing.arg, getattr(packing, "padded_arg", None)}
@@ -78,7 +82,10 @@ def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prov
 
 
 def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], prover: Prover) -> Any:
-    """What the (B, H, T, T) mask means that lists of blocks sum up; without one, when one block holds all, no mask."""
+    """What the dense mask, (B, H, T, T), means of which a list of blocks is made; None where there is none.
+
+    A list of one block that is made of nothing means no mask.
+    """
     sizes = shape_of(node) or ()
     if not canonical.leaves and all(size == 1 for size in sizes):
         return PackedMask(causal=False, packed=False)
@@ -92,7 +99,7 @@ def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], pr
 
 
 def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:
-    """c where the score function is c * tanh(score / c); 0.0 where it is the score; a Refusal for any other."""
+    """c where the score function is c * tanh(score / c), 0.0 where it is the score itself; else a Refusal."""
     body: fx.GraphModule = attribute_of(args["score_mod"])
     score = body.graph.find_nodes(op="placeholder")[0]
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]

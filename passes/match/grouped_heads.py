@@ -1,4 +1,4 @@
-"""Undo the expansion of grouped key and value heads: exchanging n copies of a head would move n times the bytes."""
+"""Undo the repetition of grouped key and value heads: n copies of a head would be n times the bytes to exchange."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def ungroup(
 
         heads of k   0 1        ->  0 0 0 1 1 1        (n = 3: query head h reads key head h // n)
 
-    Only where both provably were, to equally many heads, and where what was repeated still is what it was when `reader`
-    (attention) runs, gradients included; a `repeat` (0 1 0 1 0 1) is another order and stays. `known` remembers
-    answers: layers repeat each other.
+    The nodes themselves, unless all of this holds: both provably were repeated so, from equally many heads; what was
+    repeated does not change in place before `reader` (attention); it needs gradients where its copies do. A `repeat`
+    (0 1 0 1 0 1) is another order and stays. `known` remembers answers, as layers ask the same again.
     """
     heads = query.meta["example_value"].shape[1]
     k, v = (_before_repeat(gm, node, heads, known) for node in (key, value))
@@ -49,6 +49,7 @@ def ungroup(
 
 
 def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) -> fx.Node:
+    """The earliest node whose heads `node` has repeated; `node` itself where there is none."""
     chain = [node]
     while (source := _moved_from(chain[-1])) is not None:
         chain.append(source)
@@ -58,9 +59,7 @@ def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) 
         # Compared as expressions: symbolic sizes would be guarded to be what they are on this batch.
         if len(shape) != 4 or [expression(shape[dim]) for dim in (0, 2, 3)] != [whole[0], whole[2], whole[3]]:
             continue
-        if heads % shape[1]:
-            continue
-        if shape[1] == heads:
+        if heads % shape[1] or shape[1] == heads:
             continue
         signature = tuple(map(_signature, chain[: depth + 1]))
         if signature not in known:
@@ -80,6 +79,8 @@ def _moved_from(node: fx.Node) -> fx.Node | None:
 
 
 def _signature(node: fx.Node) -> Any:
+    """Equal for nodes that do the same to their first operand."""
+
     def plain(arg: fx.Node) -> Any:
         value = arg.meta.get("example_value")
         return "tensor" if isinstance(value, Tensor) else str(value)
@@ -93,7 +94,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def repeats_per_head(scope: Scope, node: fx.Node) -> fx.Node | None:
-    """The (H,) tensor s with node[b, h, t, 0] = s[h]; None where there is none."""
+    """The tensor s of (H,) whose numbers stand in node[b, h, t, 0] = s[h]; None where there is none."""
     source: fx.Node | None = node
     while source is not None and source.meta["example_value"].ndim > 1:
         source = _moved_from(source)
@@ -114,7 +115,7 @@ def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> bool:
 
 
 def _read(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> tuple[Any, tuple[Any, ...], Leaf, Any] | None:
-    """(node[b, h, t, d] in terms of `source`, the index, the leaf that stands for `source`, heads)."""
+    """(the element node[b, h, t, d], its index, the leaf in it that stands for `source`, heads of `node`)."""
     try:
         canonical = canonicalize(Scope(gm), node, lambda _, n: n is source)
     except CanonicalizeError:

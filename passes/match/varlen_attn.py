@@ -1,4 +1,7 @@
-"""Read `torch.nn.attention.varlen.varlen_attn`: its documents are the ones that `cu_seqlens` tells apart."""
+"""Read `torch.nn.attention.varlen.varlen_attn`, whose `cu_seqlens` tell documents apart.
+
+It has no mask: documents, `is_causal` and `window_size` are the same as a PackedMask.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .prove_masks import Prover
 _OP = "torch_attn::_varlen_attn"
 _DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}
 _READ = frozenset("query key value cu_seq_q cu_seq_k max_q max_k enable_gqa num_splits".split()) | _DEFAULTS.keys()
-"""What is read, or makes no difference. Versions of torch have other arguments: of caches, for one."""
+"""Arguments that are read, or make no difference. Versions of torch have others, as for caches: those must be None."""
 
 
 def is_varlen(node: fx.Node) -> bool:

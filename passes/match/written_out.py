@@ -1,10 +1,12 @@
 """Read attention that is written out as two products and a softmax:
 
-    out = softmax([cap(q @ kᵀ · scale) + mask, sinks]) @ [v, 0]        cap(x) = c · tanh(x / c)
+    out = softmax([cap(q @ kᵀ · scale) + mask, sinks])[..., :-1] @ v        cap(x) = c · tanh(x / c)
 
-`sinks`, one more logit per head, is a column that draws weight and is dropped before the second product. The mask may
-be added, filled in or chosen by `where`. What stands between the two products must be read by the next node only: so a
-mask can't be made of logits, and nothing changes them behind the chain's back.
+Soft cap, mask and sinks may be missing. `sinks` is one more logit per head: a column that draws weight and is dropped
+before the second product. The mask may be added, filled in or chosen by `where`.
+
+Each node between the two products must be read by the next one only. So no mask is made of logits, and nothing changes
+logits or weights in place on the side.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Written:
 
     Args:
         output: the second product, (B, Hq, T, Dv). query, key, value: as in `Site`.
-        logits: from the scaled and capped scores, node after node, to the logits with the mask in them.
+        logits: the nodes from the scaled and capped scores to the logits with the mask in them.
         scale, softcap: as in `Site`. dropout: of the weights, as the graph has it. sinks: node of (Hq,), or None.
     """
 
@@ -64,7 +66,11 @@ class Written:
 
     @property
     def mask(self) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-        """(mask's node, logits that it is made of): the tensor itself and none where one is plainly added."""
+        """(the mask's node, the logits that it is part of).
+
+        Where a mask is plainly added, its own node and no logits. Where it is filled in, say, the last of the logits:
+        they are the mask of logits that are 0.
+        """
         if len(self.logits) == 1:
             return None, ()
         if len(self.logits) == 2 and op_name(self.logits[1]) == "add":
@@ -94,7 +100,7 @@ def read_written(scope: Scope, softmax: fx.Node, local_tokens: Collection[sympy.
 
 
 class _Differs(Exception):
-    """What stands in the graph is not what is read here."""
+    """The graph has something else where a part of attention was looked for."""
 
     def __init__(self, node: fx.Node, detail: str) -> None:
         super().__init__(detail)
@@ -125,7 +131,7 @@ def _read(scope: Scope, softmax: fx.Node) -> Written:
 
 
 def _unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
-    """x and the nodes of max(x), where a node is x - max(x): a softmax does not see it."""
+    """(x, the nodes of max(x)) where a node is x - max(x), whose softmax is that of x; else (node, [])."""
     if op_name(node) not in ("sub", "subtract") or len(node.args) != 2 or node.kwargs:
         return node, []
     x, top = node.args
@@ -144,7 +150,7 @@ def _unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
 
 
 def _sinks_behind(scope: Scope, node: Any) -> tuple[Any, fx.Node | None]:
-    """(logits, sinks) of a node that puts a column of sinks behind the logits; (node, None) of any other."""
+    """(logits, sinks) where a node is cat([logits, sinks as a column]); else (node, None)."""
     if op_name(node) not in ("cat", "concat", "concatenate"):
         return node, None
     parts: Any = _argument(node, 0, "tensors")
@@ -218,7 +224,7 @@ def _second_product(softmax: fx.Node, has_sinks: bool) -> tuple[fx.Node, Any]:
 
 
 def _drops_last_column(node: fx.Node) -> bool:
-    """x[..., :-1] of four dims."""
+    """Whether a node is x[..., :-1] of four dims."""
     if op_name(node) != "getitem" or not isinstance(node.args[1], tuple):
         return False
     *front, last = node.args[1]
@@ -240,6 +246,7 @@ def _factors(product: fx.Node, equation: re.Pattern[str]) -> tuple[fx.Node, fx.N
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
+    """k, of a node that is kᵀ."""
     name, dims = op_name(node), node.args[1:]
     if name in ("transpose", "swapaxes", "swapdims"):
         known = len(dims) == 2 and {int(str(d)) % 4 for d in dims} == {2, 3}
@@ -274,7 +281,7 @@ def _uses(node: fx.Node, reader: fx.Node) -> int:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """The same numbers, in another floating-point dtype or memory perhaps."""
+    """Whether a node has the numbers of its operand, in another floating-point dtype or memory perhaps."""
     source = node.args[0] if node.args else None
     return op_name(node) in _COPIES and shape_of(source) == shape_of(node) and _is_float(source) and _is_float(node)
 
