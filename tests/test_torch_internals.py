@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
@@ -27,6 +28,7 @@ from cp_rewrite import torch_internals as ours
 from cp_rewrite.passes.graph import dynamo_internals
 from cp_rewrite.passes.graph.argument_names import argument_names, module_numbers
 from cp_rewrite.passes.graph.regions import REGION_OPS, nested_graphs, region_call
+from tests.test_rooms import SOURCES
 
 
 def canary(theirs: str, dependent: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -48,6 +50,7 @@ def canary(theirs: str, dependent: str) -> Callable[[Callable[..., None]], Calla
 USED = {
     "torch._C._nn.scaled_dot_product_attention": "match.find_sites.is_sdpa",
     "torch._dynamo.backends.registry.lookup_backend": "backend.Backend",
+    "torch._dynamo.backends.registry.register_backend": "backend.compile_backend",
     "torch._dynamo.maybe_mark_dynamic": "batch.shard.shard",
     "torch._dynamo.utils.counters": "observe.count",
     "torch._logging.trace_structured": "observe.trace",
@@ -56,6 +59,7 @@ USED = {
     "torch.distributed._functional_collectives": "ops.heads, for the gradients of collectives",
     "torch.distributed._symmetric_memory.empty": "kernels.peers, for memory that GPUs share",
     "torch.distributed._symmetric_memory.rendezvous": "kernels.peers, for memory that GPUs share",
+    "torch.distributed.distributed_c10d._resolve_process_group": "ops, for groups by their names",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.ignore_fresh_unbacked_symbols": "canonicalize and locality.run",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards": "locality.run.NodeRunner.running",
     "torch.ops._c10d_functional.all_gather_into_tensor.default": "ops.exchange and ops.heads",
@@ -75,6 +79,30 @@ def test_what_is_used_as_it_is_is_there(path: str) -> None:
         assert hasattr(pkgutil.resolve_name(module), name) or importlib.import_module(path)
     except (ImportError, AttributeError):
         raise AssertionError(f"torch {torch.__version__} has no {path}; {USED[path]} relies on it") from None
+
+
+def private_imports(file: Path) -> list[str]:
+    """What a file imports from torch that is private by its name."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [path for path in found if path.startswith("torch.") and "._" in path]
+
+
+def test_private_parts_are_imported_by_two_files() -> None:
+    """All others take them from there, or use what has a test above."""
+    known = (*USED, "torch.utils._pytree")
+    new = [
+        f"{module}: {path}"
+        for module, file in SOURCES.items()
+        for path in private_imports(file)
+        if file.name not in ("torch_internals.py", "dynamo_internals.py")
+        and not any(name.startswith(path) or path.startswith(name) for name in known)
+    ]
+    assert not new, f"wrap these in torch_internals.py, with a test: {new}"
 
 
 # -- fake tensors and memory -------------------------------------------------------------------------------

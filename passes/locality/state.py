@@ -22,7 +22,7 @@ import sympy
 import torch.fx as fx
 
 from cp_rewrite.refusal import Reason
-from cp_rewrite.torch_internals import simplified
+from cp_rewrite.torch_internals import expression, simplified
 
 Size = int | sympy.Expr
 Number = float | int | bool
@@ -144,7 +144,7 @@ class Extents:
         """A size as a number or an expression in one symbol for the token count."""
         if isinstance(value, int):
             return int(value)
-        expr = simplified(self.shape_env, value.node.expr if hasattr(value, "node") else value)
+        expr = simplified(self.shape_env, expression(value))
         if self.aliases:
             expr = expr.xreplace(dict.fromkeys(self.aliases, self.tokens))
         return int(expr) if expr.is_Integer else expr

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from cp_rewrite.documents import MAX_ID, MAX_TOKENS
 from cp_rewrite.passes.graph.canonicalize import Call, Ref
-from cp_rewrite.torch_internals import OpOverload
+from cp_rewrite.torch_internals import OpOverload, expression
 
 from .exact import compared, held
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric
@@ -101,12 +101,12 @@ class RuleContext:
     def size(self, value: Any) -> Expr:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            expression = value.node.expr
-            if expression in self.local_tokens and expression.free_symbols:
+            size = expression(value)
+            if size in self.local_tokens and size.free_symbols:
                 return TOKENS
             swaps = {s: TOKENS for s in self.local_tokens if s.is_Symbol}
-            renamed = {s: sympy.Symbol(s.name, integer=True, positive=True) for s in expression.free_symbols}
-            return sympy.expand(expression.xreplace({**renamed, **swaps}))
+            renamed = {s: sympy.Symbol(s.name, integer=True, positive=True) for s in size.free_symbols}
+            return sympy.expand(size.xreplace({**renamed, **swaps}))
         return number(value)
 
     def symbol(self, name: str, size: Expr) -> sympy.Symbol:

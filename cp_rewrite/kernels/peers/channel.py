@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_rewrite import torch_internals
 from cp_rewrite.kernels import cuda
 
 _HEADER = 1024
@@ -133,7 +133,7 @@ def channel(group: str, direction: str, nbytes: int, device: torch.device) -> Ch
             f"the {direction} channel needs {nbytes} bytes and a CUDA graph is being captured: "
             "run one step of full capacity before the capture"
         )
-    process_group = _resolve_process_group(group)
+    process_group = torch_internals.process_group(group)
     # Peers may still read the memory that is about to go.
     torch.cuda.synchronize(device)
     dist.barrier(process_group, device_ids=[device.index])

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_rewrite import torch_internals
 from cp_rewrite.kernels import cuda
 
 _MAX_RANKS = 32
@@ -23,7 +23,7 @@ def group_reasons(group: str) -> tuple[str, ...]:
 
     A collective call of all ranks of the group, the first time.
     """
-    process_group = _resolve_process_group(group)
+    process_group = torch_internals.process_group(group)
     mine = _own_reasons(process_group)
     everyone: list[Any] = [None] * process_group.size()
     kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
