@@ -38,7 +38,7 @@ def reasons() -> list[str]:
     if not torch.cuda.is_available():
         return ["no CUDA device"]
     try:
-        importlib.import_module("cuda.core")
+        _core()
     except ImportError as error:
         return [f"cuda-core can't be imported ({error}): pip install 'cp_rewrite[cuda]'"]
     return []
@@ -72,18 +72,14 @@ def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
 @cache
 def kernel(name: str, device: torch.device, macros: Macros = ()) -> Any:
     """The kernel `name` of `csrc/<name>.cu`, loaded for `device`."""
-    from cuda.core import ObjectCode
-
     cubin = compile_kernel(f"{name}.cu", architecture(device), macros)
-    return ObjectCode.from_cubin(cubin).get_kernel(name)
+    return _core().ObjectCode.from_cubin(cubin).get_kernel(name)
 
 
 def launch(compiled: Any, grid: int | tuple[int, ...], block: int, device: torch.device, *args: Any) -> None:
     """Enqueue a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other numbers
     of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
-    from cuda.core import launch as cuda_launch
-
-    cuda_launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)
+    _core().launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)
 
 
 @cache
@@ -92,33 +88,33 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _compile(file: str, arch: str, macros: Macros) -> bytes:
-    from cuda.core import Program, ProgramOptions
+@cache
+def _core() -> Any:
+    """`cuda.core`, imported when it is needed: it is an optional dependency."""
+    return importlib.import_module("cuda.core")
 
-    options = ProgramOptions(
+
+def _compile(file: str, arch: str, macros: Macros) -> bytes:
+    options = _core().ProgramOptions(
         name=file, std="c++17", arch=arch, include_path=[str(SOURCES)], define_macro=list(macros) or None
     )
     try:
-        return bytes(Program((SOURCES / file).read_text(), "c++", options).compile("cubin").code)
+        return bytes(_core().Program((SOURCES / file).read_text(), "c++", options).compile("cubin").code)
     except Exception as error:
         raise RuntimeError(f"csrc/{file} does not compile for {arch} with {dict(macros)}: {error}") from error
 
 
 @cache
 def _digest(file: str, arch: str, macros: Macros) -> str:
-    import cuda.core
-
     parts = [(SOURCES / file).read_bytes()]
     parts += [header.read_bytes() for header in sorted(SOURCES.glob("*.cuh"))]
-    parts.append(repr((arch, macros, cuda.core.__version__, _nvrtc_version())).encode())
+    parts.append(repr((arch, macros, _core().__version__, _nvrtc_version())).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 @cache
 def _nvrtc_version() -> str:
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return f"{major}.{minor}"
 
 
@@ -128,13 +124,9 @@ def _cache_dir() -> Path:
 
 @cache
 def _stream(handle: int) -> Any:
-    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
-
-    return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
+    return _core().Stream.from_handle(handle) if handle else _core().LEGACY_DEFAULT_STREAM
 
 
 @cache
 def _config(grid: int | tuple[int, ...], block: int) -> Any:
-    from cuda.core import LaunchConfig
-
-    return LaunchConfig(grid=grid, block=block)
+    return _core().LaunchConfig(grid=grid, block=block)

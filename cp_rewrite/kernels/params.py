@@ -1,4 +1,4 @@
-"""The numbers an attention kernel needs beside its tensors."""
+"""The numbers an attention kernel needs besides its tensors."""
 
 from __future__ import annotations
 

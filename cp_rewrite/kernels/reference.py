@@ -52,7 +52,7 @@ def backward(
     """Gradients of q (R, Hq, D), k (E, Hkv, D) and v (E, Hkv, V), in their dtypes; exact zeros in rows of no piece."""
     acc = torch.promote_types(q_RHD.dtype, torch.float32)
     dq = torch.zeros_like(q_RHD, memory_format=torch.contiguous_format)
-    # Keys of a piece are summed over its blocks of queries, so dk and dv gather in the wide dtype.
+    # Keys of a piece are summed over its blocks of queries, so dk and dv are summed in fp32.
     dk = torch.zeros(k_EHD.shape, dtype=acc, device=k_EHD.device)
     dv = torch.zeros(v_EHV.shape, dtype=acc, device=v_EHV.device)
     heads_kv = k_EHD.shape[1]

@@ -1,4 +1,4 @@
-"""Every reason why a kernel can't run is told, for any GPU, on a machine without one."""
+"""Every reason why a kernel can't run is given, for any GPU, on a machine without one."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
 @pytest.fixture(scope="module")
 def all_routes() -> Routes:
     with pytest.MonkeyPatch.context() as patch:
-        # Rows may come beside work, however few they are.
+        # Rows may arrive while the kernel works, however few they are.
         patch.setattr(push, "_WORTH", 1)
         patch.setattr(push, "_ROWS_PER_PAIR", 1e9)
         return [route for world_size in (1, 2, 3, 4) for route in routes(world_size)]

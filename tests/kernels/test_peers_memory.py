@@ -94,14 +94,14 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
     def backward(*args: Any) -> tuple[Tensor, ...]:
         return varlen.run_backward(_kernel, *args)
 
-    memory = torch.zeros(channels._HEADER + 2**20, dtype=torch.uint8)
-    way = channels.Channel(memory, torch.zeros(8), 0, 2**20, None, 0, 2)
+    buffer = torch.zeros(channels._HEADER + 2**20, dtype=torch.uint8)
+    memory = channels.Channel(buffer, torch.zeros(8), 0, 2**20, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "current_stream", lambda *_: main),
         (torch.cuda, "stream", On),
         (peers, "side_stream", lambda *_: side),
-        (push, "channel", lambda *_: way),
-        (return_gradients, "channel", lambda *_: way),
+        (push, "channel", lambda *_: memory),
+        (return_gradients, "channel", lambda *_: memory),
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -40,9 +41,7 @@ def has_backward() -> bool:
 
 
 def _interface() -> Any:
-    import flash_attn_interface  # imported when it runs: few machines have it
-
-    return flash_attn_interface
+    return importlib.import_module("flash_attn_interface")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:

@@ -5,6 +5,7 @@ The first call of a new combination of dtype, head dims and window compiles for 
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -55,9 +56,7 @@ def _wrong_gradients(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 
 
 def _interface() -> Any:
-    import flash_attn.cute.interface as interface
-
-    return interface
+    return importlib.import_module("flash_attn.cute.interface")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:

@@ -1,4 +1,4 @@
-"""What FlashAttention 4 does inside, where it offers no way to say what we need. All that relies on it is in this file.
+"""What FlashAttention 4 does inside, and we use, because it has no interface for it: all that relies on it is here.
 
 Two things are used, of exactly the versions in `VERSIONS`, whose source was read; of others neither is
 (`capabilities`). `tests/kernels/test_flash_internals.py` has a test of each fact, to be run before a version is added.

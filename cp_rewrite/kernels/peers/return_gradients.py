@@ -17,9 +17,9 @@ def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: tor
     """(E, C): where `return_rows` reads the gradients of expanded rows. The caller writes them there once it waits for
     `stream`: until then peers may read what the call before returned. All ranks call both functions, in turns."""
     rows, columns = expanded_EC.shape
-    way = channel(group, "return", int(capacity) * chunks(expanded_EC) * 16, expanded_EC.device)
-    way.signal_and_wait(stream, LEFT, CALL_BEFORE)
-    return way.rows(rows, expanded_EC, columns)
+    memory = channel(group, "return", int(capacity) * chunks(expanded_EC) * 16, expanded_EC.device)
+    memory.signal_and_wait(stream, LEFT, CALL_BEFORE)
+    return memory.rows(rows, expanded_EC, columns)
 
 
 def return_rows(
@@ -45,11 +45,11 @@ def return_rows(
         mxint15: what is summed is MXINT15 (`csrc/rows.cuh`).
     """
     width = chunks(grad_EC)
-    way = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
-    way.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=partners[1:])
+    memory = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
+    memory.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=partners[1:])
     dtypes = ((cuda.DTYPES[grad_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
-    way.launch(
-        cuda.kernel("return_rows", way.device, (*dtypes, *SHAPE.macros)),
+    memory.launch(
+        cuda.kernel("return_rows", memory.device, (*dtypes, *SHAPE.macros)),
         SHAPE,
         stream,
         holder_ptr.data_ptr(),

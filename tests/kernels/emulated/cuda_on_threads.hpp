@@ -42,13 +42,13 @@ inline void __syncthreads() {
 
 enum Gather { SHUFFLE = 1, BALLOT };
 
-// All lanes of a warp meet; the last one finds every lane's result.
+// All lanes of a warp wait here for each other; the last one finds every lane's result.
 inline uint64_t gather(Gather kind, uint32_t mask, uint64_t value, int from) {
   step();
   Thread* self = now;
   Warp* warp = self->warp;
   if (mask != ~0u) fail("a warp intrinsic without all lanes");
-  if (warp->arrived && warp->kind != kind) fail("lanes of a warp meet in different intrinsics");
+  if (warp->arrived && warp->kind != kind) fail("lanes of a warp are in different intrinsics");
   self->value = value, self->from = from, warp->kind = kind;
   if (++warp->arrived < 32) {
     rest();

@@ -39,11 +39,13 @@ struct Host {
     launches.push_back(enqueued.back());
   }
 
-  void signal_wait(Way way, Stream stream, const char* name, int signaled, int flag, const u32* ranks, Word word, u32 ahead) {
+  void signal_wait(
+      Direction direction, Stream stream, const char* name, int signaled, int flag, const u32* ranks, Word word,
+      u32 ahead) {
     if (stream == SIDE) wait(SIDE, MAIN);
-    u32* state = states[way][rank].data();
+    u32* state = states[direction][rank].data();
     enqueue(stream, name, 1, 32, [=, rank = rank] {
-      ::signal_wait(signaled, flag, word, ahead, ranks, addresses[way].data(), state, rank, world);
+      ::signal_wait(signaled, flag, word, ahead, ranks, addresses[direction].data(), state, rank, world);
     });
   }
 
@@ -99,7 +101,8 @@ struct Host {
     to_peers(SIDE, FEW_BLOCKS);
     own_rows(keep ? 0 : in_place);
     if (keep) wait(SIDE, MAIN), read(SIDE, "kept rows", 0, all());
-    if (table.stages[4]) signal_wait(PUSH, MAIN, "wait for SENT_EARLY", -1, SENT_EARLY, table.partners.data(), STARTED, 0);
+    if (table.stages[4])
+      signal_wait(PUSH, MAIN, "wait for SENT_EARLY", -1, SENT_EARLY, table.partners.data(), STARTED, 0);
     if (cut && (in_place || !in_one)) {
       wait(SIDE, MAIN);
       if (!in_place) read(MAIN, "early part", second ? keys : 0, second ? all() : keys);
@@ -173,14 +176,14 @@ void start(u32 capacity) {
   gpus.assign(world, {});
   for (Gpu& gpu : gpus) gpu.slots = slots;
   for (auto& each : awaited) each.assign(world, {});
-  for (Way way : {PUSH, RETURN}) {
-    states[way].assign(world, std::vector<u32>(8));
-    for (auto& state : states[way]) state[CALLS] = state[STARTED] = before;
-    addresses[way].clear();
+  for (Direction direction : {PUSH, RETURN}) {
+    states[direction].assign(world, std::vector<u32>(8));
+    for (auto& state : states[direction]) state[CALLS] = state[STARTED] = before;
+    addresses[direction].clear();
     for (int rank = 0; rank < world; ++rank) {
-      u32* memory = symmetric.data() + (way * world + rank) * words;
+      u32* memory = symmetric.data() + (direction * world + rank) * words;
       std::fill_n(memory, HEADER / 4, before);
-      addresses[way].push_back((u64)memory);
+      addresses[direction].push_back((u64)memory);
     }
   }
 }

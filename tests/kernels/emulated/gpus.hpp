@@ -71,7 +71,7 @@ struct Warp {
   Block* block;
   uint32_t live, patience;  // lanes, a bit each; one of about `patience` draws is taken
   uint32_t ready = 0, arrived = 0;
-  int where = -1, kind = 0;  // in the ready list of its rank; of the intrinsic where lanes meet
+  int where = -1, kind = 0;  // in the ready list of its rank; of the intrinsic that lanes wait in
   std::vector<Thread*> threads = {};
 };
 

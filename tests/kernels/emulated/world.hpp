@@ -32,7 +32,7 @@ struct Route {
   std::vector<std::vector<i64>> readers;  // of every row of all ranks, as rank << 32 | expanded row
 };
 
-enum Way { PUSH, RETURN };
+enum Direction { PUSH, RETURN };
 
 struct Call {
   u32 number, k_width, v_width, k_stride, v_stride;
@@ -70,12 +70,12 @@ inline Route read_route(std::ifstream& file, int ranks) {
   return route;
 }
 
-inline chunk* rows_of(Way way, int rank) { return (chunk*)(addresses[way][rank] + HEADER); }
+inline chunk* rows_of(Direction direction, int rank) { return (chunk*)(addresses[direction][rank] + HEADER); }
 
 // Elements of rows (owner, row) and of gradients (reader, expanded row; IN_PLACE + local row): others in every call.
 constexpr i64 IN_PLACE = 1 << 20;
-inline float element(const Call& call, Way way, i64 rank, i64 row, u32 column) {
-  const u64 key = mixed(seed * 64 + call.number * 2 + way + 1) + (u64)(rank << 40 | row << 16 | column);
+inline float element(const Call& call, Direction direction, i64 rank, i64 row, u32 column) {
+  const u64 key = mixed(seed * 64 + call.number * 2 + direction + 1) + (u64)(rank << 40 | row << 16 | column);
   return (float)(mixed(key) & 0xfff);
 }
 
@@ -85,9 +85,9 @@ inline chunk packed(const float* x) {
   return made;
 }
 
-inline chunk drawn(const Call& call, Way way, i64 rank, i64 row, u32 c) {
+inline chunk drawn(const Call& call, Direction direction, i64 rank, i64 row, u32 c) {
   float x[4];
-  for (u32 i = 0; i < 4; ++i) x[i] = element(call, way, rank, row, 4 * c + i);
+  for (u32 i = 0; i < 4; ++i) x[i] = element(call, direction, rank, row, 4 * c + i);
   return packed(x);
 }
 
