@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.needed import NEEDED
+from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import pack_kv, split_kv
@@ -104,5 +104,5 @@ def return_needed(
 
 def _all_to_all(send: Tensor, recv_splits: list[int], send_splits: list[int], group: str) -> Tensor:
     received = send.new_empty(sum(recv_splits), send.shape[1])
-    dist.all_to_all_single(received, send.contiguous(), recv_splits, send_splits, group=_resolve_process_group(group))
+    dist.all_to_all_single(received, send.contiguous(), recv_splits, send_splits, group=process_group(group))
     return received

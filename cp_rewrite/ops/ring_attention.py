@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,6 +27,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.columns import RoundRow
+from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, split_kv
@@ -220,7 +220,7 @@ class _Ring:
     def __init__(self, group: str, world_size: int) -> None:
         self.world_size = world_size
         if world_size > 1:
-            self.group = _resolve_process_group(group)
+            self.group = process_group(group)
             rank = dist.get_rank(self.group)
             self.after, self.before = (
                 dist.get_global_rank(self.group, (rank + side) % world_size) for side in (1, world_size - 1)
