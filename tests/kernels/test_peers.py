@@ -205,7 +205,7 @@ def _finer(
 
 
 def _replay(rank: int, world_size: int, group: str) -> None:
-    """Both directions in a CUDA graph: calls are numbered on the device, so replays wait for peers as eager calls do."""
+    """Both directions in a CUDA graph. The device numbers the calls, so replays wait for peers as eager calls do."""
     schedule, _ = make_schedule([Documents.from_lengths([2000, 48])], world_size, "balanced", PackedMask())
     route, exchange = _tensors(schedule, rank), Exchange("push", group, world_size)
     kv, grads = _inputs(schedule, torch.bfloat16, 0)
