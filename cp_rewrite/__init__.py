@@ -11,8 +11,9 @@ from .backend import backend, context_parallel
 from .capacity import Capacity
 from .documents import Documents
 from .masks import PackedMask
+from .packing import CuSeqlens, DocumentIds, PositionIds
 from .refusal import Reason, Refusal, RewriteRefused
-from .sharding import CuSeqlens, DocumentIds, PositionIds, Sharding
+from .sharding import Sharding
 
 __all__ = [
     "Capacity",

@@ -36,18 +36,18 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64).reshape(-1)
 
 
-def checked_dims(field_name: str, dims: object) -> dict[str, int]:
+def checked_dims(field_name: str, dims: Any) -> dict[str, int]:
     """A mapping of argument names to dims counted from the front."""
     if not isinstance(dims, Mapping) or not dims:
         raise TypeError(
             f"{field_name} must map argument names to their token dim, as in {{'input_ids': 1}}, got {dims!r}"
         )
-    for name, dim in dims.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{field_name} must map names of arguments, got {name!r} for one")
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise ValueError(f"{field_name}[{name!r}] must be a dim >= 0 counted from the front, got {dim!r}")
-    return dict(dims)
+    bad = [name for name in dims if not isinstance(name, str)]
+    if bad:
+        raise TypeError(f"{field_name} must map names of arguments, got {bad[0]!r} for one")
+    return {
+        name: whole_number(f"{field_name}[{name!r}], a dim counted from the front,", dims[name], 0) for name in dims
+    }
 
 
 def checked_ops(ops: Any) -> tuple[str, ...]:

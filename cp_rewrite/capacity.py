@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .arguments import whole_number
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -34,8 +36,4 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"capacity.{f.name} must be an int, got {value!r}")
-            if value < 2:
-                raise ValueError(f"capacity.{f.name} must be at least 2, got {value}")
+            whole_number(f"capacity.{f.name}", getattr(self, f.name), 2)

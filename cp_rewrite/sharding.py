@@ -1,12 +1,13 @@
-"""The annotation: which arguments carry tokens, how the row is packed, and how to shard it."""
+"""The annotation: which arguments carry tokens, how rows are packed, and how attention over them is shared out."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.planning.devices import DEVICES, Device
 from cp_rewrite.planning.layouts.options import LayoutOptions
 
-from .arguments import checked_dims, checked_ops
+from .arguments import checked_dims, checked_ops, whole_number
 from .capacity import Capacity
 from .masks import PackedMask
+from .packing import Packing, check_packing
 from .torch_internals import whole_mesh_group
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.shard import LocalBatch
 
 Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
@@ -32,119 +34,108 @@ Verify = Literal["never", "first_step"]
 
 
 @dataclass(frozen=True)
-class CuSeqlens:
-    """Documents given by the running sum of their lengths, (N + 1,) from 0, in argument `arg`: global, not sharded.
-
-    `padded_arg` names the (N + 1,) physical offsets where padding stands between documents. For batches of one row.
-    """
-
-    arg: str
-    padded_arg: str | None = None
-
-
-@dataclass(frozen=True)
-class PositionIds:
-    """Documents given by positions, (B, T) or (T,), that count 0, 1, 2, … within each document, in argument `arg`."""
-
-    arg: str
-
-
-@dataclass(frozen=True)
-class DocumentIds:
-    """Documents given by one id per token, (B, T) or (T,), contiguous runs, negative for padding, in argument `arg`."""
-
-    arg: str
-
-
-Packing = CuSeqlens | PositionIds | DocumentIds
-
-
-@dataclass(frozen=True)
 class Sharding:
-    """How a batch of packed rows is cut over a context-parallel group.
+    """How a batch of packed rows is shared out over a context-parallel group.
 
-    Args:
+    What is cut:
         mesh: one-dimensional DeviceMesh of the context-parallel group, or a plain world size for a dry run (`explain`,
             `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
             ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
-        packing: which argument tells documents apart.
+        packing: which argument tells documents apart: CuSeqlens, PositionIds or DocumentIds.
+    Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
-        exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
-            scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`, or `auto`.
-        kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
             documents (windows, bidirectional). None: `assume_mask`, or causal.
-        strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
-            with a warning: its attention then sees the shard only.
-        assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
-        inner: the compiler that gets the rewritten graph.
-        keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
-        deterministic: bitwise repeatable backward kernels.
-        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
-        check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
-            every rank where they differ. False saves some tenths of a millisecond per batch.
-        verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
-            `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
-            its mask function.
-        capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
-            step replays on other documents: see `cp_rewrite.capacity`.
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
+    Exchange:
+        exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
+            scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheaper of `needed` and `all_gather`.
+        keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
         ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
-            None: as `torchrun` placed them, without it all.
-        speeds: what `exchange="auto"` and `balanced` take the device and its links to reach: `h200`, `h100`, `a100`,
-            `cpu` or a file made by `python -m cp_rewrite calibrate`. None: by the device's name.
+            None: as `torchrun` placed them; all, where it did not start them.
+        speeds: of the device and its links, for predicted times: `h200`, `h100`, `a100`, `cpu`, a file that
+            `python -m cp_rewrite calibrate` wrote, or a Device. None: `exchange="auto"` goes by the GPU's name, and
+            `balanced` plans for an H200.
+        capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
+            step replays on other documents: see `cp_rewrite.capacity`.
+    Kernel:
+        kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
+        deterministic: bitwise repeatable backward kernels.
+        inner: the compiler that gets the rewritten graph.
+    Safety:
+        strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
+            with a warning: its attention then sees the shard only.
+        assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
+        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
+        verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
+            `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
+            its mask function.
+        check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
+            every rank where they differ. False saves some tenths of a millisecond per batch.
+    Blocks:
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
             Blocks must get their mask as a tensor, on every rank, and `assume_mask` says what it means.
+
     Raises:
         TypeError, ValueError: a value that fits no choice; the message names the argument and the choices.
     """
 
+    # What is cut, and the three choices
     mesh: DeviceMesh | int
     tokens: Mapping[str, int]
     packing: Packing
     layout: Layout = "balanced"
     exchange: Exchange = "auto"
     kernel: Kernel = "auto"
+    _: KW_ONLY
+    # Layout
+    balance_for: PackedMask | None = None
+    chunk_size: int = 1
+    pad_to_multiple: int = 1
+    # Exchange
+    keep_kv: bool = False
+    ranks_per_node: int | None = None
+    speeds: Device | str | None = None
+    capacity: Capacity | None = None
+    # Kernel
+    deterministic: bool = False
+    inner: Inner = "inductor"
+    # Safety
     strict: bool = True
     assume_mask: PackedMask | None = None
-    balance_for: PackedMask | None = None
-    inner: Inner = "inductor"
-    keep_kv: bool = False
-    deterministic: bool = False
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
-    capacity: Capacity | None = None
-    chunk_size: int = 1
-    pad_to_multiple: int = 1
-    ranks_per_node: int | None = None
-    speeds: Device | str | None = None
+    # Blocks
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh, self.exchange)
-        object.__setattr__(self, "tokens", _TokenDims(checked_dims("tokens", self.tokens)))
         blocks = checked_dims("block_tokens", self.block_tokens) if self.block_tokens else {}
-        object.__setattr__(self, "block_tokens", _TokenDims(blocks))
-        _check_packing(self.packing, self.tokens)
+        hashable = {
+            "tokens": _TokenDims(checked_dims("tokens", self.tokens)),
+            "block_tokens": _TokenDims(blocks),
+            "local_ops": checked_ops(self.local_ops),
+        }
+        for name, value in hashable.items():
+            object.__setattr__(self, name, value)
+        check_packing(self.packing, self.tokens)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name in ("assume_mask", "balance_for"):
-            if not isinstance(getattr(self, name), PackedMask | None):
-                raise TypeError(f"{name} must be a cp_rewrite.PackedMask or None, got {getattr(self, name)!r}")
-        if not isinstance(self.capacity, Capacity | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"capacity must be a cp_rewrite.Capacity or None, got {self.capacity!r}")
-        for name in ("strict", "keep_kv", "deterministic", "check_batches"):
+        for name, kind in _OPTIONAL.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {getattr(self, name)!r}")
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        _check_cuts(self)
-        object.__setattr__(self, "speeds", _named_speeds(self.speeds))
-        object.__setattr__(self, "local_ops", checked_ops(self.local_ops))
+        # What is wrong with these raises here, not with the first batch.
+        _ = LayoutOptions(self.chunk_size, self.pad_to_multiple, self.ranks_per_node).node_size(self.world_size)
+        _ = self.device_speeds
 
     @property
     def graph_key(self) -> tuple[object, ...]:
@@ -155,17 +146,26 @@ class Sharding:
     def graph_options(self) -> dict[str, object]:
         """`graph_key` by name, without the mesh."""
         others = ("mesh", "layout", "balance_for", "check_batches", "chunk_size", "pad_to_multiple")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        options: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return options | {"speeds": self.device_speeds}
 
     @property
     def world_size(self) -> int:
         """Ranks in the context-parallel group."""
         return self.mesh if isinstance(self.mesh, int) else self.mesh.size()
 
-    @property
+    @cached_property
     def device_speeds(self) -> Device | None:
-        """`speeds`, read."""
-        return cast(Device | None, self.speeds)
+        """`speeds`, looked up or read from its file, once."""
+        speeds: Any = self.speeds
+        if speeds is None or isinstance(speeds, Device):
+            return speeds
+        if not isinstance(speeds, str):
+            raise TypeError(f"speeds must be a device's name, a file made by `calibrate` or None, got {speeds!r}")
+        try:
+            return Device.named(speeds)
+        except ValueError as error:
+            raise ValueError(f"speeds: {error}") from error
 
     @property
     def layout_options(self) -> LayoutOptions:
@@ -228,13 +228,13 @@ class Sharding:
         label_arg: str = "labels",
     ) -> AbstractContextManager[LocalBatch]:
         """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
-        from cp_rewrite.batch.shard import shard
+        from cp_rewrite.batch.shard import shard  # batch/ imports this file
 
         return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """Rows of all ranks in their original order, differentiably. See `cp_rewrite.batch.unshard`."""
-        from cp_rewrite.batch.shard import unshard
+        """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""
+        from cp_rewrite.batch.shard import unshard  # batch/ imports this file
 
         return unshard(self, x, dim)
 
@@ -253,14 +253,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "inner": get_args(Inner),
     "verify": get_args(Verify),
 }
+_OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
+_FLAGS = ("strict", "keep_kv", "deterministic", "check_batches")
 
 
 def _check_mesh(mesh: Any, exchange: object) -> None:
     if isinstance(mesh, bool) or not isinstance(mesh, int | DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (mesh['cp']) or a world size for dry runs, got {mesh!r}")
     if isinstance(mesh, int):
-        if mesh < 1:
-            raise ValueError(f"mesh as a world size must be >= 1, got {mesh}")
+        whole_number("mesh as a world size", mesh)
         return
     ndim = 2 if isinstance(exchange, str) and exchange.startswith("a2a+") else 1
     if mesh.ndim != ndim:
@@ -275,41 +276,6 @@ def _check_mesh(mesh: Any, exchange: object) -> None:
         raise ValueError(f"mesh holds ranks {ranks} and not this process, rank {mesh.get_rank()}")
 
 
-def _check_cuts(sharding: Sharding) -> None:
-    for name in ("chunk_size", "pad_to_multiple"):
-        value = getattr(sharding, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a number of tokens >= 1, got {value!r}")
-    size, ranks = sharding.ranks_per_node, sharding.world_size
-    if size is not None and (type(size) is not int or size < 1 or ranks % size):
-        raise ValueError(f"ranks_per_node must divide the group's {ranks} ranks, got {size!r}")
-
-
-def _named_speeds(speeds: object) -> Device | None:
-    if not isinstance(speeds, str):
-        if not isinstance(speeds, Device | None):
-            raise TypeError(f"speeds must be a device's name, a file made by `calibrate` or None, got {speeds!r}")
-        return speeds
-    try:
-        return Device.named(speeds)
-    except ValueError as error:
-        raise ValueError(f"speeds: {error}") from error
-
-
-def _check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
-    if not isinstance(packing, Packing):
-        raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {packing!r}")
-    args = packing_args(packing)
-    if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"packing must name an argument, as in PositionIds('position_ids'), got {packing!r}")
-    if isinstance(packing, CuSeqlens):
-        sharded = sorted(set(args) & set(tokens))
-        if sharded:
-            raise ValueError(f"tokens names {sharded}, but cu_seqlens are global and are not sharded")
-    elif packing.arg not in tokens:
-        raise ValueError(f"packing reads {packing.arg!r}, which has one value per token: name it in tokens too")
-
-
 def require_sharding(value: Any) -> Sharding:
     """`value`, if it is an annotation; a TypeError otherwise."""
     if not isinstance(value, Sharding):
@@ -318,18 +284,17 @@ def require_sharding(value: Any) -> Sharding:
 
 
 def split_exchange(exchange: str) -> tuple[bool, str]:
-    """(are heads scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
+    """(whether heads are scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
     scattered, _, outer = exchange.rpartition("+")
     return (True, "local") if exchange == "a2a" else (bool(scattered), outer)
 
 
-def packing_args(packing: Packing) -> tuple[str, ...]:
-    """The arguments that tell documents apart."""
-    padded = packing.padded_arg if isinstance(packing, CuSeqlens) else None
-    return (packing.arg,) if padded is None else (packing.arg, padded)
-
-
 def device_of(sharding: Sharding) -> torch.device:
-    """Where the group's tensors live: the mesh's device type, this process's current device."""
+    """Where the group's tensors live: this process's current device of the mesh's type."""
     kind = "cpu" if isinstance(sharding.mesh, int) else sharding.mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def speeds_of(device: torch.device) -> Device:
+    """The speeds of a device that its name tells."""
+    return Device.like(torch.cuda.get_device_name(device) if device.type == "cuda" else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
@@ -15,12 +14,12 @@ from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
-from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.planning.devices import Model
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
 from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import Sharding, split_exchange
+from cp_rewrite.sharding import Sharding, speeds_of, split_exchange
 
 
 def plan_sites(state: State) -> State:
@@ -123,7 +122,7 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
         exchange, why = "needed", "capacity is set"
     elif exchange == "auto":
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
-        speeds = sharding.device_speeds or _speeds(state.device)
+        speeds = sharding.device_speeds or speeds_of(state.device)
         per_node = sharding.node_size
         choice = choose_exchange(model, sharding.world_size, site.mask, speeds, ranks_per_node=per_node)
         exchange, why = choice.exchange, choice.reason
@@ -134,11 +133,3 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
             return BETWEEN_GPUS[exchange], f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"
     return "all_gather" if captured else exchange, why
-
-
-def _speeds(device: torch.device) -> Device:
-    """Measured speeds of the GPU that the name tells; an unknown one counts as an H100."""
-    if device.type != "cuda":
-        return Device.named("cpu")
-    name = torch.cuda.get_device_name(device).lower()
-    return Device.named(next((known for known in ("h200", "h100", "a100") if known in name), "h100"))

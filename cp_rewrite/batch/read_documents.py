@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
+from cp_rewrite.packing import CuSeqlens, PositionIds
+from cp_rewrite.sharding import Sharding
 
 
 def documents_of(

@@ -15,8 +15,9 @@ from torch.utils.data import get_worker_info
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
+from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.sharding import CuSeqlens, Sharding, device_of, packing_args
+from cp_rewrite.sharding import Sharding, device_of
 
 from . import agree, heartbeat
 from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
@@ -24,9 +25,9 @@ from .buffers import buffers_of, fill_cu_seqlens
 from .read_documents import documents_of
 
 IGNORE_INDEX = -100
+"""Label of a token that is no target (torch's cross_entropy default)."""
 LABELS = frozenset({"labels", "shift_labels"})
 """Arguments that are filled with IGNORE_INDEX where a rank has no token; others are filled with 0."""
-"""Label of a token that is no target (torch's cross_entropy default)."""
 
 
 class LocalBatch(dict[str, Any]):

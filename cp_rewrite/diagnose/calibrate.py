@@ -1,8 +1,9 @@
 """Measuring what the cost model needs to know about a device and its links.
 
-On one process: kernel and memory speed. Under `torchrun --nproc-per-node N -m cp_rewrite calibrate` also the links of
-a node; node_link keeps its default, or is measured when torchrun spans nodes. The kernel is the one that plain
-scaled_dot_product_attention picks: on Hopper cuDNN, which is close to the best varlen kernels.
+On one process: kernel and memory speed. Under `torchrun --nproc-per-node N -m cp_rewrite calibrate` also a link: inside
+a node, or between nodes where torchrun spans several. What is not measured keeps the value of the known device that the
+name tells. The kernel is the one that plain scaled_dot_product_attention picks: on Hopper cuDNN's, which is close to
+the best variable-length kernels.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from cp_rewrite.planning.devices import DEVICES, Device
-from cp_rewrite.planning.tiles import TILE, window_tiles
+from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.planning.plan import plan
+from cp_rewrite.sharding import speeds_of
 
 
 def measure(name: str | None = None) -> Device | None:
-    """The device of this process, measured; None on ranks other than 0."""
+    """The device of this process, measured; None on ranks other than 0. `name`: its name; None: what torch calls it."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    base = _nearest(kind)
-    device = _measure_device(replace(base, name=name or _name(kind)), kind)
+        name = name or torch.cuda.get_device_name().lower().replace(" ", "-")
+    known = replace(speeds_of(torch.device(kind)), name=name or kind)
+    device = _measure_device(known, kind)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return device
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -38,24 +40,12 @@ def measure(name: str | None = None) -> Device | None:
         dist.destroy_process_group()
 
 
-def _name(kind: str) -> str:
-    return torch.cuda.get_device_name().lower().replace(" ", "-") if kind == "cuda" else "cpu"
-
-
-def _nearest(kind: str) -> Device:
-    """The known device that stands in for what is not measured."""
-    if kind == "cpu":
-        return DEVICES["cpu"]
-    name = _name(kind)
-    return next((device for key, device in DEVICES.items() if key in name), DEVICES["h100"])
-
-
 def _measure_device(device: Device, kind: str) -> Device:
+    """The kernel, a copy and a launch."""
     tokens, heads, dim = (8192, 16, 128) if kind == "cuda" else (1024, 4, 64)
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     q, k, v = (torch.randn(1, heads, tokens, dim, device=kind, dtype=dtype, requires_grad=True) for _ in range(3))
-    rows = np.array([tokens])
-    flops = float(window_tiles(rows, rows, -np.ones_like(rows), 0 * rows)[0]) * 4.0 * TILE * TILE * dim * heads
+    flops = plan([tokens], 1).load.whole_tiles * Model((heads, heads), dim).tile_flops
 
     def attention() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -83,6 +73,7 @@ def _measure_device(device: Device, kind: str) -> Device:
 
 
 def _measure_links(device: Device, kind: str) -> Device:
+    """The link that limits an all-gather over all processes: its time at a large size less that at almost none."""
     size, ranks = 1 << (26 if kind == "cuda" else 22), dist.get_world_size()
     mine = torch.empty(size, dtype=torch.uint8, device=kind)
     everything = torch.empty(size * ranks, dtype=torch.uint8, device=kind)
@@ -95,7 +86,7 @@ def _measure_links(device: Device, kind: str) -> Device:
 
 
 def _seconds(call: Callable[[], object], kind: str, calls: int = 5) -> float:
-    """Median-like time of one call: the best of three groups of calls, after a warm-up."""
+    """Seconds of one call: the mean of a group of calls, of the best of three groups, after two calls to warm up."""
     call()
     call()
     best = float("inf")

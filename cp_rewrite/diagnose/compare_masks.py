@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.documents import Documents
+from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
 from cp_rewrite.passes.predicate.decide import DROPPED_AT
 from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
-from cp_rewrite.sharding import CuSeqlens, Sharding, packing_args
+from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch.shard import IGNORE_INDEX, LABELS
+from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import CuSeqlens, Sharding
+from cp_rewrite.sharding import Sharding
 
 from .state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
 

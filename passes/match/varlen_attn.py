@@ -10,11 +10,11 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.graph.operands import check_operands, check_options, constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import CuSeqlens
 
 from .flex import output_of
 from .prove_masks import Prover

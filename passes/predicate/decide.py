@@ -40,9 +40,10 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.packing import CuSeqlens, DocumentIds
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import CuSeqlens, DocumentIds, Sharding
+from cp_rewrite.sharding import Sharding
 
 from .evaluate import Evaluator
 from .recognise import Reader

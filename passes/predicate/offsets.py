@@ -17,7 +17,7 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from cp_rewrite.sharding import CuSeqlens, Packing
+from cp_rewrite.packing import CuSeqlens, Packing
 
 from .context import Leaf
 from .symbolic import Expr, RepeatIndex, Select, SumOver

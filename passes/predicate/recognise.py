@@ -23,8 +23,9 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
+from cp_rewrite.packing import CuSeqlens, PositionIds
 from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import CuSeqlens, PositionIds, Sharding
+from cp_rewrite.sharding import Sharding
 
 from .context import Leaf
 from .offsets import Offsets

@@ -112,9 +112,9 @@ def test_what_does_not_fit_is_named() -> None:
         fixed_tables(schedule, 0, PackedMask(), Capacity(8, 8, 20))
     with pytest.raises(ValueError, match=re.escape("capacity.pieces is 2, but this batch needs 3 on some rank")):
         fixed_tables(schedule, 0, PackedMask(), Capacity(8, 2, 400))
-    with pytest.raises(TypeError, match=re.escape("capacity.rows must be an int, got 4.5")):
+    with pytest.raises(TypeError, match=re.escape("capacity.rows must be a whole number, got 4.5")):
         Capacity(3, 3, 4.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=re.escape("capacity.pieces must be at least 2, got 0")):
+    with pytest.raises(ValueError, match=re.escape("capacity.pieces must be >= 2, got 0")):
         Capacity(3, 0, 4)
     with pytest.raises(TypeError, match="capacity must be a cp_rewrite"):
         cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), capacity=7)  # type: ignore[arg-type]

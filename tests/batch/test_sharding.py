@@ -25,11 +25,11 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("mesh", "cp", "mesh must be a DeviceMesh"),
         ("tokens", {}, "tokens must map"),
         ("tokens", ["ids"], "tokens must map"),
-        ("tokens", {"ids": -1, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
-        ("tokens", {"ids": True, "pos": 1}, r"tokens\['ids'\] must be a dim >= 0"),
+        ("tokens", {"ids": -1, "pos": 1}, r"tokens\['ids'\], a dim counted from the front, must be >= 0, got -1"),
+        ("tokens", {"ids": True, "pos": 1}, r"tokens\['ids'\], a dim counted .* must be a whole number, got True"),
         ("tokens", {3: 1, "pos": 1}, "tokens must map names of arguments, got 3"),
         ("tokens", {"ids": 1}, "packing reads 'pos'"),
-        ("block_tokens", {"h": -1}, r"block_tokens\['h'\] must be a dim >= 0"),
+        ("block_tokens", {"h": -1}, r"block_tokens\['h'\], a dim counted from the front, must be >= 0, got -1"),
         ("local_ops", "my::op", r"local_ops must be a tuple of names of ops, as in \('my::op',\), got 'my::op'"),
         ("local_ops", ("op",), "local_ops must hold names such as 'my::op', got 'op'"),
         ("packing", cp.PositionIds(3), "packing must name an argument"),  # type: ignore[arg-type]
@@ -46,13 +46,13 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("deterministic", "yes", "deterministic must be True or False"),
         ("assume_mask", "causal", "assume_mask must be a cp_rewrite.PackedMask"),
         ("balance_for", "causal", "balance_for must be a cp_rewrite.PackedMask"),
-        ("chunk_size", 0, "chunk_size must be a number of tokens >= 1, got 0"),
-        ("chunk_size", True, "chunk_size must be a number of tokens >= 1, got True"),
-        ("ranks_per_node", 3, "ranks_per_node must divide the group's 4 ranks, got 3"),
-        ("ranks_per_node", False, "ranks_per_node must divide the group's 4 ranks, got False"),
+        ("chunk_size", 0, "chunk_size must be >= 1, got 0"),
+        ("chunk_size", True, "chunk_size must be a whole number, got True"),
+        ("ranks_per_node", 3, "ranks_per_node must divide world_size 4, got 3"),
+        ("ranks_per_node", False, "ranks_per_node must be a whole number, got False"),
         ("speeds", "tpu", "speeds: device must be one of h200, h100, a100, cpu, or a file"),
         ("speeds", 3e12, "speeds must be a device's name, a file made by `calibrate` or None"),
-        ("pad_to_multiple", 2.0, "pad_to_multiple must be a number of tokens >= 1, got 2.0"),
+        ("pad_to_multiple", 2.0, "pad_to_multiple must be a whole number, got 2.0"),
     ],
 )
 def test_wrong_value_is_named(field: str, value: Any, says: str) -> None:
@@ -97,7 +97,10 @@ def test_speeds_are_named_or_measured(tmp_path: Path) -> None:
     replace(mine, link=0.0).save(tmp_path / "device.json")
     with pytest.raises(ValueError, match=r"speeds: link in .* must be a number > 0, got 0\.0"):
         cp.Sharding(**GOOD, speeds=str(tmp_path / "device.json"))
-    assert cp.Sharding(**GOOD, speeds="a100").device_speeds is DEVICES["a100"]
+    given = cp.Sharding(**GOOD, speeds="a100")
+    assert given.speeds == "a100"
+    assert given.device_speeds is DEVICES["a100"]
+    assert given.graph_key == cp.Sharding(**GOOD, speeds=DEVICES["a100"]).graph_key
     assert cp.Sharding(**GOOD).device_speeds is None
 
 
