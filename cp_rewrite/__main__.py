@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cp_rewrite.diagnose.calibrate import measure
 from cp_rewrite.planning.devices import DEVICES
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
 
+from .arguments import whole_number
 from .masks import PackedMask
 
 
@@ -50,12 +52,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Print the cheapest plan, and a table of all layouts if there are several."""
     lengths = _lengths(arguments.lengths)
     heads = _pair("--heads", arguments.heads)
     window = None if arguments.window is None else _pair("--window", arguments.window)
     mask = PackedMask(causal=not arguments.full, window=window)
-    if arguments.world_size < 1:
-        raise ValueError(f"--world-size must be >= 1, got {arguments.world_size}")
+    whole_number("--world-size", arguments.world_size)
     layouts = LAYOUTS if arguments.layout == "all" else (arguments.layout,)
     plans = {
         layout: plan(
@@ -85,8 +87,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from cp_rewrite.diagnose.calibrate import measure
-
+    """Measure, and write the speeds to a file; under torchrun on rank 0 only."""
     if not Path(arguments.output).absolute().parent.is_dir():
         raise ValueError(f"--output must be a file in a folder that there is, got {arguments.output!r}")
     device = measure(arguments.name)
@@ -99,7 +100,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _lengths(text: str) -> list[int]:
-    """Lengths written out, or in a file, separated by commas or blanks."""
+    """Lengths written out, or those in a file of that name; separated by commas or blanks."""
     if Path(text).is_file():
         text = Path(text).read_text()
     words = text.replace(",", " ").split()
@@ -111,6 +112,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _pair(name: str, text: str) -> tuple[int, int]:
+    """Two numbers written as 64,8."""
     try:
         first, second = (int(word) for word in text.split(","))
     except ValueError as error:

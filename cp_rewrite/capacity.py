@@ -1,5 +1,7 @@
 """Plan tensors of fixed sizes at fixed addresses, so that a CUDA graph of a whole step replays on other documents.
 
+The tensors live as long as the annotation, so keep it as long as the graph:
+
 sharding = cp.Sharding(..., capacity=cp.Capacity(documents=256, pieces=128, rows=40_000))
 for batch in warm_up:                        # compiles, grows every buffer
     with sharding.shard(batch) as local:

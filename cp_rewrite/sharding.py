@@ -234,7 +234,7 @@ class Sharding:
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""
-        from cp_rewrite.batch.shard import unshard  # batch/ imports this file
+        from cp_rewrite.batch.unshard import unshard  # batch/ imports this file
 
         return unshard(self, x, dim)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import fields
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,11 +15,14 @@ from cp_rewrite.sharding import Sharding
 
 
 class Buffers:
-    """Tensors of one Sharding that keep their addresses while batches come and go."""
+    """The tensors of one annotation, by key, and the plain values that its batches share."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
         self._values: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
+        return Buffers, ()  # an annotation is copied and pickled without them
 
     def fill(self, key: Hashable, tensor: Tensor, device: torch.device) -> Tensor:
         """The buffer of `key`, on `device`, holding `tensor` now. The host does not wait for the device.
@@ -52,13 +57,20 @@ class Buffers:
         return tuple(self._tensors)
 
 
-# Held for good: a captured step reads their addresses, whoever still knows the Sharding.
-_buffers: dict[Sharding, Buffers] = {}
+_buffers: WeakValueDictionary[Hashable, Buffers] = WeakValueDictionary()
+"""By all fields of an annotation."""
 
 
 def buffers_of(sharding: Sharding) -> Buffers:
-    """The buffers of an annotation with a capacity."""
-    return _buffers.setdefault(sharding, Buffers())
+    """The buffers of an annotation with a capacity; equal annotations share them.
+
+    Every annotation that asks for them holds them. A captured step knows only addresses; but the model that it was
+    compiled from holds its annotation, and so does who replays it: `with sharding.shard(batch): graph.replay()`.
+    """
+    key = tuple(getattr(sharding, f.name) for f in fields(sharding))
+    buffers = _buffers.setdefault(key, Buffers())
+    object.__setattr__(sharding, "_buffers", buffers)
+    return buffers
 
 
 def fill_cu_seqlens(cu_seqlens: Tensor, name: str, capacity: Capacity) -> Tensor:

@@ -1,15 +1,12 @@
-"""A global batch, cut: its documents read, its plan made, this rank's tokens handed over; and rows put together."""
+"""A global batch, cut: its documents are read, its plan is made, and this rank's tokens are handed over."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -20,8 +17,9 @@ from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
 
 from . import agree, heartbeat
-from .active import ActivePlan, activate, batch_number, check_no_batch, last_plan, number_tokens, to_device
+from .active import ActivePlan, activate, batch_number, check_no_batch, number_tokens, to_device
 from .buffers import buffers_of, fill_cu_seqlens
+from .cut_tokens import cut_tokens
 from .read_documents import documents_of
 
 IGNORE_INDEX = -100
@@ -31,7 +29,7 @@ LABELS = frozenset({"labels", "shift_labels"})
 
 
 class LocalBatch(dict[str, Any]):
-    """This rank's part of a batch: pass it on as `model(**local)`. `plan` is the BatchPlan it was cut by."""
+    """This rank's part of a batch, by argument, for `model(**local)`. `plan` is the BatchPlan that it was cut by."""
 
     def __init__(self, values: Mapping[str, Any], plan: BatchPlan) -> None:
         super().__init__(values)
@@ -49,10 +47,10 @@ def shard(
 ) -> Generator[LocalBatch]:
     """Cut a global batch and make its plan active for the calls inside.
 
-    Token tensors are cut along their token dim in the layout's order; where a rank has fewer tokens than another its
-    part is filled up at the end with 0 (labels: -100). The parts, what tells documents apart and the count of targets
-    go from the CPU to the mesh's device. Everything else is handed over as it is. With a capacity, all tensors are
-    handed over in buffers that every batch shares.
+    Token tensors are cut along their token dim, in the layout's order. Where a rank has fewer tokens than another, its
+    part is filled up at the end with 0 (labels: -100). These parts, what tells documents apart and the count of targets
+    go to the mesh's device, if they are on the CPU. Everything else is handed over as it is. With a capacity, all
+    tensors are handed over in buffers that every batch shares.
 
     Args:
         sharding: the annotation.
@@ -77,7 +75,7 @@ def shard(
         if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
         plan = plan_of(sharding, batch, lengths)
-        active, values = _local(sharding, batch, plan, label_arg, shift_labels)
+        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels)
     except Exception as error:
         agree.on_failure(sharding, "batch", error)
         raise
@@ -88,10 +86,10 @@ def shard(
         yield LocalBatch(values, plan)
 
 
-def _local(
+def _cut_batch(
     sharding: Sharding, batch: Mapping[str, Any], plan: BatchPlan, label_arg: str, shift_labels: bool
 ) -> tuple[ActivePlan, dict[str, Any]]:
-    """The plan with its tensors, and what this rank's model is called with."""
+    """(the plan to make active, the values that this rank's model is called with)."""
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
@@ -116,13 +114,14 @@ def _local(
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """Of these values the tensors that lie on the CPU, on the mesh's device."""
+    """Those of the named values that are tensors on the CPU, on the mesh's device; none where that is the CPU."""
     device = device_of(sharding)
     tensors = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
     return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
 
 
 def _check_fill(name: str, value: Tensor, fill: int) -> None:
+    """Raise where the value's dtype can't hold what its holes are filled with."""
     if fill < 0 and not (value.is_floating_point() or value.dtype.is_signed):
         raise TypeError(
             f"batch[{name!r}] is {value.dtype}, which can't hold {fill}, the label of tokens that are no target: make "
@@ -133,7 +132,10 @@ def _check_fill(name: str, value: Tensor, fill: int) -> None:
 def plan_of(
     sharding: Sharding, batch: Mapping[str, Any], lengths: Sequence[int] | Sequence[Sequence[int]] | None = None
 ) -> BatchPlan:
-    """The plan of a global batch: its documents, read on the host, in the layout's order. Checks the batch's shapes."""
+    """The plan of a global batch: its shapes are checked, its documents read on the host, and laid out.
+
+    Args and errors as of `shard`.
+    """
     rows, total = _shape(sharding, batch)
     if total > MAX_TOKENS:
         raise ValueError(f"a row may hold up to {MAX_TOKENS} tokens, the batch's have {total}: use shorter rows")
@@ -147,83 +149,8 @@ def plan_of(
     )
 
 
-def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:
-    """Local tokens of `x`: along `dim` the tokens at `indices` (B, T_l), row b of the batch (dim - 1) by indices[b].
-
-    Indices of -1 give `fill`. Inverse: `_join_tokens` over all ranks.
-    """
-    index = to_device(torch.from_numpy(np.maximum(indices, 0)), x.device)
-    hole = to_device(torch.from_numpy(indices < 0), x.device)
-    if len(indices) == 1:
-        cut = x.index_select(dim, index[0])
-        return cut.masked_fill(_along(hole[0], cut.ndim, dim), fill) if (indices < 0).any() else cut
-    shape = [1] * x.ndim
-    shape[dim - 1], shape[dim] = indices.shape
-    sizes = [*x.shape[:dim], indices.shape[1], *x.shape[dim + 1 :]]
-    cut = x.gather(dim, index.view(shape).expand(sizes))
-    return cut.masked_fill(hole.view(shape), fill) if (indices < 0).any() else cut
-
-
-def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
-    """Local tokens of all ranks in the order of the global row.
-
-    Args:
-        x: this rank's tensor, T_l tokens at `dim`, batch rows (if several) at `dim - 1`; from the last sharded batch.
-        dim: token dim; negative ones count from the end.
-    Returns:
-        The global tensor, on every rank. Its gradient is cut to this rank's tokens and not summed over ranks: a loss
-        computed from it counts once, and parameter gradients are summed over the group as for local losses.
-    Raises:
-        TypeError, ValueError: no tensor, or no dim of it with as many tokens as a rank has.
-        RuntimeError: before any batch was cut by this annotation.
-    """
-    last = last_plan(sharding)
-    if last is None:
-        raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
-    plan = last.plan
-    if not isinstance(x, Tensor) or type(dim) is not int:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"unshard() takes a tensor and its token dim, got {type(x).__name__} and {dim!r}")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be a dim of x, which has shape {tuple(x.shape)}, got {dim}")
-    dim = dim % x.ndim
-    if x.shape[dim] != plan.local_size:
-        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
-    if batch_number(x) not in (None, last.number):
-        raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
-    return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding, plan: BatchPlan) -> Tensor:
-        ctx.dim, ctx.indices = dim, plan.local_indices(sharding.rank)
-        if sharding.world_size == 1:
-            parts = [x]
-        else:
-            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(sharding.world_size)]
-            dist.all_gather(parts, x.contiguous(), group=sharding.group)
-        return _join_tokens(torch.cat(parts, dim), dim, plan)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return cut_tokens(grads[0], ctx.dim, ctx.indices, 0), None, None, None
-
-
-def _join_tokens(x: Tensor, dim: int, plan: BatchPlan) -> Tensor:
-    """Ranks' parts one after another along `dim` -> tokens of the global row."""
-    sources = np.empty((len(plan.rows), plan.rows[0].total), dtype=np.int64)
-    for rank in range(plan.world_size):
-        for row, local in enumerate(plan.local_indices(rank)):
-            sources[row, local[local >= 0]] = rank * plan.local_size + np.flatnonzero(local >= 0)
-    return cut_tokens(x, dim, sources, 0)
-
-
-def _along(x: Tensor, ndim: int, dim: int) -> Tensor:
-    return x.view([-1 if d == dim else 1 for d in range(ndim)])
-
-
 def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in buffers that keep their addresses; what is no tensor must not change."""
+    """The values with all tensors in buffers that keep their addresses; what is no tensor must not change."""
     buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
     sums = packing_args(packing) if isinstance(packing, CuSeqlens) else ()
     for name, value in values.items():
@@ -236,7 +163,7 @@ def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, A
 
 
 def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
-    """(B, T) of the batch."""
+    """(rows of the batch, tokens of each), which all arguments in `tokens` must share."""
     if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
     missing = [name for name in sharding.tokens if batch.get(name) is None]
@@ -265,6 +192,7 @@ def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
+    """Labels one token further to the front, and how many of them are targets."""
     if label_arg not in tokens:
         raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
     if batch.get("shift_labels") is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cp_rewrite import passes
 from cp_rewrite.batch import token_mean as loss
 from cp_rewrite.batch.active import active_plan
-from cp_rewrite.batch.shard import _join_tokens, cut_tokens
+from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
@@ -180,7 +180,7 @@ def tensors_of(out: Any, name: str = "") -> dict[str, Tensor]:
 def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
     """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once."""
     if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
-        return _join_tokens(torch.cat(parts, dim), dim, plan)
+        return join_tokens(torch.cat(parts, dim), dim, plan)
     if all(torch.equal(part, parts[0]) for part in parts):
         return min((parts[0], parts[0] * len(parts)), key=lambda value: difference(value, expected))
     return torch.stack(parts).sum(0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -144,6 +147,21 @@ def test_batches_share_buffers() -> None:
         batch = {"x": torch.ones(8), "cu_seqlens": cu, "flag": 3, name: value}
         with pytest.raises(ValueError, match=re.escape(message)), sharding.shard(batch):
             pass
+
+
+def test_buffers_live_as_long_as_an_annotation_that_uses_them() -> None:
+    first, second = (cp.Sharding(1, {"x": 0}, cp.CuSeqlens("cu"), capacity=Capacity(4, 8, 65)) for _ in range(2))
+    buffers = weakref.ref(buffers_of(first))
+    assert buffers_of(second) is buffers()
+    copied = copy.deepcopy(second)
+    assert copied == second
+    del first
+    gc.collect()
+    assert buffers() is not None
+    del second
+    gc.collect()
+    assert buffers() is None
+    assert not buffers_of(copied).keys
 
 
 def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:

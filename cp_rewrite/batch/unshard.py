@@ -1,0 +1,63 @@
+"""Results of all ranks, put together in the order of the global row."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.sharding import Sharding
+
+from .active import batch_number, last_plan
+from .cut_tokens import cut_tokens, join_tokens
+
+
+def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
+    """Tokens of all ranks in the order of the global row.
+
+    Args:
+        x: this rank's tensor of the batch that was cut last: T_l tokens at `dim`, rows of the batch (if several) at
+            `dim - 1`.
+        dim: token dim; negative ones count from the end.
+    Returns:
+        The global tensor, T tokens at `dim`, on every rank. Its gradient is cut, not summed over ranks: a loss
+        computed from it counts once, and parameter gradients are summed over the group as for local losses.
+    Raises:
+        TypeError, ValueError: no tensor, or no dim of it with as many tokens as a rank has.
+        RuntimeError: before any batch was cut by this annotation.
+    """
+    last = last_plan(sharding)
+    if last is None:
+        raise RuntimeError("unshard() needs the plan of a batch: call it inside or after `with sharding.shard(batch)`")
+    plan = last.plan
+    if not isinstance(x, Tensor) or type(dim) is not int:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"unshard() takes a tensor and its token dim, got {type(x).__name__} and {dim!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dim of x, which has shape {tuple(x.shape)}, got {dim}")
+    dim = dim % x.ndim
+    if x.shape[dim] != plan.local_size:
+        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
+    if batch_number(x) not in (None, last.number):
+        raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
+    return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather and order; backward: this rank's tokens of the gradient, without a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding, plan: BatchPlan) -> Tensor:
+        ctx.dim, ctx.indices = dim, plan.local_indices(sharding.rank)
+        if sharding.world_size == 1:
+            parts = [x]
+        else:
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(sharding.world_size)]
+            dist.all_gather(parts, x.contiguous(), group=sharding.group)
+        return join_tokens(torch.cat(parts, dim), dim, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return cut_tokens(grads[0], ctx.dim, ctx.indices, 0), None, None, None
