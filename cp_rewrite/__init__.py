@@ -2,8 +2,8 @@
 
 from cp_rewrite.batch.gradients import sum_gradients
 from cp_rewrite.batch.token_mean import token_mean
-from cp_rewrite.diagnose.check import CheckReport, check
 from cp_rewrite.diagnose.compare_masks import MaskMismatch
+from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.planning.plan import Plan, plan
 

@@ -1,8 +1,8 @@
-"""Compare masks on the first call: what the model computes, run on real tensors, with what the rewrite takes it for.
+"""Compare masks on the first call: what the model's own mask says of pairs of tokens, and what it was proven to be.
 
-A mask is run on the *global* batch where all that it reads is in the batch, on documents of at most `SAMPLE` tokens at
-the front of each row and in its middle: masks are T x T. A mask that comes in as a tensor is there for the shard only;
-then pairs of tokens whose answer a shard can know are compared.
+The model's mask is run on real tensors. Masks are T x T, so it is run on a sample: up to `SAMPLE` tokens at the front
+of each row of the *global* batch and, of a single row, as many from its middle on. A mask that comes in as a tensor is
+there for the shard only. Then those pairs are compared whose answer a shard can know.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Bools = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 Leaves = Callable[[RecordedTensor], dict[Ref, Tensor]]
 _DROPPED, _KEPT, _BIASED = 0, 1, 2
+"""What a mask does to a pair: it adds -inf or the like, nothing, or some other number."""
 _SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
 
 
@@ -110,6 +111,7 @@ def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: 
 
 
 def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
+    """An argument of the global batch as it would be for tokens [start, stop) alone."""
     value: Tensor = plan.batch[name]
     dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
     if dim is not None:
@@ -120,6 +122,7 @@ def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
 
 
 def _clip(documents: Documents, start: int, stop: int) -> Documents:
+    """The documents of tokens [start, stop): those that reach in from outside are cut, others are empty."""
     starts = np.clip(documents.starts, start, stop)
     return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start)
 
@@ -127,8 +130,13 @@ def _clip(documents: Documents, start: int, stop: int) -> Documents:
 def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
     """Compare a mask made from, or for, this rank's tokens.
 
-    Whoever made it saw a row of pieces, not the global row. It must let tokens of one piece see each other as the
-    assumed mask says, and tokens of two documents not at all; about two pieces of one document a shard can't know.
+    Whoever made it saw a row of pieces, not the global row. Tokens of one piece must see each other as the assumed
+    mask says, and those of two documents must not. Of two pieces of one document a shard can't know.
+
+        rank's tokens    a0 a1 | a6 a7 | b2      pieces: two of document a, one of b
+        a0 and a1        as the mask says
+        a0 and b2        not at all
+        a0 and a6        not compared
     """
     tensor = recorded.tensor
     if any(ref not in tensor.places for ref in tensor.canonical.leaves.values() if ref not in tensor.values):
@@ -142,7 +150,10 @@ def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]
 
 
 def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int64]) -> tuple[Bools, Bools]:
-    """(what the mask says, where a shard can know it) for all pairs of a rank's tokens."""
+    """(what the mask says, whether a shard can know it) of all pairs of a rank's tokens.
+
+    `index`: where these tokens stand in the global row; -1 for padding.
+    """
     mask, ids = recorded.mask, documents.document_ids()[np.maximum(index, 0)]
     real = (index >= 0) & (ids >= 0)
     same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
@@ -161,7 +172,7 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for each run of values that count up by one."""
+    """A number for each run of values that count up by one: 0 1 2 6 7 -> 1 1 1 2 2."""
     return np.cumsum(np.diff(values, prepend=values[:1]) != 1)
 
 
@@ -179,7 +190,11 @@ def _report(recorded: RecordedMask, actual: Codes, expected: Bools, known: Bools
 
 
 def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device: torch.device) -> Codes:
-    """(B, H, T, T): the mask's own computation on `leaves`; whether it drops, keeps or biases a pair."""
+    """(B, H, T, T): whether the mask's own computation, run on `leaves`, drops, keeps or biases a pair.
+
+    flex_attention has lists of blocks too: the mask function decides in the first lists' blocks, pairs in the second
+    lists' blocks are kept, and all others are dropped.
+    """
     counts = dict.fromkeys(recorded.tokens, tokens) | dict.fromkeys(recorded.rows, rows)
 
     def run(tensor: RecordedTensor, indices: Mapping[Ref, Tensor]) -> Tensor:
@@ -203,7 +218,7 @@ def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device:
 
 
 def _grids(indices: Sequence[Ref | None], grid: tuple[int, ...], device: torch.device) -> dict[Ref, Tensor]:
-    """Values of b, h, q and k for every element of a mask, each along its own dim."""
+    """Values of b, h, q and k for every element of a mask, each along its own dim: k of shape (1, 1, 1, T)."""
     shapes = [[size if other == dim else 1 for other in range(4)] for dim, size in enumerate(grid)]
     return {
         ref: torch.arange(grid[dim], device=device).view(shapes[dim])
@@ -241,7 +256,7 @@ def evaluate(
         if ref not in env:
             constant = canonical.constants.get(ref)
             shape = [number(s) if isinstance(s, torch.SymInt) else s for s in ref.shape]
-            # A leaf that holds weights: masks read its shape only.
+            # A leaf without a known number holds weights: masks read its shape only.
             env[ref] = torch.full(shape, 0 if constant is None else constant, dtype=ref.dtype, device=device)
         return env[ref]
 

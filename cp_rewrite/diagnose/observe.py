@@ -13,15 +13,14 @@ import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
-if TYPE_CHECKING:
-    from cp_rewrite.passes import State
-    from cp_rewrite.sharding import Sharding
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.sharding import Sharding
 
 
 def count(state: State) -> None:

@@ -1,4 +1,15 @@
-"""Ranks of a context-parallel group as threads of this process, on the CPU, for checks: no launcher, no network."""
+"""Ranks of a context-parallel group played by threads of this process, on the CPU: no launcher, no network.
+
+    with thread_group(2) as run:
+        results = run(step)      # step() in two threads at once, where rank() is 0 and 1
+
+Collectives between the threads go through a list with one slot per rank, and a barrier:
+
+    slots            rank 0's tensor, rank 1's tensor
+    all wait         every slot is filled
+    each reads       all slots
+    all wait         nobody fills a slot again before all have read
+"""
 
 from __future__ import annotations
 
@@ -17,6 +28,7 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import finished_work, registered_group
 
 GROUP = "cp_rewrite_threads"
+"""The name by which graphs know the group."""
 _place = threading.local()
 
 
@@ -27,7 +39,7 @@ def rank() -> int:
 
 @dataclass(frozen=True)
 class ThreadSharding(Sharding):
-    """A Sharding whose ranks are threads."""
+    """A Sharding whose rank is the one that the thread plays."""
 
     @property
     def rank(self) -> int:
@@ -39,7 +51,7 @@ class ThreadSharding(Sharding):
 
     @staticmethod
     def like(sharding: Sharding) -> ThreadSharding:
-        """The same annotation over threads. No capacity: rows travel by `needed`, as no other way can."""
+        """The same annotation over threads. Of the exchanges they have only what `needed` calls, without a capacity."""
         values: dict[str, Any] = {f.name: getattr(sharding, f.name) for f in fields(Sharding)}
         values.update(
             mesh=sharding.world_size,
@@ -91,7 +103,10 @@ class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
 
 @contextmanager
 def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]]]:
-    """A group of threads: yields `run(fn)`, which calls fn in each of them at once and returns results by rank."""
+    """A group of threads: yields `run(fn)`, which calls `fn` in all of them at once and returns its results by rank.
+
+    Where a thread raises, `run` raises that error: the others stop at the barrier.
+    """
     group = ThreadGroup(size)
 
     def play(place: int, fn: Callable[[], Any]) -> Any:

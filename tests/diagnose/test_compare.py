@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose import compare_masks as verify
+from cp_rewrite.diagnose import compare_masks
 from cp_rewrite.diagnose.compare_masks import MaskMismatch
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers import packed_model
@@ -86,9 +86,9 @@ def test_a_wrong_reading_of_a_mask_raises(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "SAMPLE", 8)
+    monkeypatch.setattr(compare_masks, "SAMPLE", 8)
     documents = cp.Documents.from_lengths([5, 6, 7, 9])
-    assert verify.windows([documents]) == [(0, 8), (18, 26)]
+    assert compare_masks.windows([documents]) == [(0, 8), (18, 26)]
     run_model("mistral", make_sharding(), make_batch([[5, 6, 7, 9]]))
     lie(monkeypatch, cp.PackedMask(causal=False))
     torch._dynamo.reset()

@@ -1,4 +1,9 @@
-"""A model on one process against the same model rewritten, on ranks played by threads: how far apart they are."""
+"""Compare a model on one process with itself rewritten, on ranks played by threads.
+
+one process         model(the whole batch)                outputs, gradients
+thread of rank 0    rewritten(rank 0's tokens) ┐
+thread of rank 1    rewritten(rank 1's tokens) ┴ joined   outputs, gradients
+"""
 
 from __future__ import annotations
 
@@ -13,23 +18,24 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from cp_rewrite import passes
-from cp_rewrite.batch import token_mean as loss
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
+from cp_rewrite.batch.token_mean import group_of_threads
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding
 
-from . import threads as simulate
+from .compare_masks import check_masks
+from .threads import GROUP, ThreadSharding, rank, thread_group
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Largest relative differences (norm of the difference over the norm of the expected) to one process.
+    """Relative differences to one process: the norm of the difference over the norm of the expected.
 
     Args:
-        outputs: per tensor of the model's output, in global order. `loss` is one of them when there is one.
+        outputs: per tensor of the model's output, in global order. The loss is one of them, where there is one.
         gradients: per parameter. A gradient's norm counts as no less than a thousandth of the largest one's.
     """
 
@@ -59,9 +65,9 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
     (`verify="first_step"`).
 
     Args:
-        model: called as `model(**batch)`. Its loss is the output `loss`, or its first scalar; each rank's is a part of
-            the global one, or the global one (`token_mean`). Without a loss a fixed random weighting of the first
-            output with a token dim stands for one.
+        model: called as `model(**batch)`. Its loss is the output `loss`, or else its first scalar: on a rank a part of
+            the global one, or the global one itself (`token_mean`). Where there is none, the sum of the first output
+            with a token dim stands for it, under fixed random weights.
         sharding: the annotation. batch: the global batch. shift_labels: as in `Sharding.shard`.
     Raises:
         TypeError: no module, no Sharding or no mapping.
@@ -74,28 +80,42 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
     require_sharding(sharding)
     model = copy.deepcopy(model).cpu()
     batch = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
-    threads = simulate.ThreadSharding.like(sharding)
-    runner = _Runner(model, threads, batch, shift_labels)
-    expected, grads = runner.step(tensors_of(model(**batch)), None)
-    with simulate.thread_group(sharding.world_size) as run, loss.group_of_threads(simulate.GROUP):
+    runner = _Runner(model, ThreadSharding.like(sharding), batch, shift_labels)
+    expected = runner.step(tensors_of(model(**batch)), None)
+    with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
         runner.compile()
-        ranks = run(runner.rank_step)
-    plan = ranks[0][2]
+        ranks: list[_Step] = run(runner.rank_step)
+    return _compare(expected, ranks, runner.dim)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Outputs and gradients of one step. `plan`: of the batch that a rank has a part of; None for one process."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    plan: BatchPlan | None
+
+
+def _compare(expected: _Step, ranks: Sequence[_Step], dim: int) -> CheckReport:
+    plan = ranks[0].plan
+    assert plan is not None
     outputs = {
-        name: difference(joined([rank[0][name] for rank in ranks], value, plan, runner.dim), value)
-        for name, value in expected.items()
-        if all(name in rank[0] for rank in ranks)
+        name: difference(joined([step.outputs[name] for step in ranks], value, plan, dim), value)
+        for name, value in expected.outputs.items()
+        if all(name in step.outputs for step in ranks)
     }
-    total = {name: sum((rank[1][name] for rank in ranks), torch.zeros(())) for name in grads}
-    floor = 1e-3 * max((float(grad.norm()) for grad in grads.values()), default=0.0)
-    return CheckReport(outputs, {name: difference(total[name], grad, floor) for name, grad in grads.items()})
+    total = {name: sum((step.gradients[name] for step in ranks), torch.zeros(())) for name in expected.gradients}
+    floor = 1e-3 * max((float(grad.norm()) for grad in expected.gradients.values()), default=0.0)
+    gradients = {name: difference(total[name], grad, floor) for name, grad in expected.gradients.items()}
+    return CheckReport(outputs, gradients)
 
 
 class _Runner:
-    """One model under one annotation, plain and compiled."""
+    """One model, plain and compiled. `captured`: the compiled one is there, and its masks were compared."""
 
     def __init__(
-        self, model: nn.Module, sharding: simulate.ThreadSharding, batch: Mapping[str, Any], shift_labels: bool
+        self, model: nn.Module, sharding: ThreadSharding, batch: Mapping[str, Any], shift_labels: bool
     ) -> None:
         self.model, self.sharding, self.batch, self.shift_labels = model, sharding, batch, shift_labels
         self.dim = next(iter(sharding.tokens.values()))
@@ -103,8 +123,7 @@ class _Runner:
         self.compiled: Any = torch.compile(model, backend=self.backend, fullgraph=True)
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        from .compare_masks import check_masks
-
+        """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
         unchecked = [*state.masks]
 
@@ -120,7 +139,7 @@ class _Runner:
         return run
 
     def compile(self) -> None:
-        """In this thread: Dynamo compiles for all threads at once."""
+        """Compile in this thread, once for all: Dynamo is not asked by several threads at a time."""
         with suppress(_Captured), self.shard() as local:
             self.compiled(**local)
         self.captured = True
@@ -128,21 +147,22 @@ class _Runner:
     def shard(self) -> Any:
         return self.sharding.shard(self.batch, shift_labels=self.shift_labels)
 
-    def rank_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor], BatchPlan]:
+    def rank_step(self) -> _Step:
+        """The step of the rank that this thread plays."""
         with self.shard() as local:
-            out = tensors_of(self.compiled(**local))
-            return *self.step(out, local.plan), local.plan
+            return self.step(tensors_of(self.compiled(**local)), local.plan)
 
-    def step(self, out: dict[str, Tensor], plan: BatchPlan | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs and parameter gradients, of the whole (`plan` None) or of this thread's part."""
+    def step(self, out: dict[str, Tensor], plan: BatchPlan | None) -> _Step:
+        """A step from the model's outputs: those of one process (`plan` None) or of a rank."""
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        total = self.loss(out, plan)
+        outputs, total = {name: value.detach() for name, value in out.items()}, self.loss(out, plan)
         if total is None or not named:
-            return {name: v.detach() for name, v in out.items()}, {}
+            return _Step(outputs, {}, plan)
         grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
-        return {name: v.detach() for name, v in out.items()}, dict(zip(named, grads, strict=True))
+        return _Step(outputs, dict(zip(named, grads, strict=True)), plan)
 
     def loss(self, out: dict[str, Tensor], plan: BatchPlan | None) -> Tensor | None:
+        """The loss that a model returns, or one that is made of its outputs."""
         scalars = [name for name, value in out.items() if value.ndim == 0 and value.requires_grad]
         if scalars:
             return out["loss" if "loss" in scalars else scalars[0]]
@@ -153,10 +173,11 @@ class _Runner:
         return None
 
     def weights(self, value: Tensor, plan: BatchPlan | None) -> Tensor:
+        """A random weight per entry of an output: on a rank, those that its tokens have on one process."""
         total = self.batch[next(iter(self.sharding.tokens))].shape[self.dim]
         shape = [total if dim == self.dim else size for dim, size in enumerate(value.shape)]
         whole = torch.randn(shape, dtype=value.dtype, generator=torch.Generator().manual_seed(0))
-        return whole if plan is None else cut_tokens(whole, self.dim, plan.local_indices(simulate.rank()), 0)
+        return whole if plan is None else cut_tokens(whole, self.dim, plan.local_indices(rank()), 0)
 
 
 class _Captured(Exception):
@@ -178,7 +199,10 @@ def tensors_of(out: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
-    """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once."""
+    """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once.
+
+    Equal values on all ranks may also be equal parts of a sum: the one that is nearer to `expected` is taken.
+    """
     if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
         return join_tokens(torch.cat(parts, dim), dim, plan)
     if all(torch.equal(part, parts[0]) for part in parts):
