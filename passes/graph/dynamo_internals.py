@@ -111,12 +111,13 @@ def kept_values() -> dict[fx.Node, str]:
     effects = None if translator is None else translator.output.side_effects
     found: dict[fx.Node, str] = {}
     for holder, name, value in () if effects is None else _writes(effects):
-        source = getattr(holder, "source", None)
-        where = "a global or outer variable" if source is None else source_name(source)
 
-        def note(part: Any, where: str = f"{where}.{name}" if name else where) -> None:
+        def note(part: Any, holder: Any = holder, name: str = name) -> None:
             if isinstance(part, TensorVariable):
-                found.setdefault(part.as_proxy().node, where)
+                # Not of every holder: torch's own stack of modes has a source without a name.
+                source = getattr(holder, "source", None)
+                where = "a global or outer variable" if source is None else source_name(source)
+                found.setdefault(part.as_proxy().node, f"{where}.{name}" if name else where)
 
         VariableTracker.visit(note, value)
     return found
