@@ -17,7 +17,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
 from .node_facts import NodeFacts
-from .state import MEAN_HINT, REPLICATED, SHIFT_HINT, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has
+from .tensor_state import MEAN_HINT, REPLICATED, SHIFT_HINT, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has
 
 DYNAMIC_HINT = (
     "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "

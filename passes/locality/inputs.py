@@ -14,7 +14,7 @@ from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
+from .tensor_state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
 
 
 def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
-from .state import REPLICATED, Extents, Factor, Order, TensorState
+from .tensor_state import REPLICATED, Extents, Factor, Order, TensorState
 
 
 @dataclass(frozen=True)

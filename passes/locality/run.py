@@ -18,7 +18,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
 from .node_facts import Events
-from .state import REPLICATED, UNKNOWN, Mixes, TensorState
+from .tensor_state import REPLICATED, UNKNOWN, Mixes, TensorState
 from .trace import Trace, shares_memory, written_state
 
 States = Any

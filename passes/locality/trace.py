@@ -18,7 +18,18 @@ from .node_facts import NodeFacts
 from .rules.rule import Rule, States, Takes
 from .rules.table import find_rule
 from .rules.vouched import vouched_name, vouched_state
-from .state import MEAN_HINT, REPLICATED, UNKNOWN, Deferred, Extents, GroupSizes, Mixes, Partial, Rows, TensorState
+from .tensor_state import (
+    MEAN_HINT,
+    REPLICATED,
+    UNKNOWN,
+    Deferred,
+    Extents,
+    GroupSizes,
+    Mixes,
+    Partial,
+    Rows,
+    TensorState,
+)
 
 
 class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]

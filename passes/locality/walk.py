@@ -1,8 +1,14 @@
 """Token locality: prove that nothing outside attention mixes tokens, so that a shard computes what the whole would.
 
-The Dynamo graph is walked once under its own fake tensors. Below each node a dispatch mode sees the ATen ops and
-carries, per tensor, where its tokens are (`state`), by the rules of `rules`; so a violation belongs to a node, and with
-it to a line of the user's code. Nodes that look alike (layers) are run once (`run`).
+    walk           the nodes of a Dynamo graph, and of the nested regions in it
+      run          one node, on the graph's own fake tensors; nodes that look alike (layers) once
+        trace      the ATen ops that run below the node
+          rules    one op: where the tokens of its results are (`tensor_state`), or why it is refused
+
+So a refusal belongs to a node, and with it to a line of the user's code. With hidden states x of (B, T, 8):
+
+    y = x.mean(-1)      aten.mean      (B,) (T,) ·  ->  (B,) (T,)
+    z = y.cumsum(1)     aten.cumsum    refused: "cumsum runs over the token dim (dim 1)"
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes
 from .run import NodeRunner, Outcome, States, unknown_like
-from .state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
+from .tensor_state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
 
 

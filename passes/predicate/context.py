@@ -101,7 +101,7 @@ class RuleContext:
     def size(self, value: Any) -> Expr:
         """An int, SymInt or number as an expression; a symbol that counts local tokens becomes T."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            size = expression(value)
+            size: Any = expression(value)
             if size in self.local_tokens and size.free_symbols:
                 return TOKENS
             swaps = {s: TOKENS for s in self.local_tokens if s.is_Symbol}

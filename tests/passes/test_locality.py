@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.passes.locality.rules.table import RULES
 from tests.helpers.packed_model import SHARDING, TOKENS, WIDTH, PackedModel, judge, packed_batch
 
 
@@ -308,3 +309,8 @@ class CountedInPython(PackedModel):
 def test_a_line_that_fixes_the_token_count_is_named() -> None:
     report = cp.explain(CountedInPython(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
     assert any(r.reason is cp.Reason.TOKEN_COUNT and "range(h.shape[1])" in r.detail for r in report.refusals), report
+
+
+def test_each_op_has_one_rule() -> None:
+    ops = [op for rule in RULES for op in rule.ops.split()]
+    assert len(ops) == len(set(ops))

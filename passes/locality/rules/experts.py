@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
+from cp_rewrite.passes.locality.tensor_state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
 
 from .rule import States, on_rows, over, same_dims
 
-_along = on_rows(same_dims, over("runs {op} over"))
+_along = on_rows(same_dims, over("runs over"))
 
 
 def sort(call: Call) -> States:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import (
+from cp_rewrite.passes.locality.tensor_state import (
     REPLICATED,
     Dim,
     Mixes,

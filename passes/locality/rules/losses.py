@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import (
+from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     Mixes,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import (
+from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     B,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import REPLICATED, Mixes, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.locality.tensor_state import REPLICATED, Mixes, Partial, Rows, TensorState, plain
 from cp_rewrite.refusal import Reason
 
 States = TensorState | Sequence[TensorState]
@@ -84,7 +84,7 @@ def on_rows(gives: RowsTransfer, mixes: Mixing | None = None, others: str = "") 
             assert isinstance(state, Partial), call.func
             return state
         for dim, verb in mixes(call) if mixes else ():
-            call.refuse_axis(state, dim, verb.format(op=call.name))
+            call.refuse_axis(state, dim, verb)
         return gives(call, state)
 
     return transfer

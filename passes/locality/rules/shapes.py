@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import (
+from cp_rewrite.passes.locality.tensor_state import (
     REPLICATED,
     TABLE_HINT,
     B,

@@ -12,9 +12,9 @@ A rule says where the tokens of an op's results are when those of its operands a
           |        it gives its first tensor's dims without that one: (B,) (T,) · -> (B,) (T,)
           the names of ATen ops
 
-`rows` is for ops that work on the rows of one tensor. `Rule` is for ops whose operands must be looked at together: a
-comment says what they need and give. An op that is not here is refused by name, unless torch tags it as pointwise. To
-add one, add a line, and a case to tests/passes/test_locality.py.
+`rows` is for ops that work on the rows of one tensor, `Rule` for ops whose operands must be looked at together: there a
+comment says `# what they need -> what they give`. An op that is not here is refused by name, unless torch tags it as
+pointwise. To add one, add a line, and a case to tests/passes/test_locality.py.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ VIEWS = (
     rows("unbind", shapes.without_dim, SUMS | SIZES, mixes=over("splits")),
     rows("split split_with_sizes chunk unsafe_split", unchanged, SUMS | SIZES, mixes=over("splits")),
     rows("repeat", shapes.repeated, SUMS | SIZES),
-    # pads ordinary dims; the same dims
+    # padded dims are ordinary -> the same dims
     Rule("constant_pad_nd reflection_pad1d replication_pad1d", shapes.pad, SUMS | SIZES),
-    # changes nothing
+    # the same shape and strides -> the same dims
     Rule("as_strided", shapes.as_strided, SUMS | SIZES),
-    # joins tensors of one place of tokens, along another dim; the same dims
+    # all tensors have their tokens in one dim, and are joined along another -> the same dims
     Rule("cat stack", shapes.cat, SUMS),
-    # · · -> (T,) ·    rows that are all equal
+    # the token dim had one entry or none: · · -> (T,) ·, rows that are all equal
     Rule("expand", shapes.expand, SUMS | SIZES | UNCUT),
-    # takes a slice of an ordinary dim; the same dims. Or the first T rows of a table: (T,) ·
+    # a slice of an ordinary dim -> the same dims; the first T rows of a table -> (T,) ·
     Rule("slice", shapes.slice_, SUMS | SIZES | UNCUT),
 )
 
-# A tensor is made of one number, or counts 0, 1, 2, …: its dim of T entries is the token dim.
+# A tensor is made of one number, or counts 0, 1, 2, … -> its dim of T entries is the token dim.
 FILLED = (
     Rule("zeros ones full empty empty_strided scalar_tensor", shapes.filled, SUMS | SIZES | UNCUT | POSITIONS),
     Rule("new_zeros new_ones new_full new_empty new_empty_strided", shapes.filled, SUMS | SIZES | UNCUT | POSITIONS),
@@ -72,11 +72,11 @@ FILLED = (
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
 CAST = Rule("_to_copy", pointwise, SUMS | UNCUT | GROUPS)
 
-# The entries of some dims are mixed, which must be ordinary ones; the same dims.
+# Entries of some dims are mixed: these dims must be ordinary -> the same dims.
 MIXED_DIMS = (
-    rows("_softmax _log_softmax _safe_softmax softmax log_softmax glu", same_dims, mixes=over("runs {op} over")),
-    rows("cumprod cummax cummin logcumsumexp argsort topk flip", same_dims, mixes=over("runs {op} over")),
-    rows("_fft_r2c _fft_c2r _fft_c2c", same_dims, mixes=over("runs {op} over")),
+    rows("_softmax _log_softmax _safe_softmax softmax log_softmax glu", same_dims, mixes=over("runs over")),
+    rows("cumprod cummax cummin logcumsumexp argsort topk flip", same_dims, mixes=over("runs over")),
+    rows("_fft_r2c _fft_c2r _fft_c2c", same_dims, mixes=over("runs over")),
     rows("roll", same_dims, mixes=over("rolls")),
     rows("tril triu", reductions.triangle),
     rows("linear", same_dims, mixes=last_dim("sums over"), others="{op} with a weight made from tokens"),
@@ -84,39 +84,39 @@ MIXED_DIMS = (
     rows("convolution", same_dims, mixes=convolution_dims, others="{op} with a kernel made from tokens"),
     rows("avg_pool2d max_pool2d_with_indices adaptive_max_pool2d", same_dims, mixes=pooled_dims),
     rows("_adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool3d", same_dims, mixes=pooled_dims),
-    # tokens in dim 0
+    # tokens in dim 0 -> the same dims
     Rule("native_group_norm instance_norm", reductions.leading_norm, SIZES),
-    # running statistics, and channels without tokens in dim 1
+    # running statistics, and no tokens in dim 1, the channels -> the same dims
     Rule("native_batch_norm _native_batch_norm_legit _batch_norm_with_update", reductions.batch_norm),
     Rule("_native_batch_norm_legit_no_training _batch_norm_no_update", reductions.batch_norm),
 )
 
-# Dims are reduced. Over features: the other dims. A plain sum over all tokens: a per-rank part of the whole sum.
+# Dims are reduced. Over features -> the other dims. A plain sum over all tokens -> a per-rank part of the whole sum.
 SUMMED = (
     Rule("sum nansum count_nonzero mean amax amin prod logsumexp", reductions.reduce, SUMS),
     Rule("max min argmax argmin any all aminmax median mode", reductions.reduce, SUMS),
     Rule("var std var_mean std_mean norm linalg_vector_norm kthvalue", reductions.reduce, SUMS),
-    # (T,) · times · ·    (T,) ·        · (T,) times (T,) ·    a per-rank part
+    # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
-    # reduction="none": a loss per token, "sum": a per-rank part
+    # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
     Rule("nll_loss_forward nll_loss2d_forward", losses.nll_loss),
     Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS),
     Rule("binary_cross_entropy binary_cross_entropy_with_logits", losses.elementwise_loss, SUMS),
-    # two per-rank parts, a sum and a count; the global mean, whose gradient is a per-rank part
+    # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
     Rule("cp_rewrite::token_mean", losses.token_mean, SUMS),
 )
 
 # Values are indices: they may be made from tokens, but pick no tokens.
 INDEXED = (
-    # a table that is the same on all ranks; the indices' dims and one more
+    # a table that is the same on all ranks -> the indices' dims and one more
     Rule("embedding", indexing.embedding),
-    # tensor and indices hold the same tokens, in another dim than the indexed one; the same dims
+    # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
     Rule("gather scatter scatter_add scatter_reduce", indexing.gather),
-    # an indexed dim without tokens; in its place the indices' dim
+    # an indexed dim without tokens -> in its place the indices' dim
     Rule("index_select", indexing.index_select),
-    # indexed dims without tokens, or rows of a shard named in turn; in their place the indices' dims
+    # indexed dims without tokens, or all rows of a shard in turn -> in their place the indices' dims
     Rule("index _unsafe_index", indexing.index, POSITIONS),
-    # x[mask] = number, where x and mask hold the same tokens; the same dims
+    # x[mask] = number, where x and mask have the same tokens -> the same dims
     Rule("index_put _unsafe_index_put _index_put_impl", indexing.index_put, POSITIONS),
 )
 

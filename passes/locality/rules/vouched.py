@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.state import Mixes, Rows, TensorState
+from cp_rewrite.passes.locality.tensor_state import Mixes, Rows, TensorState
 from cp_rewrite.torch_internals import OpOverload
 
 
