@@ -10,11 +10,16 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helpers import amount
 from tests.helpers.pool import Pool
 
-# Examples that compile or talk to other processes have no steady duration.
-settings.register_profile("default", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-settings.load_profile("default")
+
+def pytest_configure(config: pytest.Config) -> None:
+    amount.everything = "not slow" not in config.option.markexpr
+    # Examples that compile or talk to other processes have no steady duration.
+    options = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+    settings.register_profile("default", max_examples=amount.examples(100), **options)  # type: ignore[arg-type]
+    settings.load_profile("default")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from tests.helpers.amount import drawn
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error
@@ -143,7 +144,7 @@ def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> N
     check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
-@settings(max_examples=6)
+@drawn(6, quick=3)
 @given(
     lengths=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1

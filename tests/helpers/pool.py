@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import tempfile
 import traceback
@@ -24,7 +25,8 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # what all need is imported once
+        context.set_forkserver_preload(["torch", "cp_rewrite"])
         self._tasks = [context.Queue() for _ in range(size)]
         self._results: Any = context.Queue()
         store = str(Path(self._folder.name) / "store")
@@ -39,7 +41,7 @@ class Pool:
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank; raises AssertionError with the tracebacks when a rank raised."""
         # Ranks of one group must have compiled the same before: sizes that only some have seen show in graphs.
-        fresh, self._world_size = world_size != self._world_size, world_size
+        fresh, self._world_size = world_size > self._world_size, world_size
         for rank in range(world_size):
             self._tasks[rank].put((world_size, fresh, fn, args))
         results: dict[int, Any] = {}
@@ -60,6 +62,7 @@ class Pool:
 
 def _serve(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # as in tests/conftest.py
     torch._dynamo.config.recompile_limit = 64  # one model is compiled for many annotations
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=150)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
+from tests.helpers.amount import drawn
 from tests.helpers.kernel_cases import Case, make_case
 from tests.helpers.packs import documents, masks
 from tests.helpers.tolerances import assert_close
@@ -85,7 +86,7 @@ def _run(case: Case) -> tuple[Tensor, ...]:
     return out, lse, *grads
 
 
-@settings(max_examples=60)
+@drawn(60)
 @given(documents(60), masks(), st.integers(1, 3), st.data())
 def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
@@ -106,7 +107,7 @@ def test_launches_cover_every_piece(row: Documents, mask: PackedMask, world_size
     assert (lse[:, case.padding] == -torch.inf).all()
 
 
-@settings(max_examples=60)
+@drawn(60)
 @given(documents(60), masks(), st.integers(1, 3), st.data())
 def test_parts_give_what_one_piece_gives(
     row: Documents, mask: PackedMask, world_size: int, data: st.DataObject

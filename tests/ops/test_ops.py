@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +22,7 @@ from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import push_route
+from tests.helpers.amount import drawn
 from tests.helpers.packed import dense_attention, make_schedule, run_rank, tensors
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import assert_close
@@ -202,7 +203,7 @@ def test_exchanges_match_dense(pool: Pool, mask: PackedMask, layout: str, exchan
 lengths_strategy = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11, 17, 31, 64]), min_size=1, max_size=9)
 
 
-@settings(max_examples=25)
+@drawn(25)
 @given(
     lengths=st.lists(lengths_strategy, min_size=1, max_size=2),
     world_size=st.sampled_from([2, 3, 4]),

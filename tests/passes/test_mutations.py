@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,40 +11,62 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from tests.helpers.packed_model import TOKENS, judge, packed_batch
+from tests.helpers.packed_model import TOKENS, Verdict, judge, packed_batch
 from tests.helpers.pool import Pool
 from tests.passes.mutants import MUTANTS
+from tests.passes.mutants.beside import build, groups, is_of
 
 REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not in (None, "padding"))
 PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
 RIGHT = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is None)
+GROUPS = groups(REFUSED)
 
 
-@pytest.mark.parametrize(
-    "dynamic", [pytest.param(True, id="dynamic"), pytest.param(False, id="static", marks=pytest.mark.slow)]
-)
+@functools.cache
+def verdict_of(names: tuple[str, ...], dynamic: bool = True) -> Verdict:
+    batch = packed_batch(getattr(MUTANTS[names[0]], "rows", 1))
+    return judge(build(names), batch, dynamic=dynamic, tables=True, padded_sums=True)
+
+
+def check_refused(name: str, verdict: Verdict) -> None:
+    named = [refusal for refusal in verdict.refusals if is_of(name, refusal.node)]
+    assert any(refusal.reason.name.startswith(MUTANTS[name].reason or "") for refusal in named), str(verdict)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if not getattr(MUTANTS[name], "bakes_size", False)])
+def test_mutant_is_refused_with_its_reason_and_line(name: str) -> None:
+    check_refused(name, verdict_of(GROUPS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_mutant_is_refused_with_its_reason_and_line(name: str, dynamic: bool) -> None:
-    mutant = MUTANTS[name]
-    if not dynamic and getattr(mutant, "dynamic_only", False):
+def test_mutant_alone_is_refused(name: str, dynamic: bool) -> None:
+    if dynamic and (len(GROUPS[name]) == 1 or getattr(MUTANTS[name], "bakes_size", False)):
+        pytest.skip("it was alone before, or has no such graph")
+    if not dynamic and getattr(MUTANTS[name], "dynamic_only", False):
         pytest.skip("a number computed from a fixed token count can't be told from a constant")
-    batch = packed_batch(getattr(mutant, "rows", 1))
-    if dynamic and getattr(mutant, "bakes_size", False):
-        report = cp.explain(mutant(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**batch)
-        assert any(r.reason is cp.Reason.TOKEN_COUNT and mutant.line in r.detail for r in report.refusals), str(report)
-        return
-    verdict = judge(mutant(), batch, dynamic=dynamic, tables=True, padded_sums=True)
-    named = [r for r in verdict.refusals if mutant.line in (r.node.stack_trace or "" if r.node else "")]
-    assert any(refusal.reason.name.startswith(mutant.reason or "") for refusal in named), str(verdict)
+    check_refused(name, verdict_of((name,), dynamic))
 
 
-def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
+@pytest.mark.parametrize("name", [name for name in REFUSED if getattr(MUTANTS[name], "bakes_size", False)])
+def test_mutant_that_fixes_the_token_count_is_refused(name: str) -> None:
+    mutant = MUTANTS[name]
+    report = cp.explain(mutant(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
+    assert any(r.reason is cp.Reason.TOKEN_COUNT and mutant.line in r.detail for r in report.refusals), str(report)
+
+
+def total_loss(output: Any) -> Tensor:
+    return sum(output) if isinstance(output, tuple) else output
+
+
+def sharded_step(mesh: DeviceMesh, names: tuple[str, ...], batch: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
     sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="eager")
-    model = MUTANTS[name]()
+    model = build(names)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     with sharding.shard(batch) as local:
-        loss = compiled(**local)
+        loss = total_loss(compiled(**local))
         loss.backward()
     cp.sum_gradients(model.parameters(), sharding)
     total = loss.detach().clone()
@@ -51,15 +74,13 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor]) -> tuple
     return total.item(), {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_mutant_is_made_right(pool: Pool, name: str) -> None:
-    mutant = MUTANTS[name]
-    batch = packed_batch(getattr(mutant, "rows", 1))
-    assert not judge(mutant(), batch, tables=True, padded_sums=True).refusals
-    model = mutant()
-    loss = model(**batch)
+@pytest.mark.parametrize("names", sorted(set(groups(RIGHT).values())), ids="+".join)
+def test_mutants_are_made_right(pool: Pool, names: tuple[str, ...]) -> None:
+    batch = packed_batch(getattr(MUTANTS[names[0]], "rows", 1))
+    model = build(names)
+    loss = total_loss(model(**batch))
     loss.backward()
-    for total, grads in pool.run(2, sharded_step, name, batch):
+    for total, grads in pool.run(2, sharded_step, names, batch):
         assert total == pytest.approx(loss.item(), rel=1e-5)
         for key, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -73,7 +94,7 @@ def test_mutant_is_refused_where_ranks_have_rows_without_a_token(pool: Pool, nam
     assert not verdict.refusals
     assert any(mutant.line in (node.stack_trace or "") for node in verdict.locality.padded_sums)
     with pytest.raises(AssertionError, match="sums over tokens"):
-        pool.run(2, sharded_step, name, packed_batch(tokens=13))
+        pool.run(2, sharded_step, (name,), packed_batch(tokens=13))
 
 
 def test_there_are_enough_mutants(capsys: pytest.CaptureFixture[str]) -> None:

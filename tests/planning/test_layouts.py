@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
@@ -19,6 +19,7 @@ from cp_rewrite.planning.layouts.simple import (
     even_head_tail,
 )
 from cp_rewrite.planning.layouts.token_order import TokenOrder
+from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 
 
@@ -26,7 +27,7 @@ def order_of(lengths: list[int], world_size: int, layout: str, total: int | None
     return lay_out(Documents.from_lengths(lengths, total), world_size, layout, PackedMask())
 
 
-@settings(max_examples=150)
+@drawn(150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     order = lay_out(rows[0], world_size, layout, mask)
@@ -46,7 +47,7 @@ def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask
     assert order.padding_rows == (everyone < 0).sum()
 
 
-@settings(max_examples=150)
+@drawn(150)
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8))
 def test_balanced_gives_equal_tokens(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
     order = lay_out(rows[0], world_size, "balanced", mask)
@@ -60,7 +61,7 @@ def inner_cuts(order: TokenOrder, documents: Documents, packed: bool) -> list[in
     return [cut - a for cut in order.segments[0].tolist() for a, b in spans if a < cut < b]
 
 
-@settings(max_examples=150)
+@drawn(150)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=8),
     st.integers(0, 40),
@@ -87,7 +88,7 @@ def test_cuts_fall_on_chunks(
         assert order.local_size == -(-whole // (2 * chunk_size)) * 2 * chunk_size
 
 
-@settings(max_examples=100)
+@drawn(100)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 64), masks())
 def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, chunk_size: int, mask: PackedMask):
     rest = -sum(chunks) % world_size
@@ -97,7 +98,7 @@ def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, ch
     assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
 
 
-@settings(max_examples=100)
+@drawn(100)
 @given(batches(max_rows=1, max_total=300), st.integers(1, 8), st.integers(1, 70), st.sampled_from(LAYOUTS))
 def test_ranks_are_padded_to_a_multiple(rows: tuple[Documents, ...], world_size: int, multiple: int, layout: str):
     plain = lay_out(rows[0], world_size, layout, PackedMask())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_rewrite.__main__ import main
@@ -18,6 +18,7 @@ from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.plan import Plan, compare, plan
+from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 
 MIXED = [3104, 3200, 1600, 160, 128, 5120, 900, 77, 41, 2054]
@@ -80,7 +81,7 @@ def test_nodes_keep_documents():
     assert near.imbalance <= 1.05
 
 
-@settings(max_examples=60)
+@drawn(60)
 @given(batches(max_rows=1, max_total=1500), masks(), st.integers(1, 8))
 def test_never_dearer_than_a_simple_layout(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
     ours = plan(rows[0], world_size, "balanced", mask)
@@ -115,7 +116,7 @@ def test_chunks_and_padding():
     assert batch.schedule(PackedMask()).rows == 10000
 
 
-@settings(max_examples=60)
+@drawn(60)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.integers(1, 8))
 def test_plans_are_deterministic_and_pickle(lengths: list[int], world_size: int):
     lengths = [*lengths, 1]

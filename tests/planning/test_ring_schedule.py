@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
@@ -11,11 +11,12 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.routes.ring import ring_tables
+from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 from tests.planning.test_schedule import global_rows, seen_by, summed_rows
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_steps_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     plan = plan_batch(rows, world_size, layout, mask)

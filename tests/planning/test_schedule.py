@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,6 +16,7 @@ from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.gathered import gathered_route, local_route
 from cp_rewrite.planning.routes.needed import needed_route
+from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 
 Tables = dict[str, NDArray[np.integer]]
@@ -46,7 +47,7 @@ def seen_by(table: Tables) -> list[tuple[Int, Int]]:
     return pairs
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_pieces_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     plan = plan_batch(rows, world_size, layout, mask)
@@ -62,7 +63,7 @@ def test_pieces_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: Packed
     np.testing.assert_array_equal(seen, wanted)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_cu_seqlens_describe_launch_0(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     schedule = plan_batch(rows, world_size, layout, mask).schedule(mask)
@@ -134,7 +135,7 @@ def play_needed(routes: list[Tables], local: NDArray[np.float64], grads: list[ND
     return gathered, back
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(
     batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from(("local", "all_gather", "needed"))
 )
@@ -178,7 +179,7 @@ def expanded_keys(table: Tables, where: Int, rows: tuple[Documents, ...], mask: 
     return np.concatenate(keys) if keys else np.zeros(0, dtype=np.int64)
 
 
-@settings(max_examples=60, deadline=None)
+@drawn(60)
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_received_counts_what_needed_moves(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     schedule = plan_batch(rows, world_size, layout, mask).schedule(mask)

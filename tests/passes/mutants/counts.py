@@ -69,6 +69,7 @@ class LengthAtMost(PackedModel):
 
 class LengthReturned(PackedModel):
     reason, line, dynamic_only = "POSITION_GENERATOR", "labels.flatten()", True
+    alone = True  # who returns the number is not seen in the line where it was first asked for
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
         return super().loss(logits, labels, num_items), labels.numel()
