@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cp_rewrite.planning.columns import SIZES_ARE_BOUNDS, LaunchRow
+
 
 @dataclass(frozen=True, eq=False)
 class Tables:
@@ -17,14 +19,22 @@ class Tables:
     Args:
         cu_seqlens_q: (N + 1,) int32 on the device, running sum of query rows per entry, from 0 to R.
         cu_seqlens_k: (N + 1,) int32 on the device, running sum of expanded key rows per entry, from 0 to at most E.
-        pieces: (N', 7) int64 on the CPU: q0, q1, k0, k1 (rows), left, right (bottom-right aligned window of the kernel,
-            -1 = no limit), launch. Only pieces with at least one query and one key.
-        launches: (G, 4) int64 on the CPU, G >= 1: left, right, max_q, max_k (the longest entry of each side, in rows).
-            A second row with max_q = -1 says that the sizes are bounds for all batches of a capacity: a launch made of
-            them, captured in a CUDA graph, then serves other batches, and kernels must not look at `pieces`.
+        pieces: (N', 7) int64 on the CPU, a `PieceRow` each. Those without a query or a key only fill it up.
+        launches: (G, 4) int64 on the CPU, G >= 1, a `LaunchRow` each.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     pieces: Tensor
     launches: Tensor
+
+    @property
+    def first_launch(self) -> LaunchRow[int]:
+        """The row of launch 0."""
+        return LaunchRow(*self.launches[0].tolist())
+
+    @property
+    def sizes_are_bounds(self) -> bool:
+        """The sizes in `launches` are bounds for all batches of a capacity: a launch made of them, captured in a CUDA
+        graph, then serves other batches, and kernels must not look at `pieces`."""
+        return len(self.launches) > 1 and LaunchRow(*self.launches[1].tolist()).max_q == SIZES_ARE_BOUNDS

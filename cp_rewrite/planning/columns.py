@@ -1,17 +1,19 @@
 """The columns of a plan's integer tables, each named once: the planner writes them, ops and kernels read them.
 
-A table's row is `PieceRow(*row.tolist())`, all of its columns are `PieceRow(*table.T)`.
+A row of a table is `PieceRow(*row)`, all columns of it are `PieceRow(*table.T)`, and `np.stack(columns, 1)` is a table.
 """
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 
 SIZES_ARE_BOUNDS = -1
-"""`max_q` of a second launch that says: the sizes in the first are bounds for all batches, so that a captured launch
-serves other batches. Kernels must not look at `pieces` then."""
+"""`max_q` of a second launch that says: sizes in the first are bounds for all batches (`Tables.sizes_are_bounds`)."""
 
 
 class PieceRow(NamedTuple, Generic[T]):
@@ -25,6 +27,10 @@ class PieceRow(NamedTuple, Generic[T]):
     left: T
     right: T
     launch: T
+
+    def take(self: PieceRow[NDArray[np.int64]], index: NDArray[Any]) -> PieceRow[NDArray[np.int64]]:
+        """Columns of the pieces at `index`."""
+        return PieceRow(*(column[index] for column in self))
 
 
 class LaunchRow(NamedTuple, Generic[T]):

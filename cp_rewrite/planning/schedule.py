@@ -22,6 +22,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
+from .columns import LaunchRow, PieceRow
 from .intervals import Int, overlaps, union
 from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
 
@@ -86,10 +87,10 @@ class Schedule:
         Returns:
             cu_seqlens_q, cu_seqlens_k: (N + 1,) int32. Entries cover all R local rows in order. Rows of no piece, and
                 pieces of other launches than launch 0, are entries with no key. cu_seqlens_k counts expanded rows.
-            pieces: (N', 7) int64: q0, q1 (flat local rows), k0, k1 (expanded rows), left, right, launch; by launch,
-                then by row. All-zero rows (q0 == q1) at the end only fill up to 2.
-            launches: (G, 4) int64: left, right, max_q, max_k; most work first; cu_seqlens describe launch 0, and its
-                max_q covers entries with no key too. A row with max_q == 0 only fills up to 2.
+            pieces: (N', 7) int64 `PieceRow`s, by launch, then by row. All-zero rows (q0 == q1) at the end only fill up
+                to 2.
+            launches: (G, 4) int64 `LaunchRow`s, most work first; cu_seqlens describe launch 0, and its max_q covers
+                entries with no key too. A row with max_q == 0 only fills up to 2.
         """
         mine = slice(*self.piece_bounds[rank : rank + 2])
         return kernel_tables(self.pieces.take(mine), self.launch[mine], self.rows)
@@ -147,15 +148,15 @@ def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[n
     """`Schedule.attention` of pieces of one rank, ordered by launch, then by row; `rows` is R."""
     k1 = np.cumsum(pieces.key1 - pieces.key0)
     k0 = k1 - (pieces.key1 - pieces.key0)
-    table = np.stack([pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch], axis=1)
+    columns = PieceRow(pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch)
     cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), rows)
-    launches = _launches(table)
-    launches[0, 2] = np.diff(cu_q).max(initial=0)
+    launches = _launches(columns)
+    launches.max_q[0] = np.diff(cu_q).max(initial=0)
     return {
         "cu_seqlens_q": at_least(cu_q.astype(np.int32), 3),
         "cu_seqlens_k": at_least(cu_k.astype(np.int32), 3),
-        "pieces": at_least(table, 2, 0),
-        "launches": launches,
+        "pieces": at_least(np.stack(columns, axis=1), 2, 0),
+        "launches": np.stack(launches, axis=1),
     }
 
 
@@ -169,13 +170,14 @@ def _segments(orders: Sequence[TokenOrder], local_size: int) -> Segments:
     return starts, stops, owners, sources
 
 
-def _launches(table: Int) -> Int:
-    """(G, 4) left, right, max_q, max_k of the launches in a rank's piece table."""
-    count = int(table[:, 6].max(initial=-1)) + 1
-    launches = np.zeros((max(count, 2), 4), dtype=np.int64)
-    launches[table[:, 6], :2] = table[:, 4:6]
-    np.maximum.at(launches[:, 2], table[:, 6], table[:, 1] - table[:, 0])
-    np.maximum.at(launches[:, 3], table[:, 6], table[:, 3] - table[:, 2])
+def _launches(pieces: PieceRow[Int]) -> LaunchRow[Int]:
+    """The launches of a rank's pieces."""
+    count = int(pieces.launch.max(initial=-1)) + 1
+    launches = LaunchRow(*np.zeros((4, max(count, 2)), dtype=np.int64))
+    launches.left[pieces.launch] = pieces.left  # the same for all pieces of a launch
+    launches.right[pieces.launch] = pieces.right
+    np.maximum.at(launches.max_q, pieces.launch, pieces.q1 - pieces.q0)
+    np.maximum.at(launches.max_k, pieces.launch, pieces.k1 - pieces.k0)
     return launches
 
 

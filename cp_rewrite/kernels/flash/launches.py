@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.planning.columns import PieceRow
+from cp_rewrite.planning.intervals import Int
 
 from .overlap import BackwardOverlap
 
@@ -72,33 +74,33 @@ def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
 
 
 def _make_launches(tables: Tables, rows: int) -> tuple[Launch, ...]:
-    if tables.launches.shape[0] > 1 and int(tables.launches[1, 2]) == -1:
+    if tables.sizes_are_bounds:
         return (_fixed_launch(tables, rows),)
-    pieces: NDArray[np.int64] = tables.pieces.numpy()
-    pieces = pieces[(pieces[:, 1] > pieces[:, 0]) & (pieces[:, 3] > pieces[:, 2])]
+    pieces = PieceRow(*tables.pieces.numpy().T)
+    pieces = pieces.take((pieces.q1 > pieces.q0) & (pieces.k1 > pieces.k0))
     found = [_main_launch(tables, pieces, rows)]
-    for number in np.unique(pieces[:, 6]):
+    for number in np.unique(pieces.launch):
         if number:
-            found.append(_gathered_launch(pieces[pieces[:, 6] == number], tables.cu_seqlens_q.device))
+            found.append(_gathered_launch(pieces.take(pieces.launch == number), tables.cu_seqlens_q.device))
     return tuple(found)
 
 
 def _fixed_launch(tables: Tables, rows: int) -> Launch:
     """One launch over all rows that serves every batch of a capacity; some rows may belong to no piece."""
-    left, right, max_q, max_k = tables.launches[0].tolist()
-    keys = (0, sys.maxsize)
-    window = _window(left, right)
-    return Launch(tables.cu_seqlens_q, tables.cu_seqlens_k, None, rows, keys, window, max_q, max_k, True, True)
+    first = tables.first_launch
+    cu_seqlens, keys = (tables.cu_seqlens_q, tables.cu_seqlens_k), (0, sys.maxsize)
+    window = _window(first.left, first.right)
+    return Launch(*cu_seqlens, None, rows, keys, window, first.max_q, first.max_k, True, True)
 
 
-def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> Launch:
+def _main_launch(tables: Tables, all_pieces: PieceRow[Int], rows: int) -> Launch:
     """Launch 0.
 
     local rows    a a a b b b c c . .      a, b, c: pieces; . : no document's
     all pieces of launch 0                 stop = 8, no gaps: the rows at the end are left out
     b of another launch                    stop = 10, gaps: b and the end are entries without keys
     """
-    pieces = all_pieces[all_pieces[:, 6] == 0]
+    pieces = all_pieces.take(all_pieces.launch == 0)
     covered, stop = _covered(pieces)
     gaps, dirty = stop != covered, False
     cu_q, cu_k = tables.cu_seqlens_q, tables.cu_seqlens_k
@@ -106,32 +108,32 @@ def _main_launch(tables: Tables, all_pieces: NDArray[np.int64], rows: int) -> La
         dirty, stop = _covered(all_pieces)[0] != rows, rows
     elif stop < rows:
         # Only the last rows are not in this launch: the entries before them are the pieces.
-        cu_q, cu_k = cu_q[: len(pieces) + 1], cu_k[: len(pieces) + 1]
-    left, right, max_q, max_k = tables.launches[0].tolist()
-    keys = (0, int(pieces[:, 3].max(initial=0)))
-    sizes = max(max_q, _SHORTEST), max(max_k, _SHORTEST)
-    return Launch(cu_q, cu_k, None, stop, keys, _window(left, right), *sizes, gaps, dirty)
+        cu_q, cu_k = cu_q[: len(pieces.q0) + 1], cu_k[: len(pieces.q0) + 1]
+    first = tables.first_launch
+    keys = (0, int(pieces.k1.max(initial=0)))
+    sizes = max(first.max_q, _SHORTEST), max(first.max_k, _SHORTEST)
+    return Launch(cu_q, cu_k, None, stop, keys, _window(first.left, first.right), *sizes, gaps, dirty)
 
 
-def _covered(pieces: NDArray[np.int64]) -> tuple[int, int]:
+def _covered(pieces: PieceRow[Int]) -> tuple[int, int]:
     """(query rows in pieces, one past the last of them)."""
-    return int((pieces[:, 1] - pieces[:, 0]).sum()), int(pieces[:, 1].max(initial=0))
+    return int((pieces.q1 - pieces.q0).sum()), int(pieces.q1.max(initial=0))
 
 
-def _gathered_launch(pieces: NDArray[np.int64], device: torch.device) -> Launch:
+def _gathered_launch(pieces: PieceRow[Int], device: torch.device) -> Launch:
     """A launch of a number above 0, over the query rows of its pieces put behind one another."""
-    q_lengths, k_lengths = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
+    q_lengths, k_lengths = pieces.q1 - pieces.q0, pieces.k1 - pieces.k0
     start = np.cumsum(q_lengths) - q_lengths  # of each piece among the gathered rows
-    rows = np.repeat(pieces[:, 0] - start, q_lengths) + np.arange(int(q_lengths.sum()))
-    if (pieces[1:, 2] != pieces[:-1, 3]).any():
+    rows = np.repeat(pieces.q0 - start, q_lengths) + np.arange(int(q_lengths.sum()))
+    if (pieces.k0[1:] != pieces.k1[:-1]).any():
         raise ValueError("the keys of one launch must lie side by side in the expanded rows")
     return Launch(
         _running_sum(q_lengths, device),
         _running_sum(k_lengths, device),
         torch.from_numpy(rows).to(device, non_blocking=True),
         len(rows),
-        (int(pieces[0, 2]), int(pieces[-1, 3])),
-        _window(int(pieces[0, 4]), int(pieces[0, 5])),
+        (int(pieces.k0[0]), int(pieces.k1[-1])),
+        _window(int(pieces.left[0]), int(pieces.right[0])),
         max(int(q_lengths.max()), _SHORTEST),
         max(int(k_lengths.max()), _SHORTEST),
     )

@@ -6,6 +6,7 @@ import numpy as np
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.columns import SIZES_ARE_BOUNDS, LaunchRow
 from cp_rewrite.planning.schedule import Schedule
 
 from .route import Arrays, filled
@@ -17,7 +18,7 @@ def fits(mask: PackedMask) -> bool:
 
 
 def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capacity) -> Arrays:
-    """`Schedule.attention` in the sizes of `capacity`. Its second launch says so: max_q is -1.
+    """`Schedule.attention` in the sizes of `capacity`. Its second launch says so.
 
     Raises:
         ValueError: on all ranks alike, when the batch needs more on some rank.
@@ -26,11 +27,12 @@ def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capa
     _check(max(len(tables["cu_seqlens_q"]) - 1 for tables in everyone), schedule, capacity)
     tables = everyone[rank]
     left, right = (-1 if side is None else side for side in (mask.left, mask.right))
+    launches = LaunchRow(left, right, schedule.rows, capacity.rows), LaunchRow(0, 0, SIZES_ARE_BOUNDS, 0)
     return {
         "cu_seqlens_q": filled(tables["cu_seqlens_q"], capacity.pieces + 1, tables["cu_seqlens_q"][-1]),
         "cu_seqlens_k": filled(tables["cu_seqlens_k"], capacity.pieces + 1, tables["cu_seqlens_k"][-1]),
         "pieces": filled(tables["pieces"], capacity.pieces, 0),
-        "launches": np.array([[left, right, schedule.rows, capacity.rows], [0, 0, -1, 0]], dtype=np.int64),
+        "launches": np.array(launches, dtype=np.int64),
     }
 
 

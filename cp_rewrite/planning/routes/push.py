@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.capacity import Capacity
+from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
@@ -88,13 +89,11 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
             read in place.
         partners (2,) int32: bit p: rank p sends rows to this one; this one sends rows to rank p.
         capacity (1,) int64: `copied` of the rank that has most, the same on all ranks; 0: no rank copies any.
-        place (3,) int64: source, early, whole: in place are read local rows [source, source + early), the keys of the
-            early part, or [source, source + whole), all keys; one of them is 0.
+        place (3,) int64: a `PlaceRow`: which local rows are read in place.
         holder_ptr (R + 1,) int32, holders int64: the copied rows of all ranks that hold each local row, as
             reader << 32 | its expanded row, ascending.
-        stages (5,) int64: n, rows, keys, early, awaited: the kernel runs over the first n entries, with their query
-            rows and expanded rows, and over the rest: over part `early` (0 or 1), which reads what is read in place,
-            while the other one's rows arrive. n = 0: there is one part. awaited: rows of peers that must come first.
+        stages (5,) int64: a `StageRow`: where the kernel's work falls in two parts, of n entries and the rest. The
+            early part reads what is read in place.
         rest_cu_seqlens_q, rest_cu_seqlens_k (N - n + 1,) int32: running sums over the rest, from 0.
     """
     cuts = [_cut(schedule, each, cut) for each in range(schedule.world_size)]
@@ -108,7 +107,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
     tables = schedule.attention(rank)
     mine = cuts[rank]
     stages = _stages(tables, mine)
-    n, queries, keys = stages[:3].tolist()
+    place = PlaceRow(mine.source, *((0, mine.count) if mine.whole else (mine.count, 0)))
     arrays = (
         np.zeros(max(2, int(schedule.expanded[rank])), dtype=np.int8),
         at_least(sends.astype(np.int32), 2, 0),
@@ -117,11 +116,11 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         np.zeros(max(2, int(copied[rank])), dtype=np.int8),
         np.array(partners, dtype=np.uint32).view(np.int32),
         np.array([max(2, int(copied.max())) if copied.any() else 0], dtype=np.int64),
-        np.array([mine.source, *((0, mine.count) if mine.whole else (mine.count, 0))], dtype=np.int64),
+        np.array(place, dtype=np.int64),
         *_holders(runs, schedule.rows),
-        stages,
-        tables["cu_seqlens_q"][n:] - queries,
-        tables["cu_seqlens_k"][n:] - keys,
+        np.array(stages, dtype=np.int64),
+        tables["cu_seqlens_q"][stages.entries :] - stages.queries,
+        tables["cu_seqlens_k"][stages.entries :] - stages.keys,
     )
     return dict(zip((tensor.name for tensor in TENSORS), arrays, strict=True))
 
@@ -201,10 +200,9 @@ def _leading(follows: NDArray[np.bool_]) -> int:
     return 1 + int(np.append(follows, False).argmin())
 
 
-def _stages(tables: dict[str, NDArray[np.integer]], cut: Cut) -> Int:
-    """`stages` of `push_route`."""
+def _stages(tables: Arrays, cut: Cut) -> StageRow[int]:
     n = int(np.searchsorted(tables["cu_seqlens_k"], cut.keys))
-    return np.array([n, tables["cu_seqlens_q"][n], cut.keys, cut.early, cut.awaited], dtype=np.int64)
+    return StageRow(n, int(tables["cu_seqlens_q"][n]), cut.keys, cut.early, cut.awaited)
 
 
 def _sends(runs: Runs, rank: int, cuts: list[Cut], world_size: int) -> tuple[Int, Int, Int]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_rewrite.planning.columns import LaunchRow, PieceRow, RoundRow
 from cp_rewrite.planning.intervals import Int, expand_ranges, overlaps, sum_lists
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.schedule import Schedule, kernel_tables
@@ -93,8 +94,7 @@ def ring_tables(schedule: Schedule, rank: int) -> Arrays:
         cu_seqlens_q, cu_seqlens_k, pieces, launches: as in `Schedule.attention`, per round.
         kv_rows: (E,) int32, rows of the step's owner, expanded. sum_ptr: (rounds (R + 1),), sum_rows: int32, per round
             the expanded rows that contribute to each of the owner's rows (`intervals.sum_lists`).
-        rounds: (n, 11) int64: step, then (start, stop) in cu_seqlens, pieces, launches, kv_rows and sum_rows; by step.
-            A step of -1 only fills up to 2.
+        rounds: (n, 11) int64 `RoundRow`s, by step.
     """
     entries = ring_entries(schedule, rank)
     parts: dict[str, list[NDArray[np.integer]]] = {tensor.name: [] for tensor in KERNEL_TABLES + TENSORS}
@@ -104,7 +104,7 @@ def ring_tables(schedule: Schedule, rank: int) -> Arrays:
         for name, array in made.items():
             parts[name].append(array)
         sizes = [len(made[name]) for name in ("cu_seqlens_q", "pieces", "launches", "kv_rows", "sum_rows")]
-        parts["rounds"].append(np.array([[step, *np.stack([at, at + sizes], axis=1).reshape(-1)]]))
+        parts["rounds"].append(np.array([RoundRow(step, *np.stack([at, at + sizes], axis=1).reshape(-1))]))
         at = at + sizes
     return {name: _joined(name, arrays) for name, arrays in parts.items()}
 
@@ -114,7 +114,8 @@ RING = Route(TENSORS, ring_tables, in_steps=True)
 
 def _joined(name: str, arrays: list[NDArray[np.integer]]) -> NDArray[np.integer]:
     """One array of all rounds, filled up to 2 entries: compilers specialise 0 and 1."""
-    columns = {"pieces": (7,), "launches": (4,), "rounds": (11,)}.get(name, ())
+    rows = {"pieces": PieceRow, "launches": LaunchRow, "rounds": RoundRow}
+    columns = (len(rows[name]._fields),) if name in rows else ()
     dtype = np.int64 if columns else np.int32
     size = sum(map(len, arrays))
     filling = np.full((max(0, 2 - size), *columns), -1 if name == "rounds" else 0, dtype=dtype)
