@@ -27,9 +27,8 @@ import logging
 import time
 from dataclasses import replace
 
-from torch import SymInt
-
 from cp_rewrite.passes.graph.argument_names import module_numbers
+from cp_rewrite.passes.graph.operands import guard_number
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
@@ -55,7 +54,7 @@ def fix_module_numbers(state: State) -> State:
     """Guard that numbers of modules (heads, head dims) stay what they are: some are symbols with `dynamic=True`."""
     for value in module_numbers(state.graph_module):
         if hint(value) is not None:
-            int(value) if isinstance(value, SymInt) else float(value)
+            guard_number(value)
     return state
 
 

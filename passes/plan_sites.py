@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.ops.attention import travels_beside
 from cp_rewrite.ops.scatter_heads import HeadScatter
+from cp_rewrite.passes.graph.operands import guard_number
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import choose_exchange
@@ -94,21 +94,16 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     window = site.mask.window or (None, None)
     return AttentionSpec(
         dtype=out.dtype,
-        head_dim=_guarded(query.shape[-1]),
-        head_dim_v=_guarded(value.shape[-1]),
-        heads=_guarded(query.shape[1]),
-        heads_kv=_guarded(key.shape[1]),
+        head_dim=guard_number(query.shape[-1]),
+        head_dim_v=guard_number(value.shape[-1]),
+        heads=guard_number(query.shape[1]),
+        heads_kv=guard_number(key.shape[1]),
         causal=site.mask.causal,
         windowed=window[0] is not None or window[1] not in (None, 0),
         needs_backward=out.requires_grad,
         deterministic=deterministic,
         softcap=site.softcap,
     )
-
-
-def _guarded(size: Any) -> int:
-    """A size as a number. Of a symbol, int() makes a guard: the graph is compiled anew for another number."""
-    return int(size)
 
 
 def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:

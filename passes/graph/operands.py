@@ -46,12 +46,22 @@ def is_transformed(node: fx.Node) -> bool:
     return any(is_wrapped(value) for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
+def guard_number(value: Any) -> Any:
+    """A symbolic number as the plain one it is in the example; a guard has another number compiled anew."""
+    return float(value) if isinstance(value, torch.SymFloat) else int(value)
+
+
+def guard_equal(size: Any, other: Any) -> bool:
+    """Whether two sizes are equal in the example; a guard has others compiled anew."""
+    return bool(size == other)
+
+
 def same_size(size: Any, other: Any) -> bool:
     """Equal sizes; where two symbols happen to be equal, a guard makes sure that they stay so."""
     if expression(size) == expression(other):
         return True
     hints = [hint(size), hint(other)]
-    return None not in hints and hints[0] == hints[1] and bool(size == other)
+    return None not in hints and hints[0] == hints[1] and guard_equal(size, other)
 
 
 def constant(value: Any) -> float | None:

@@ -19,6 +19,7 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
 from .argument_names import argument_names
+from .operands import guard_equal
 
 Size = int | SymInt
 
@@ -121,10 +122,10 @@ class TokenAxis:
         refusals = list(self.refusals)
         for found in self.inputs:
             first = self.inputs[0]
-            if not bool(found.tokens == first.tokens):
+            if not guard_equal(found.tokens, first.tokens):
                 detail = f"{found.name} has {found.tokens} tokens in dim {found.dim}, {first.name} has {first.tokens}"
                 refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
-            if not bool(found.rows == self.rows):
+            if not guard_equal(found.rows, self.rows):
                 detail = (
                     f"{found.name} has {found.rows} rows of tokens, others have {self.rows}: expand it before the cut"
                 )

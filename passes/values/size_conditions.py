@@ -1,4 +1,4 @@
-"""Conditions on token counts that a graph rests on, checked per batch."""
+"""What a graph decided by numbers of tokens, checked for each batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 
 class SizeConditions:
-    """Conditions on token counts that a graph rests on; where ranks are filled up, rows have fewer tokens than parts.
+    """Conditions on token counts under which a graph is right for the whole row.
+
+    They hold for all of the ranks' tokens together. A row that does not divide has fewer: ranks are filled up.
 
     Args:
         conditions: expression -> the line it is from.
