@@ -144,7 +144,7 @@ def _check_overlap(
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
         grads = return_kv(as_rows(dk, dv, *keys), k, v, route, exchange)
-        named: dict[str, torch.Tensor] = vars(PUSH.bind(route))
+        named: dict[str, torch.Tensor] = PUSH.bind(route)._asdict()
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
         finer = _finer(lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
