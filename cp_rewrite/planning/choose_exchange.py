@@ -58,7 +58,7 @@ def choose_exchange(
     if not seconds:
         raise ValueError(f"no exchange can serve this attention: available are {available}")
     best = min(seconds, key=seconds.__getitem__)
-    share = int(load.received[0].sum()) / (load.rows * (world_size - 1))
+    share = int(load.received[0].sum()) / (load.local_rows * (world_size - 1))
     others = ", ".join(f"{name} {1e3 * t:.2f}" for name, t in seconds.items() if name != best)
     reason = (
         f"predicted {1e3 * seconds[best]:.2f} ms per layer" + (f" against {others}" if others else "") + f" on "

@@ -27,7 +27,7 @@ class Load:
     """What a schedule puts on ranks, device and link.
 
     Args:
-        rows: R, local rows of each rank.
+        local_rows: R, of each rank.
         tiles: (P,) float64 kernel work of each rank, in tiles per query head.
         received: (P, P) int64 KV rows that rank [0] needs from rank [1], each once.
         expanded: (P,) int64 KV rows gathered for each rank's kernel, copies included.
@@ -36,7 +36,7 @@ class Load:
         padding: local rows of each rank beyond an even share of the tokens.
     """
 
-    rows: int
+    local_rows: int
     tiles: Float
     received: Int
     expanded: Int
@@ -57,8 +57,8 @@ def load_of(schedule: Schedule, whole_tiles: float | None = None) -> Load:
     launches = int(schedule.launch.max(initial=0)) + 1
     whole = float(per_rank.sum()) if whole_tiles is None else whole_tiles
     starts, stops = schedule.segments[:2]
-    padding = schedule.rows - float((stops - starts).sum()) / schedule.world_size
-    return Load(schedule.rows, per_rank, schedule.received, schedule.expanded, launches, whole, padding)
+    padding = schedule.local_rows - float((stops - starts).sum()) / schedule.world_size
+    return Load(schedule.local_rows, per_rank, schedule.received, schedule.expanded, launches, whole, padding)
 
 
 def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: int | None = None) -> dict[str, float]:
@@ -105,8 +105,8 @@ def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int
 def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
     """`all_gather`: all rows go everywhere; each row enters another node once, over all of the node's adapters."""
     g = min(ranks_per_node, load.world_size)
-    inside = np.array([(load.world_size - 1) * load.rows])
-    across = np.array([(load.world_size - g) * load.rows // g])
+    inside = np.array([(load.world_size - 1) * load.local_rows])
+    across = np.array([(load.world_size - g) * load.local_rows // g])
     moved = _transfer(inside, across, 4 * model.kv_bytes, device) + 2 * device.latency
     return moved + _copies(load, device, model) + kernel_seconds(load.tiles.max(), load.launches, device, model)
 
@@ -114,11 +114,11 @@ def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node:
 def ring_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
     """`p2p`: P steps, each a kernel over one rank's keys beside a transfer, then a merge of out and log-sum-exp."""
     steps = load.world_size - 1
-    across = np.array([load.rows if ranks_per_node < load.world_size else 0])
-    step = _transfer(np.array([load.rows]) - across, across, 4 * model.kv_bytes, device)
-    more_rows = steps * TILE_ROW_OVERHEAD * load.rows / TILE
+    across = np.array([load.local_rows if ranks_per_node < load.world_size else 0])
+    step = _transfer(np.array([load.local_rows]) - across, across, 4 * model.kv_bytes, device)
+    more_rows = steps * TILE_ROW_OVERHEAD * load.local_rows / TILE
     kernel = kernel_seconds(load.tiles.max() + more_rows, load.launches * (steps + 1), device, model)
-    out_bytes = load.rows * model.heads[0] * model.head_dim * 4
+    out_bytes = load.local_rows * model.heads[0] * model.head_dim * 4
     return max(kernel, 2 * steps * step) + steps * 4 * out_bytes / device.memory
 
 
@@ -127,10 +127,10 @@ def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node:
     heads = 2 * model.heads[0] + 2 * max(model.heads[1], load.world_size)
     row_bytes = heads * model.head_dim * model.item_bytes
     g = min(ranks_per_node, load.world_size)
-    inside = np.array([load.rows * (g - 1) // load.world_size])
-    across = np.array([load.rows * (load.world_size - g) // load.world_size])
+    inside = np.array([load.local_rows * (g - 1) // load.world_size])
+    across = np.array([load.local_rows * (load.world_size - g) // load.world_size])
     moved = 2 * _transfer(inside, across, row_bytes, device) + 6 * device.latency
-    reorder = 8 * load.rows * row_bytes / device.memory
+    reorder = 8 * load.local_rows * row_bytes / device.memory
     return moved + reorder + kernel_seconds(load.whole_tiles / load.world_size, 1, device, model)
 
 

@@ -9,7 +9,7 @@ Int = NDArray[np.int64]
 
 
 def expand_ranges(starts: Int, lengths: Int) -> Int:
-    """All members of [start, start + length), range after range.
+    """All members of the N ranges [start, start + length), range after range.
 
     starts [5, 0], lengths [3, 2]  ->  [5, 6, 7, 0, 1]
     """
@@ -18,12 +18,16 @@ def expand_ranges(starts: Int, lengths: Int) -> Int:
 
 
 def overlaps(starts: Int, stops: Int, part_starts: Int, part_stops: Int) -> tuple[Int, Int]:
-    """Index pairs (i, j) of every range i that shares a member with part j, by range, then by part.
+    """All pairs of a range i and a part j that share a member: (every i, every j), by range, then by part.
+
+        ranges [0, 5) [4, 6)     parts [0, 3) [3, 4) [4, 9)     ->  [0, 0, 0, 1], [0, 1, 2, 2]
 
     Args:
         starts, stops: (N,) non-empty ranges, in any order.
         part_starts, part_stops: (M,) non-empty, disjoint, ascending.
     """
+    # Of the ascending parts, those that overlap a range are neighbours: from the first that ends after the range starts
+    # to the last that starts before it ends.
     first = np.searchsorted(part_stops, starts, side="right")
     last = np.searchsorted(part_starts, stops, side="left")
     counts = np.maximum(last - first, 0)
@@ -31,9 +35,12 @@ def overlaps(starts: Int, stops: Int, part_starts: Int, part_stops: Int) -> tupl
 
 
 def union(starts: Int, stops: Int) -> tuple[Int, Int]:
-    """The union of non-empty ranges as disjoint ranges that don't touch, ascending: (starts, stops)."""
+    """The union of non-empty ranges, as ascending ranges that neither overlap nor touch: (starts, stops).
+
+    [4, 6) [0, 2) [1, 4) [8, 9)  ->  [0, 6) [8, 9)
+    """
     order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])  # how far the ranges up to each one reach
     new = np.ones(len(starts), dtype=np.bool_)
     new[1:] = starts[1:] > reach[:-1]
     first = np.flatnonzero(new)
@@ -42,22 +49,29 @@ def union(starts: Int, stops: Int) -> tuple[Int, Int]:
 
 
 def group_rows(rows: Int, size: int) -> tuple[Int, Int]:
-    """A CSR index of `rows` (values in [0, size)): (ptr (size + 1,), members), members of each group ascending."""
+    """Where each value stands in `rows`, whose values are in [0, size): (ptr (size + 1,), members (len(rows),)).
+
+    Value v stands at members[ptr[v]:ptr[v + 1]], ascending.
+
+        rows [2, 0, 2], size 3  ->  ptr [0, 1, 1, 3], members [1, 0, 2]
+    """
     ptr = np.zeros(size + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=size), out=ptr[1:])
     return ptr, np.argsort(rows, kind="stable")
 
 
 def sum_lists(rows: Int, size: int) -> tuple[Int, Int]:
-    """Which members each row in [0, size) sums, in the form of `ops.sum_rows`: (ptr (size + 1,), lists).
+    """`group_rows` in the form that `ops.sum_rows` reads: (ptr (size + 1,), lists).
 
-    Members i with `rows[i]` = r, ascending: the first two are lists[2 r] and lists[2 r + 1], -1 where there is none;
-    the others lists[ptr[r]:ptr[r + 1]], after all those pairs.
+    Most rows have one or two members, so these stand where they are found without `ptr`: the members of row r are
+    lists[2 r] and lists[2 r + 1], -1 where there is none, and, if there are more, lists[ptr[r]:ptr[r + 1]].
+
+        rows [1, 0, 1, 1], size 2  ->  lists [1, -1 | 0, 2 | 3], ptr [4, 4, 5]
     """
     start, members = group_rows(rows, size)
     counts = np.diff(start)
     row = np.repeat(np.arange(size), counts)
-    number = np.arange(len(rows)) - start[row]
+    number = np.arange(len(rows)) - start[row]  # of each member in its row: 0, 1, 2, …
     pairs = np.full(2 * size, -1, dtype=np.int64)
     paired = number < 2
     pairs[(2 * row + number)[paired]] = members[paired]

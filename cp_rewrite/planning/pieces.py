@@ -1,8 +1,17 @@
 """Pieces: the units of attention on a rank.
 
 A piece is a maximal run of consecutive tokens of one document on one rank. It attends to keys [key0, key1) of its
-document with one plain kernel mask, aligned at the bottom right as flash kernels do when lengths differ: query i of n
-sees key j of m when  -left <= j - (i + m - n) <= right.
+document through one window of a plain kernel, which is aligned at the bottom right, as flash kernels do where lengths
+differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
+
+    document of 8 tokens, causal; rank 0 owns [3, 6)
+
+    keys          0 1 2 3 4 5
+    query 3       x x x x . .      piece: 3 queries, 6 keys, left -1 (no limit), right 0
+    query 4       x x x x x .
+    query 5       x x x x x x      the last query is aligned with the last key
+
+Tokens of a batch of rows of T tokens are numbered through: token t of row b is b T + t. So are a rank's local rows.
 """
 
 from __future__ import annotations
@@ -18,7 +27,8 @@ from cp_rewrite.masks import PackedMask
 from .intervals import Int, overlaps
 
 Segments = tuple[Int, Int, Int, Int]
-"""(starts, stops, owners, sources): flat global rows [start, stop) are local rows [source, …) of their owner."""
+"""(starts, stops, owners, sources), each (n,) int64: tokens [start, stop) of the batch are the owner's local rows
+source, source + 1, …"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +37,8 @@ class Pieces:
 
     Args:
         rank: the owner.
-        q0, q1: flat local rows [q0, q1) of the owner.
-        key0, key1: keys [key0, key1), as flat global rows b T + t.
+        q0, q1: queries: local rows [q0, q1) of the owner.
+        key0, key1: keys: tokens [key0, key1) of the batch.
         left, right: the kernel's window for this piece; -1: no limit.
     """
 
@@ -46,6 +56,7 @@ class Pieces:
 
     @property
     def columns(self) -> tuple[Int, ...]:
+        """All arrays, in the order of the fields."""
         return (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right)
 
     def __len__(self) -> int:
@@ -63,7 +74,7 @@ class Pieces:
 
 
 def flat_documents(rows: Sequence[Documents], packed: bool) -> tuple[Int, Int]:
-    """Starts and ends of all non-empty documents, as flat global rows."""
+    """(starts, ends) of all non-empty documents, as tokens of the batch; without `packed` of its rows."""
     total = rows[0].total
     if not packed:
         starts = np.arange(len(rows), dtype=np.int64) * total
@@ -74,15 +85,23 @@ def flat_documents(rows: Sequence[Documents], packed: bool) -> tuple[Int, Int]:
 
 
 def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedMask) -> Pieces:
-    """All pieces, with their keys and kernel windows."""
+    """All pieces, with their keys and kernel windows.
+
+    Args:
+        segments: who owns what.
+        doc_starts, doc_ends: (M,) int64 of the non-empty documents, as tokens of the batch.
+        mask: what each query sees.
+    """
     starts, stops, owners, sources = segments
+    # A piece for each pair of a segment and a document that overlap: tokens [a, b) of the document [first, end).
     segment, doc = overlaps(starts, stops, doc_starts, doc_ends)
     a = np.maximum(starts[segment], doc_starts[doc])
     b = np.minimum(stops[segment], doc_ends[doc])
     first, end = doc_starts[doc], doc_ends[doc]
     if mask.right is not None and mask.right > 0:
-        # Queries whose window the document's end clips need other kernel windows than the ones before them,
-        # except in a piece that ends with its document: there (left, right) itself is right for all of it.
+        # Queries from end - right on see fewer keys to the right: the document's end clips their window. They need
+        # another kernel window than the queries before them, so the piece is cut there. Not one that ends with its
+        # document: aligned at the document's last key, (left, right) itself is right for all of it.
         cut = np.clip(end - mask.right, a, b)
         whole = (b == end) | (cut == a) | (cut == b)
         cut = np.where(whole, b, cut)
@@ -98,18 +117,23 @@ def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedM
 
 
 def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tuple[Int, Int]:
-    """The window of a kernel that aligns the last query b - 1 with the last key min(end, b + right) - 1.
+    """(left, right) of the kernel for pieces [a, b) of documents [first, end).
 
-    Seen from there the query's own position lies `ahead` = (keys after it) back, so both sides shift by it. A piece
-    that sees all its keys takes the window of whole documents if that hides none of them either, else "no limit": so
-    more pieces share a launch.
+    The kernel aligns the last query, b - 1, with the last key, min(end, b + right) - 1. The query's own key stands
+    `ahead` keys before that one, so both sides of the window shift by `ahead`:
+
+        keys       . . . . . . . .
+        b - 1              q - - k      ahead 2: left grows by 2, right shrinks by 2
+
+    A piece whose queries see all its keys takes the window of whole documents, if that hides none of them either, or
+    else "no limit": fewer different windows are fewer launches.
     """
     no_limit = np.full(len(a), -1, dtype=np.int64)
     if mask.right is None:
         ahead, right, clipped = end - b, no_limit, np.ones(len(a), dtype=np.bool_)
     else:
         ahead = np.minimum(end - b, mask.right)
-        clipped = (mask.right > 0) & (b < end) & (a >= end - mask.right)
+        clipped = (mask.right > 0) & (b < end) & (a >= end - mask.right)  # every query sees up to the document's end
         right = np.where(clipped, -1, mask.right - ahead)
     sees_all, fits = clipped, clipped
     if mask.left is not None:
@@ -123,16 +147,21 @@ def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tu
 
 
 def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:
-    """(order, launch): pieces by rank, launch and local row; launches of a rank are numbered by falling work."""
+    """(order, launch), each (N,) int64: pieces by rank, launch and local row, and the launch of each in this order.
+
+    A launch is all pieces of a rank with one window. Launches of a rank are numbered from 0, the one with most pairs of
+    queries and keys first.
+    """
     if len(pieces) == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    # Kinds: pieces of one rank and window, numbered over all ranks.
     by_kind = np.lexsort((pieces.right, pieces.left, pieces.rank))
     rank, left, right = (column[by_kind] for column in (pieces.rank, pieces.left, pieces.right))
     new = np.ones(len(pieces), dtype=np.bool_)
     new[1:] = (rank[1:] != rank[:-1]) | (left[1:] != left[:-1]) | (right[1:] != right[:-1])
     kind = np.empty(len(pieces), dtype=np.int64)
     kind[by_kind] = np.cumsum(new) - 1
-    rank = rank[new]
+    rank = rank[new]  # of each kind, as what follows
     work = np.bincount(kind, weights=(pieces.q1 - pieces.q0) * (pieces.key1 - pieces.key0).astype(np.float64))
     by_work = np.lexsort((-work, rank))
     number = np.empty(len(rank), dtype=np.int64)

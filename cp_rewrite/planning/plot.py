@@ -71,7 +71,7 @@ def _token_of_row(plan: Plan) -> Any:
     # Segments by owner and local row: as sorted numbers `owner x local rows + source`, to find each piece's among them.
     starts, _, owners, sources = plan.schedule.segments
     by_owner = np.lexsort((sources, owners))
-    pieces, size = plan.schedule.pieces, plan.schedule.rows
+    pieces, size = plan.schedule.pieces, plan.schedule.local_rows
     key = (owners * size + sources)[by_owner]
     at = np.searchsorted(key, pieces.rank * size + pieces.q0, side="right") - 1
     segment = by_owner[at]

@@ -1,11 +1,15 @@
 """What every rank's attention does, and where the rows it reads live: pieces, kernel tables, and runs of rows.
 
-Keys are gathered into one buffer of *expanded rows*, piece after piece; a row that two pieces need is there twice.
+A rank's *local rows* are the rows of its tensors: its tokens, and padding. The keys of its pieces are gathered into one
+buffer of *expanded rows*, piece after piece; a key that two pieces need is there twice.
 
     document of 8 tokens, causal, rank 0 owns [0, 2) and [6, 8)
-    pieces          q [0, 2) keys [0, 2)      q [6, 8) keys [0, 8)
-    local rows      0 1 2 3                   (tokens 0 1 6 7)
-    expanded rows   0 1 | 2 3 4 5 6 7 8 9     (tokens 0 1 | 0 1 2 3 4 5 6 7)
+
+    local rows      0 1 2 3                         tokens 0 1 6 7
+    pieces          q [0, 2)      q [2, 4)          of local rows
+    keys            [0, 2)        [0, 8)            of tokens
+    expanded rows   0 1           2 3 4 5 6 7 8 9   tokens 0 1 | 0 1 2 3 4 5 6 7
+    runs            0 1           2 3, 4 … 7, 8 9   from ranks 0 | 0, 1, 0
 """
 
 from __future__ import annotations
@@ -31,9 +35,13 @@ D = TypeVar("D", bound=np.integer)
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Keys that lie side by side on their owner: expanded rows [row, row + length) of rank `reader` are local rows
-    [source, source + length) of rank `owner`. (M,) int64 arrays, by reader, then by expanded row; `piece` is the index
-    of the piece that reads them."""
+    """Keys that lie side by side on their owner: one entry per run in each (M,) int64 array, by reader, then by row.
+
+    Expanded rows [row, row + length) of rank `reader` are local rows [source, source + length) of rank `owner`.
+
+    Args:
+        piece: the piece that reads them, as an index into `Schedule.pieces`.
+    """
 
     piece: Int
     reader: Int
@@ -54,55 +62,58 @@ class Schedule:
 
     Args:
         world_size: ranks P.
-        rows: local rows R of each rank: batch rows x local row size.
+        local_rows: R, of each rank: T_l for every row of the batch.
         pieces: of all ranks; within a rank ordered as the expanded rows are: by launch, then by local row.
         launch: (N,) int64: each piece's launch on its rank, 0 first.
-        segments: (starts, stops, owners, sources): who owns flat global rows [start, stop), from which local row on.
+        segments: who owns which tokens of the batch.
     """
 
     world_size: int
-    rows: int
+    local_rows: int
     pieces: Pieces
     launch: Int
     segments: Segments
 
     @cached_property
     def piece_bounds(self) -> Int:
-        """(P + 1,) pieces of rank r are [piece_bounds[r], piece_bounds[r + 1])."""
+        """(P + 1,) int64: pieces of rank r are those from piece_bounds[r] up to piece_bounds[r + 1]."""
         return np.searchsorted(self.pieces.rank, np.arange(self.world_size + 1))
 
     @cached_property
     def expanded(self) -> Int:
-        """(P,) expanded rows of each rank."""
+        """(P,) int64 expanded rows of each rank."""
         total = np.concatenate([[0], np.cumsum(self.pieces.key1 - self.pieces.key0)])
         return np.diff(total[self.piece_bounds])
 
     def seen_pairs(self) -> NDArray[np.float64]:
-        """(P,) pairs of a query and a key that it sees, per rank."""
+        """(P,) float64 pairs of a query and a key that it sees, of each rank."""
         return np.bincount(self.pieces.rank, self.pieces.seen_pairs, self.world_size).astype(np.float64)
 
     def attention(self, rank: int) -> dict[str, NDArray[np.integer]]:
         """The kernel tables of one rank, in a fixed order. Leading dims are at least 2: compilers specialise 0 and 1.
 
         Returns:
-            cu_seqlens_q, cu_seqlens_k: (N + 1,) int32. Entries cover all R local rows in order. Rows of no piece, and
-                pieces of other launches than launch 0, are entries with no key. cu_seqlens_k counts expanded rows.
-            pieces: (N', 7) int64 `PieceRow`s, by launch, then by row. All-zero rows (q0 == q1) at the end only fill up
-                to 2.
-            launches: (G, 4) int64 `LaunchRow`s, most work first; cu_seqlens describe launch 0, and its max_q covers
-                entries with no key too. A row with max_q == 0 only fills up to 2.
+            cu_seqlens_q, cu_seqlens_k: (N + 1,) int32: running sums of the entries that a kernel runs over. Entries
+                cover all R local rows in order, their keys count expanded rows. Local rows of no piece, and pieces of
+                other launches than launch 0, are entries with no key.
+            pieces: (N', 7) int64 `columns.PieceRow`, by launch, then by local row. Entries of zeros (q0 == q1) at the
+                end only fill up to 2.
+            launches: (G, 4) int64 `columns.LaunchRow`, most work first. cu_seqlens describe launch 0, and its max_q
+                covers entries with no key too. An entry with max_q == 0 only fills up to 2.
         """
         mine = slice(*self.piece_bounds[rank : rank + 2])
-        return kernel_tables(self.pieces.take(mine), self.launch[mine], self.rows)
+        return kernel_tables(self.pieces.take(mine), self.launch[mine], self.local_rows)
 
     @cached_property
     def runs(self) -> Runs:
         """Where the expanded rows of all ranks come from."""
         starts, stops, owners, sources = self.segments
         key0, key1 = self.pieces.key0, self.pieces.key1
+        # A run for each pair of a piece's keys and a segment that overlap: tokens [low, high) of the batch.
         piece, segment = overlaps(key0, key1, starts, stops)
         low = np.maximum(key0[piece], starts[segment])
         high = np.minimum(key1[piece], stops[segment])
+        # Expanded rows count from 0 on each rank: those before a run, less all of the ranks before its reader.
         row = np.cumsum(high - low) - (high - low)
         reader = self.pieces.rank[piece]
         row -= np.concatenate([[0], np.cumsum(self.expanded)])[reader]
@@ -110,13 +121,16 @@ class Schedule:
 
     @cached_property
     def received(self) -> Int:
-        """(P, P) rows that rank [0] receives from rank [1], each row once; the diagonal is 0."""
+        """(P, P) int64 KV rows that rank [0] receives from rank [1], each once; the diagonal is 0."""
         remote = self.runs.take(self.runs.reader != self.runs.owner)
         pair = remote.reader * self.world_size + remote.owner
-        slots = pair * self.rows + remote.source
+        # One long line of P x P pairs (reader, owner) of R slots each: slot i is local row i of the owner. A run covers
+        # slots; rows that several runs of a pair read are covered once by their union.
+        slots = pair * self.local_rows + remote.source
         starts, stops = union(slots, slots + remote.length)
-        # Ranges of two pairs may touch and be merged: cut them again where the pair changes.
-        bounds = np.arange(1, self.world_size**2 + 1) * self.rows
+        # Slots covered before the end of each pair: all of the ranges that start before it, less what the last of them
+        # has beyond it, for ranges of two pairs may touch and be one.
+        bounds = np.arange(1, self.world_size**2 + 1) * self.local_rows
         covered = np.concatenate([[0], np.cumsum(stops - starts)])
         block = np.searchsorted(starts, bounds, side="left")
         inside = covered[block]
@@ -131,10 +145,10 @@ def build(
     """The schedule of one batch.
 
     Args:
-        rows: documents of each batch row; all rows have the same total.
-        orders: token order of each batch row, for the same number of ranks.
+        rows: documents of each row of the batch; all rows have the same total.
+        orders: token order of each row, for the same number of ranks.
         mask: what each query sees.
-        local_size: local rows per batch row, where there are more than the orders need.
+        local_size: T_l, local rows of each rank for every row; None: as many as the orders need.
     """
     size = common_local_size(orders) if local_size is None else local_size
     segments = _segments(orders, size)
@@ -144,12 +158,12 @@ def build(
     return Schedule(world_size, len(rows) * size, pieces.take(order), launch, segments)
 
 
-def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[np.integer]]:
-    """`Schedule.attention` of pieces of one rank, ordered by launch, then by row; `rows` is R."""
+def kernel_tables(pieces: Pieces, launch: Int, local_rows: int) -> dict[str, NDArray[np.integer]]:
+    """`Schedule.attention` of the pieces of one rank, ordered by launch, then by local row."""
     k1 = np.cumsum(pieces.key1 - pieces.key0)
     k0 = k1 - (pieces.key1 - pieces.key0)
     columns = PieceRow(pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch)
-    cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), rows)
+    cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), local_rows)
     launches = _launches(columns)
     launches.max_q[0] = np.diff(cu_q).max(initial=0)
     return {
@@ -161,6 +175,7 @@ def kernel_tables(pieces: Pieces, launch: Int, rows: int) -> dict[str, NDArray[n
 
 
 def _segments(orders: Sequence[TokenOrder], local_size: int) -> Segments:
+    """The segments of all rows. Row b of the batch has the batch's tokens from b T on, and local rows from b T_l on."""
     total = orders[0].total
     parts: list[Segments] = []
     for b, order in enumerate(orders):
@@ -181,11 +196,19 @@ def _launches(pieces: PieceRow[Int]) -> LaunchRow[Int]:
     return launches
 
 
-def _cover_rows(pieces: Pieces, rows: int) -> tuple[Int, Int]:
-    """cu_seqlens over all local rows: the pieces, and entries with no key for the rows between them."""
+def _cover_rows(pieces: Pieces, local_rows: int) -> tuple[Int, Int]:
+    """(cu_seqlens_q, cu_seqlens_k): entries for the pieces, and with no key for the local rows between them.
+
+    pieces q [0, 2) and [5, 8) of 9 local rows, 2 and 4 keys
+
+        entries         [0, 2)   [2, 5)   [5, 8)   [8, 9)
+        cu_seqlens_q  0        2        5        8        9
+        cu_seqlens_k  0        2        2        6        6
+    """
+    # Gap, piece, gap, piece, …, gap: the bound of each and its keys; empty gaps are dropped.
     zero = np.zeros(len(pieces), dtype=np.int64)
     keys = np.stack([zero, pieces.key1 - pieces.key0], axis=1).reshape(-1)
-    bounds = np.append(np.stack([pieces.q0, pieces.q1], axis=1).reshape(-1), rows)
+    bounds = np.append(np.stack([pieces.q0, pieces.q1], axis=1).reshape(-1), local_rows)
     lengths = np.diff(bounds, prepend=0)
     keep = lengths > 0
     cu_k = np.concatenate([[0], np.cumsum(np.append(keys, 0)[keep])])
@@ -193,7 +216,7 @@ def _cover_rows(pieces: Pieces, rows: int) -> tuple[Int, Int]:
 
 
 def at_least(array: NDArray[D], size: int, fill: int | None = None) -> NDArray[D]:
-    """`array` with its leading dim filled up to `size` with `fill`, or with its last entry."""
+    """`array` with its leading dim filled up to `size` with `fill`; None: with its last entry."""
     missing = size - len(array)
     if missing <= 0:
         return array

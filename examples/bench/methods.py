@@ -81,8 +81,8 @@ class Alone:
         self.name, self.setup = "one GPU", setup
         schedule = plan(pack, 1, "contiguous")
         self.tables = Tables(*on_device(schedule.attention(0)))
-        self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
-        self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
+        self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
+        self.k, self.v = (setup.draw(schedule.local_rows, setup.heads_kv) for _ in range(2))
 
     def forward(self) -> object:
         self.out, self.lse = self.setup.module.forward(self.q, self.k, self.v, self.tables, self.setup.params)
@@ -106,8 +106,8 @@ class Ours:
         self.tables = Tables(*on_device(schedule.attention(setup.rank)))
         self.route = on_device(route.arrays(schedule, setup.rank), route.tensors)
         self.exchange = Exchange(exchange, setup.group, setup.world_size)
-        self.q, self.dout = (setup.draw(schedule.rows, setup.heads) for _ in range(2))
-        self.k, self.v = (setup.draw(schedule.rows, setup.heads_kv) for _ in range(2))
+        self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
+        self.k, self.v = (setup.draw(schedule.local_rows, setup.heads_kv) for _ in range(2))
         self.kv: Tensor | None = exchange_kv(self.k, self.v, self.route, self.exchange) if alone else None
 
     def _keys(self) -> tuple[Tensor, Tensor]:

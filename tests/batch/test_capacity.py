@@ -58,9 +58,9 @@ def test_tables_say_the_same(rows: tuple[Documents, ...], mask: PackedMask, worl
             assert not lengths[len(used) :].any()
         pieces = tight["pieces"]
         assert (pieces[pieces[:, 1] > pieces[:, 0]][:, 4:6] == fixed["launches"][0, :2]).all()
-        (launch,) = launches_of(Tables(*(torch.from_numpy(a) for a in fixed.values())), schedule.rows)
-        assert (launch.stop, launch.gaps, launch.dirty) == (schedule.rows, True, True)
-        assert (launch.max_q, launch.max_k) == (schedule.rows, ROOM.rows)
+        (launch,) = launches_of(Tables(*(torch.from_numpy(a) for a in fixed.values())), schedule.local_rows)
+        assert (launch.stop, launch.gaps, launch.dirty) == (schedule.local_rows, True, True)
+        assert (launch.max_q, launch.max_k) == (schedule.local_rows, ROOM.rows)
 
 
 @given(batches(), st.sampled_from(MASKS), st.integers(1, 4), st.sampled_from(sorted(FIXED)))
@@ -94,12 +94,12 @@ def check_push(schedule: Any, rank: int, routes: list[Any], indices: Any) -> Non
         for row, target in zip(route["sends"][:stop], route["targets"][:stop], strict=True):
             if target >> 32 == rank:
                 assert got[target & 0xFFFFFFFF] == -1
-                got[target & 0xFFFFFFFF] = owner * schedule.rows + row
+                got[target & 0xFFFFFFFF] = owner * schedule.local_rows + row
     np.testing.assert_array_equal(got[:used], gathered_route(schedule, rank)["kv_rows"][:used])
     # What a kernel may load past the end is tokens of this rank; after that nothing is written.
     mine = got[used:filled]
-    assert (mine // schedule.rows == rank).all()
-    assert (np.concatenate(indices[rank])[mine % schedule.rows] >= 0).all()
+    assert (mine // schedule.local_rows == rank).all()
+    assert (np.concatenate(indices[rank])[mine % schedule.local_rows] >= 0).all()
     assert (got[filled:] == -1).all()
     tight, route = push_route(schedule, rank, cut=False), routes[rank]
     np.testing.assert_array_equal(route["holder_ptr"], tight["holder_ptr"])

@@ -61,11 +61,11 @@ def make_case(
     tables = Tables(cu_q, cu_k, torch.from_numpy(arrays["pieces"]), torch.from_numpy(arrays["launches"]))
     expanded = max(2, int(schedule.expanded[rank]))
     generator = torch.Generator().manual_seed(seed)
-    q, dout = (torch.randn(schedule.rows, heads[0], dim, generator=generator) for dim in dims)
+    q, dout = (torch.randn(schedule.local_rows, heads[0], dim, generator=generator) for dim in dims)
     kv = torch.randn(expanded, heads[1] * sum(dims), generator=generator).to(dtype).to(device)
     k = kv[:, : heads[1] * dims[0]].view(expanded, heads[1], dims[0])
     v = kv[:, heads[1] * dims[0] :].view(expanded, heads[1], dims[1])
-    padding = torch.ones(schedule.rows, dtype=torch.bool)
+    padding = torch.ones(schedule.local_rows, dtype=torch.bool)
     for q0, q1 in tables.pieces[:, :2].tolist():
         padding[q0:q1] = False
     return Case(q.to(dtype).to(device), k, v, dout.to(dtype).to(device), tables, padding)

@@ -72,7 +72,7 @@ def _inputs(schedule: Schedule, dtype: torch.dtype, seed: int) -> tuple[list[tor
     def draw(rows: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator, device="cuda").to(dtype)
 
-    kv = [draw(schedule.rows) for _ in range(schedule.world_size)]
+    kv = [draw(schedule.local_rows) for _ in range(schedule.world_size)]
     return kv, [draw(max(2, int(size))) for size in schedule.expanded]
 
 
@@ -99,12 +99,12 @@ def _check(schedule: Schedule, rank: int, world_size: int, group: str, dtype: to
         got = push_kv(k, v, route, exchange)
         assert torch.equal(got[:used], expected[:used])
         dk, dv = return_kv(grads[rank], k, v, route, exchange)
-        total = torch.zeros(world_size * schedule.rows, kv[0].shape[1], device="cuda")
+        total = torch.zeros(world_size * schedule.local_rows, kv[0].shape[1], device="cuda")
         for reader in range(world_size):
             size = int(schedule.expanded[reader])
             slots = torch.from_numpy(gathered_route(schedule, reader)["kv_rows"]).cuda().long()[:size]
             total.index_add_(0, slots, grads[reader][:size].float())
-        want = total[rank * schedule.rows : (rank + 1) * schedule.rows]
+        want = total[rank * schedule.local_rows : (rank + 1) * schedule.local_rows]
         again = return_kv(grads[rank], k, v, route, exchange)
         for got_grad, want_grad, repeat in zip((dk, dv), _split(want), again, strict=True):
             torch.testing.assert_close(got_grad.float(), want_grad, rtol=1e-2, atol=1e-2)
@@ -134,7 +134,7 @@ def _check_overlap(
     arrays = {name: torch.from_numpy(array) for name, array in schedule.attention(rank).items()}
     tables = Tables(**{name: x.cuda() if name.startswith("cu_") else x for name, x in arrays.items()})
     generator = torch.Generator("cuda").manual_seed(rank)
-    shapes = [(schedule.rows, n, 128) for n in (heads[0], heads[0], heads[1], heads[1])]
+    shapes = [(schedule.local_rows, n, 128) for n in (heads[0], heads[0], heads[1], heads[1])]
     q, dout, k, v = (torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes)
     numbers, params = (0.1, 0.0, "fa4", True), Params(0.1, 0.0, True)
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route

@@ -115,14 +115,14 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
         schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
         for filling in (0, FILLING):
             ranks = [push_route(schedule, rank, cut=not filling, filling=filling) for rank in range(world_size)]
-            lines = [f"{world_size}\n{schedule.rows} {int(ranks[0]['capacity'][0]) + filling}"]
+            lines = [f"{world_size}\n{schedule.local_rows} {int(ranks[0]['capacity'][0]) + filling}"]
             for rank, route in enumerate(ranks):
                 used = 0 if route["place"][2] else int(schedule.expanded[rank])
                 gathered = gathered_route(schedule, rank)["kv_rows"][:used]
                 arrays = [route[name] for name in ("sends", "targets", "ends")]
                 arrays += [route["partners"].view(np.uint32)]
                 arrays += [route[name] for name in ("holder_ptr", "holders", "stages", "place")]
-                arrays += [sources(route, gathered, rank * schedule.rows)]
+                arrays += [sources(route, gathered, rank * schedule.local_rows)]
                 lines += [str(used), *map(line, arrays)]
             yield "\n".join(lines) + "\n", ranks
 

@@ -118,7 +118,7 @@ def test_copies_outlive_the_second_stream(rank: int, monkeypatch: pytest.MonkeyP
     case = make_case(documents, PackedMask(), world_size=2, rank=rank, layout="contiguous")
     schedule, _ = make_schedule([documents], 2, "contiguous", PackedMask())
     route = [torch.from_numpy(array) for array in push_route(schedule, rank).values()]
-    rows = schedule.rows
+    rows = schedule.local_rows
     k, v = (torch.zeros(HEADS, rows, DIM).transpose(0, 1) for _ in range(2))  # heads outside: rows are not dense
     lse = torch.zeros(case.q.shape[1], rows)
     tables = case.tables

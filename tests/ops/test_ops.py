@@ -89,7 +89,7 @@ def test_pushed_attention_traces_with_its_gradients(
     schedule, _ = make_schedule([Documents.from_lengths([5, 0, 17, 3])], 2, "balanced", PackedMask())
     route = [torch.from_numpy(array) for array in push_route(schedule, 0).values()]
     tables = [torch.from_numpy(array) for array in schedule.attention(0).values()]
-    inputs = [*make_qkv(schedule.rows, (4, 2), (8, 6), torch.bfloat16), *([torch.zeros(4)] if sinks else [])]
+    inputs = [*make_qkv(schedule.local_rows, (4, 2), (8, 6), torch.bfloat16), *([torch.zeros(4)] if sinks else [])]
 
     def step(leaves: list[Tensor], tables: list[Tensor], route: list[Tensor]) -> tuple[Tensor, ...]:
         q, k, v, *own = leaves
@@ -100,7 +100,7 @@ def test_pushed_attention_traces_with_its_gradients(
     leaves = [x.requires_grad_() for x in inputs]
     traced = make_fx(step, tracing_mode="fake")(leaves, tables, route)
     found = [node.meta["val"] for node in traced.graph.find_nodes(op="output")[0].args[0]]
-    rows, wide = schedule.rows, torch.float32
+    rows, wide = schedule.local_rows, torch.float32
     assert [(x.shape, x.dtype) for x in found[:2]] == [((rows, 4, 6), torch.bfloat16), ((4, rows), wide)]
     assert [(x.shape, x.dtype) for x in found[2:]] == [(x.shape, x.dtype) for x in inputs]
     names = [str(node.target) for node in traced.graph.nodes if "cp_rewrite.push" in str(node.target)]

@@ -113,7 +113,7 @@ def test_chunks_and_padding():
     batch = plan_batch(rows, 2, options=LayoutOptions(512, 1000))
     assert batch.local_size == 5000
     assert all((order.segments[0] % 512 == 0).all() for order in batch.orders)
-    assert batch.schedule(PackedMask()).rows == 10000
+    assert batch.schedule(PackedMask()).local_rows == 10000
 
 
 @drawn(60)

@@ -60,7 +60,7 @@ def test_push_and_return_reach_every_row(
     rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str, worth: int
 ) -> None:
     schedule, _ = make_schedule(rows, world_size, layout, mask)
-    size = schedule.rows
+    size = schedule.local_rows
     with any_worth(worth):
         routes = [push_route(schedule, rank) for rank in range(world_size)]
     gathered = [gathered_route(schedule, rank)["kv_rows"] for rank in range(world_size)]

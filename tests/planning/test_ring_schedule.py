@@ -32,13 +32,13 @@ def test_steps_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedM
                 continue
             source = where[(rank - step) % world_size][tables["kv_rows"][e0:e1]]
             cu_q, cu_k = (tables[name][c0:c1] for name in ("cu_seqlens_q", "cu_seqlens_k"))
-            assert cu_q[-1] == schedule.rows
+            assert cu_q[-1] == schedule.local_rows
             assert (np.diff(cu_q) >= 0).all()
             assert cu_k[-1] <= e1 - e0
-            ptr = tables["sum_ptr"][i * (schedule.rows + 1) : (i + 1) * (schedule.rows + 1)]
+            ptr = tables["sum_ptr"][i * (schedule.local_rows + 1) : (i + 1) * (schedule.local_rows + 1)]
             lists = tables["sum_rows"][s0:s1]
             owners = tables["kv_rows"][e0:e1]
-            summed = [summed_rows(ptr, lists, row) for row in range(schedule.rows)]
+            summed = [summed_rows(ptr, lists, row) for row in range(schedule.local_rows)]
             assert [owners[members].tolist() for members in summed] == [[i] * len(x) for i, x in enumerate(summed)]
             assert sorted(np.concatenate(summed).tolist()) == list(range(e1 - e0))
             for queries, keys in seen_by({"pieces": tables["pieces"][p0:p1], "launches": tables["launches"][l0:l1]}):

@@ -72,7 +72,7 @@ def test_cu_seqlens_describe_launch_0(rows: tuple[Documents, ...], mask: PackedM
         cu_q, cu_k, pieces, launches = (table[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "pieces", "launches"))
         assert len(cu_q) == len(cu_k) >= 3
         assert cu_q[0] == cu_k[0] == 0
-        assert cu_q[-1] == schedule.rows
+        assert cu_q[-1] == schedule.local_rows
         entries = {
             (q0, q1): (k0, k1) for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False) if k0 < k1
         }

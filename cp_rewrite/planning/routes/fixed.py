@@ -27,7 +27,7 @@ def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capa
     _check(max(len(tables["cu_seqlens_q"]) - 1 for tables in everyone), schedule, capacity)
     tables = everyone[rank]
     left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    launches = LaunchRow(left, right, schedule.rows, capacity.rows), LaunchRow(0, 0, SIZES_ARE_BOUNDS, 0)
+    launches = LaunchRow(left, right, schedule.local_rows, capacity.rows), LaunchRow(0, 0, SIZES_ARE_BOUNDS, 0)
     return {
         "cu_seqlens_q": filled(tables["cu_seqlens_q"], capacity.pieces + 1, tables["cu_seqlens_q"][-1]),
         "cu_seqlens_k": filled(tables["cu_seqlens_k"], capacity.pieces + 1, tables["cu_seqlens_k"][-1]),

@@ -24,8 +24,8 @@ def gathered_route(schedule: Schedule, rank: int) -> Arrays:
             `intervals.sum_lists`.
     """
     runs = schedule.runs.take(schedule.runs.reader == rank)
-    kv_rows = expand_ranges(runs.owner * schedule.rows + runs.source, runs.length)
-    ptr, members = sum_lists(kv_rows, schedule.world_size * schedule.rows)
+    kv_rows = expand_ranges(runs.owner * schedule.local_rows + runs.source, runs.length)
+    ptr, members = sum_lists(kv_rows, schedule.world_size * schedule.local_rows)
     return {"kv_rows": row_index(kv_rows), "sum_ptr": row_index(ptr), "sum_rows": row_index(members)}
 
 

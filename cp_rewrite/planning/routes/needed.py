@@ -29,7 +29,7 @@ def needed_route(schedule: Schedule, rank: int) -> Arrays:
         return_ptr (R + 1,), return_rows: int32, the same of each local row, into cat(own sums (R), sums that come back
             for the rows sent (S)).
     """
-    size = schedule.rows
+    size = schedule.local_rows
     runs = schedule.runs.take(schedule.runs.reader == rank)
     remote = runs.owner != rank
     slots = runs.owner * size + runs.source  # rows of all ranks, owner after owner
@@ -57,10 +57,10 @@ def needed_route(schedule: Schedule, rank: int) -> Arrays:
 def _sent_rows(schedule: Schedule, rank: int) -> tuple[Int, Int]:
     """(local rows by destination, how many go to each rank)."""
     runs = schedule.runs.take((schedule.runs.owner == rank) & (schedule.runs.reader != rank))
-    slots = runs.reader * schedule.rows + runs.source
+    slots = runs.reader * schedule.local_rows + runs.source
     starts, stops = union(slots, slots + runs.length)
     rows = expand_ranges(starts, stops - starts)
-    return rows % schedule.rows, np.bincount(rows // schedule.rows, minlength=schedule.world_size)
+    return rows % schedule.local_rows, np.bincount(rows // schedule.local_rows, minlength=schedule.world_size)
 
 
 NEEDED = Route(

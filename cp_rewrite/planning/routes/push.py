@@ -117,7 +117,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         np.array(partners, dtype=np.uint32).view(np.int32),
         np.array([max(2, int(copied.max())) if copied.any() else 0], dtype=np.int64),
         np.array(place, dtype=np.int64),
-        *_holders(runs, schedule.rows),
+        *_holders(runs, schedule.local_rows),
         np.array(stages, dtype=np.int64),
         tables["cu_seqlens_q"][stages.entries :] - stages.queries,
         tables["cu_seqlens_k"][stages.entries :] - stages.keys,

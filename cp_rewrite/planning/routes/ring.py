@@ -100,7 +100,7 @@ def ring_tables(schedule: Schedule, rank: int) -> Arrays:
     parts: dict[str, list[NDArray[np.integer]]] = {tensor.name: [] for tensor in KERNEL_TABLES + TENSORS}
     at = np.zeros(5, dtype=np.int64)
     for step, number in sorted(set(zip(entries.step.tolist(), entries.number.tolist(), strict=True))):
-        made = _round_tables(entries, (entries.step == step) & (entries.number == number), schedule.rows)
+        made = _round_tables(entries, (entries.step == step) & (entries.number == number), schedule.local_rows)
         for name, array in made.items():
             parts[name].append(array)
         sizes = [len(made[name]) for name in ("cu_seqlens_q", "pieces", "launches", "kv_rows", "sum_rows")]
