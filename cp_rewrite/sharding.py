@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.planning.devices import DEVICES, Device
+from cp_rewrite.planning.layouts.by_name import LAYOUTS, Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
 
 from .arguments import checked_dims, checked_ops, whole_number
@@ -26,7 +27,6 @@ from .torch_internals import whole_mesh_group
 if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.shard import LocalBatch
 
-Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
 Kernel = Literal["auto", "fa4", "fa3", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
@@ -247,7 +247,7 @@ class _TokenDims(dict[str, int]):
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": get_args(Layout),
+    "layout": LAYOUTS,
     "exchange": get_args(Exchange),
     "kernel": get_args(Kernel),
     "inner": get_args(Inner),

@@ -15,9 +15,9 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
 
 EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
-LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 MASKS = (
     PackedMask(),
     PackedMask(causal=False),

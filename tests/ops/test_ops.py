@@ -20,6 +20,7 @@ from cp_rewrite.kernels.select import Capabilities
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.amount import drawn
@@ -27,7 +28,6 @@ from tests.helpers.packed import dense_attention, make_schedule, run_rank, tenso
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import assert_close
 
-LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 MASKS = (
     PackedMask(),
     PackedMask(causal=False),

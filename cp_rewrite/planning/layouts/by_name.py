@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,7 +17,9 @@ from .options import LayoutOptions
 from .simple import contiguous, dual_chunk
 from .token_order import TokenOrder
 
-LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
+Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+Rule = Callable[[Documents, int, PackedMask, LayoutOptions], TokenOrder]
 
 
 def lay_out(
@@ -39,15 +43,25 @@ def lay_out(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     _check_starts(documents, options.chunk_size)
-    if layout == "balanced":
-        _check_equal_chunks(documents.total, world_size, options)
-        order = balanced(documents, world_size, mask, options)
-    elif layout == "contiguous":
-        order = contiguous(documents.total, world_size, options.chunk_size)
-    else:
-        spans = documents.spans if layout == "dual_chunk" else np.array([0, documents.total])
-        order = dual_chunk(spans, world_size, options.chunk_size)
+    order = _RULES[layout](documents, world_size, mask, options)
     return replace(order, pad_to_multiple=options.pad_to_multiple)
+
+
+def _contiguous(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
+    return contiguous(documents.total, world_size, options.chunk_size)
+
+
+def _head_tail(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
+    return dual_chunk(np.array([0, documents.total]), world_size, options.chunk_size)
+
+
+def _dual_chunk(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
+    return dual_chunk(documents.spans, world_size, options.chunk_size)
+
+
+def _balanced(documents: Documents, world_size: int, mask: PackedMask, options: LayoutOptions) -> TokenOrder:
+    _check_equal_chunks(documents.total, world_size, options)
+    return balanced(documents, world_size, mask, options)
 
 
 def _check_starts(documents: Documents, chunk_size: int) -> None:
@@ -69,3 +83,11 @@ def _check_equal_chunks(total: int, world_size: int, options: LayoutOptions) -> 
             f"{total} tokens on {world_size} ranks are {rows} rows each, but whole chunks of {chunk_size} need "
             f"{needed}: chunk_size * world_size must divide the row's tokens, or pad_to_multiple be {chunk_size}"
         )
+
+
+_RULES: dict[str, Rule] = {
+    "contiguous": _contiguous,
+    "head_tail": _head_tail,
+    "dual_chunk": _dual_chunk,
+    "balanced": _balanced,
+}
