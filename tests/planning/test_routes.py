@@ -1,6 +1,8 @@
-"""What the table of routes says of their tensors is what they are."""
+"""The table of routes: it says what their tensors are, and every exchange has its line, and its functions."""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.routes.by_exchange import ROUTES
+from cp_rewrite.ops.exchange import WAYS
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
+from cp_rewrite.sharding import Exchange, split_exchange
 from tests.helpers.packed import make_schedule
 from tests.helpers.packs import batches, masks
 
@@ -34,3 +38,9 @@ def test_tensors_are_as_the_table_says(
             sizes = len(arrays[tensor.name]), len(others[tensor.name])
             # A compiler takes a length of 0 or 1 for one that all batches have.
             assert sizes[0] == sizes[1] if tensor.static else min(sizes) >= 2
+
+
+def test_every_exchange_has_a_route_and_functions() -> None:
+    named = {split_exchange(name)[1] for name in get_args(Exchange) if name != "auto"}
+    assert named | set(BETWEEN_GPUS.values()) == set(ROUTES)
+    assert set(WAYS) == {kind for kind, route in ROUTES.items() if not route.in_steps}
