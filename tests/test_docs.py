@@ -15,6 +15,7 @@ import cp_rewrite as cp
 from cp_rewrite import passes
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.sharding import Exchange
+from tests.test_rooms import FLOORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,3 +76,25 @@ def test_the_planners_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         exec(code, names)
     assert names["p"].world_size == 4
     assert (tmp_path / "plan.png").exists()
+
+
+def test_the_architecture_page_names_every_pass_and_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = {run_pass.__name__ for run_pass in passes.PIPELINE}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+    rooms = text[text.index("## Rooms") : text.index("## The path of a graph")]
+    for room in (room for floor in FLOORS for room in floor if not room.startswith(("__", "csrc"))):
+        assert f"`{room}`" in rooms or f"{room.replace('.', '/')}/`" in rooms or f"{room}.py`" in rooms, room
+
+
+def test_the_glossary_is_short_and_has_one_line_a_word() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    words = re.findall(r"^\| (\w[\w ]*) \| ", text[text.index("## Glossary") :], re.MULTILINE)[1:]
+    assert len(set(words)) == len(words) <= 25
+
+
+def test_contributing_names_the_tables_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for line in re.findall(r"^\| an? [^|]+\| (.+) \|$", text, re.MULTILINE):
+        for name in re.findall(r"`([\w./]+\.py)`", line):
+            assert "NAME" in name or (ROOT / name).exists(), name
