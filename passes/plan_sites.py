@@ -119,7 +119,7 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
         speeds = sharding.device_speeds or speeds_of(state.device)
         per_node = sharding.node_size
-        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, ranks_per_node=per_node)
+        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, per_node)
         exchange, why = choice.exchange, choice.reason
     if exchange in BETWEEN_GPUS and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
         columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)

@@ -9,15 +9,17 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 
-from .cost import Device, Load, Model, exchange_seconds
+from .cost import Load, exchange_seconds
+from .devices import Device, Model
 from .tiles import TILE, TILE_ROW_OVERHEAD
 
-EXCHANGES = ("all_gather", "needed", "p2p", "a2a")
+TOKENS_PER_RANK = 8192
+"""Taken for a batch's, which no graph shows."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An exchange, why it was chosen, and the seconds predicted for each that was considered."""
+    """An exchange, why it was chosen, and the seconds predicted for each that was weighed."""
 
     exchange: str
     reason: str
@@ -25,56 +27,44 @@ class Choice:
 
 
 def choose_exchange(
-    model: Model,
-    world_size: int,
-    mask: PackedMask,
-    device: Device,
-    *,
-    available: tuple[str, ...] = ("all_gather", "needed"),
-    ranks_per_node: int | None = None,
-    tokens_per_rank: int = 8192,
+    model: Model, world_size: int, mask: PackedMask, device: Device, ranks_per_node: int | None = None
 ) -> Choice:
-    """The exchange for one attention site, from what is known when its graph is compiled: pure, equal on all ranks.
-
-    Document lengths are not known then. Packed rows are taken to need a fifth of all rows, which balanced layouts stay
-    below on usual length mixes; one causal document needs three quarters, a window at most its own length per cut.
+    """The cheaper of `all_gather` and `needed` for one attention site. Pure: equal on all ranks.
 
     Args:
-        model: heads, head dim and element size.
-        world_size: ranks.
+        model: of the site.
+        world_size: ranks; one of them needs no exchange: `local`.
         mask: of the site.
         device: speeds.
-        available: exchanges that can serve the site.
         ranks_per_node: ranks that share fast links; None: all.
-        tokens_per_rank: R, when known.
-    Raises:
-        ValueError: no exchange is available.
     """
     if world_size == 1:
         return Choice("local", "one rank: nothing moves", {})
-    load = _typical_load(world_size, tokens_per_rank, mask)
+    load = typical_load(world_size, mask)
     predicted = exchange_seconds(load, device, model, ranks_per_node)
-    seconds = {name: predicted[name] for name in EXCHANGES if name in available and name in predicted}
-    if not seconds:
-        raise ValueError(f"no exchange can serve this attention: available are {available}")
-    best = min(seconds, key=seconds.__getitem__)
+    seconds = {name: predicted[name] for name in ("all_gather", "needed")}
+    best, other = sorted(seconds, key=seconds.__getitem__)
     share = int(load.received[0].sum()) / (load.local_rows * (world_size - 1))
-    others = ", ".join(f"{name} {1e3 * t:.2f}" for name, t in seconds.items() if name != best)
     reason = (
-        f"predicted {1e3 * seconds[best]:.2f} ms per layer" + (f" against {others}" if others else "") + f" on "
+        f"predicted {1e3 * seconds[best]:.2f} ms per layer against {other} {1e3 * seconds[other]:.2f} on "
         f"{device.name} ({world_size} ranks, {model.heads[0]}/{model.heads[1]} heads of {model.head_dim}, "
-        f"{tokens_per_rank} tokens per rank, {share:.0%} of remote rows needed)"
+        f"{load.local_rows} tokens per rank, {share:.0%} of remote rows needed)"
     )
     return Choice(best, reason, seconds)
 
 
-def _typical_load(world_size: int, rows: int, mask: PackedMask) -> Load:
+def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK) -> Load:
+    """The load of a batch whose documents are not known, of `rows` local rows per rank.
+
+    Packed rows are taken to need a fifth of all remote rows, which `balanced` stays below on usual mixes of lengths;
+    one causal document three quarters; a window what it reaches past two cuts per rank.
+    """
     share = 0.2 if mask.packed else (0.75 if mask.causal else 1.0)
     if mask.left is not None and mask.right is not None:
-        # Two cuts per rank, each needing what the window reaches past it.
         share = min(share, 2 * (mask.left + mask.right) / (rows * (world_size - 1)))
     received = np.full((world_size, world_size), int(share * rows), dtype=np.int64)
     np.fill_diagonal(received, 0)
+    # Keys that a query sees on average: half of its document where that is causal, no more than its window.
     document = rows if mask.packed else rows * world_size
     seen = document / 2 if mask.causal else document
     if mask.left is not None and mask.right is not None:

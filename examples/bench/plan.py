@@ -2,7 +2,8 @@
 
     python examples/bench/plan.py                  # every bar, some minutes
     python examples/bench/plan.py --seeds 3 --packs 300
-    python examples/bench/plan.py --simulate       # the table of docs/planner.md
+    python examples/bench/plan.py --simulate       # only the table of 8 to 512 ranks
+    python examples/bench/plan.py --variants       # only what each variant of `balanced` is worth
 
 Packs are drawn from the length mixes of examples/doc_lengths.json: draw lengths, cut documents longer than a quarter of
 the pack, fill the pack in order, cut the last document.
@@ -11,18 +12,22 @@ the pack, fill the pack in order, cut the last document.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost import padding_seconds
+from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
 from cp_rewrite.planning.routes.needed import needed_route
@@ -196,6 +201,35 @@ def _attention_seconds(p: Plan) -> float:
     return p.seconds["needed"] - padding_seconds(p.load, p.device, p.model)
 
 
+def variant_packs(seeds: int) -> Iterator[tuple[int, list[int]]]:
+    """(ranks, lengths): drawn packs, many short documents, one document, equal ones."""
+    for world_size, local in itertools.product((2, 4, 8), (8192, 32768)):
+        tokens = world_size * local
+        for seed in range(seeds):
+            yield from ((world_size, draw_pack(mix, tokens, 42 + seed)) for mix in MIXES)
+            ends = np.random.default_rng(seed).integers(1, 400, tokens // 50).cumsum()
+            yield world_size, np.diff(ends[ends < tokens], prepend=0, append=tokens).tolist()
+        yield from ((world_size, [length] * (tokens // length)) for length in (128, 512, tokens // 2, tokens))
+
+
+def show_variants(seeds: int) -> None:
+    packs = [(*pack, heads) for pack in variant_packs(seeds) for heads in ((64, 8), (32, 32))]
+
+    def seconds(kept: tuple[balanced.Variant, ...]) -> NDArray[np.float64]:
+        with patch.object(balanced, "VARIANTS", kept):
+            return np.array([_seconds(plan(lengths, ranks, heads=heads)) for ranks, lengths, heads in packs])
+
+    every = balanced.VARIANTS
+    today = seconds(every)
+    print(f"\nTime without some variants of `balanced`, over the time with all, on {len(packs)} packs and heads")
+    print("\n| variants | mean | worst | more than 1% slower |\n|---|---|---|---|")
+    without = {f"all but {n + 1}": (*every[:n], *every[n + 1 :]) for n in range(len(every))}
+    first = {f"first {n}": every[:n] for n in range(1, len(every) - 1)}
+    for name, kept in (without | first).items():
+        ratio = seconds(kept) / today
+        print(f"| {name} | {ratio.mean():.4f} | {ratio.max():.3f} | {int((ratio > 1.01).sum())} |", flush=True)
+
+
 def simulate() -> None:
     print("\n| ranks | tokens/rank | mix | layout | imbalance | MB in a node | across | exchange | ms | efficiency |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -221,7 +255,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--packs", type=int, default=10000)
     parser.add_argument("--simulate", action="store_true", help="only the table of 8 to 512 ranks")
+    parser.add_argument("--variants", action="store_true", help="only what each variant of `balanced` is worth")
     arguments = parser.parse_args()
+    if arguments.variants:
+        return show_variants(arguments.seeds)
     if not arguments.simulate:
         show_balance(arguments.seeds)
         show_single_document()
