@@ -20,7 +20,7 @@ def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:
     something else that reads this memory is, or when the memory belongs to an input.
     """
     walk = _Liveness({site.node: site for site in sites})
-    walk.enter(gm, root=True)
+    walk.enter(gm)
     walk.run()
     return walk.live
 
@@ -34,7 +34,7 @@ class _Liveness:
         self.operands: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self.entered: set[fx.GraphModule] = set()
 
-    def enter(self, gm: fx.GraphModule, *, root: bool = False) -> None:
+    def enter(self, gm: fx.GraphModule) -> None:
         if gm in self.entered:
             return
         self.entered.add(gm)

@@ -79,7 +79,7 @@ class Reader:
         return {term: c for term, c in out.items() if c != 0}
 
     def truths(self, condition: Any, cell: Cell) -> frozenset[bool]:
-        """The truth values that a Boolean may have in a cell."""
+        """The truth values that a Boolean may have in a cell: both, where it holds for some pairs only."""
         if condition in (sympy.true, sympy.false):
             return frozenset({condition == sympy.true})
         if isinstance(condition, Relational):
@@ -134,6 +134,7 @@ class Reader:
     # -- terms -----------------------------------------------------------------------------------------------
 
     def _term(self, term: Expr) -> Linear:
+        """One term as a sum over Q, K, PQ, …; itself, with its trouble noted, where it can't be read."""
         if term == 1:
             return {ONE: sympy.S.One}
         if term == TOKENS:
