@@ -13,21 +13,22 @@ Int = NDArray[np.int64]
 MAX_ID = 2**31 - 1
 """The largest document id: masks may compare ids as int32."""
 MAX_TOKENS = 2**22
-"""Tokens of a row up to which what is proven of masks holds, whatever their dtypes do to indices."""
+"""Most tokens of a row. What is proven of masks holds up to here: their dtypes may round larger indices."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Documents of one row of `total` tokens: document i holds tokens [starts[i], starts[i] + lengths[i]).
 
-    Documents are disjoint and in order. Tokens of no document are padding; padding may follow any document.
+    Documents are disjoint and in order. Tokens of no document are padding, which may stand before, between and after
+    documents.
 
         row      0 1 2 3 4 5 6 7 8 9
         doc      A A A - B B B B - -      starts [0, 4], lengths [3, 4], total 10
 
     Args:
-        starts: (N,) int64, ascending, in tokens of the row.
-        lengths: (N,) int64 >= 0, in tokens. Empty documents are allowed.
+        starts: (N,) int64 first token of each document, ascending.
+        lengths: (N,) int64 tokens of each document; 0 is allowed.
         total: tokens in the row, padding included.
     Raises:
         ValueError: negative lengths, overlapping documents, or documents past `total`.
@@ -53,15 +54,19 @@ class Documents:
 
     @property
     def ends(self) -> Int:
+        """(N,) int64: the token behind each document's last."""
         return self.starts + self.lengths
 
     @property
     def spans(self) -> Int:
-        """(N + 1,) bounds of the documents with the padding that follows each; spans[0] is 0, spans[-1] total."""
+        """(N + 1,) int64: span i, tokens [spans[i], spans[i + 1]), is document i with the padding that follows it.
+
+        spans[0] is 0 and spans[-1] the total: padding before the first document counts to its span.
+        """
         return np.concatenate([[0], self.starts[1:], [self.total]]).astype(np.int64)
 
     def document_ids(self) -> Int:
-        """(total,) index of each token's document, -1 for padding."""
+        """(total,) int64 index of each token's document, -1 for padding."""
         ids = np.full(self.total, -1, dtype=np.int64)
         position = np.arange(int(self.lengths.sum())) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         ids[np.repeat(self.starts, self.lengths) + position] = np.repeat(np.arange(len(self.lengths)), self.lengths)
@@ -69,7 +74,7 @@ class Documents:
 
     @classmethod
     def from_lengths(cls, lengths: ArrayLike, total: int | None = None) -> Documents:
-        """Documents one after another from the row's start; what `total` has beyond their sum is tail padding."""
+        """`lengths` (N,), in tokens: documents one after another from the row's start; then padding up to `total`."""
         lens = whole_numbers("lengths", lengths)
         used = int(lens.sum())
         total = None if total is None else whole_number("total", total, 0)
@@ -82,7 +87,7 @@ class Documents:
         cls, cu_seqlens: ArrayLike, total: int, cu_seqlens_padded: ArrayLike | None = None
     ) -> Documents:
         """`cu_seqlens` (N + 1,): running sum of the lengths, from 0. `cu_seqlens_padded` (N + 1,): where each
-        document really starts, when padding stands between them (TransformerEngine's pair)."""
+        document really starts, if padding stands between them (both as TransformerEngine takes them)."""
         cu = _cumulative("cu_seqlens", cu_seqlens)
         offsets = cu if cu_seqlens_padded is None else _cumulative("cu_seqlens_padded", cu_seqlens_padded)
         if offsets.shape != cu.shape:
@@ -107,7 +112,7 @@ class Documents:
 
     @classmethod
     def from_document_ids(cls, document_ids: ArrayLike) -> Documents:
-        """`document_ids` (T,): one value per document, equal and contiguous over its tokens; negative: padding."""
+        """`document_ids` (T,): one value per document, on all its tokens, which are contiguous; negative: padding."""
         ids = whole_numbers("document ids", document_ids)
         if ids.size and max(ids.max(), -ids.min()) > MAX_ID:
             raise ValueError(f"document ids go up to {MAX_ID}, got {ids.max()}: number the documents of a row anew")

@@ -24,8 +24,8 @@ class PackedMask:
 
     Args:
         causal: no key after the query. Sets the right side of the window to 0.
-        window: `(left, right)` in tokens; `None` or -1 on a side means no limit. `None` means `(None, None)`.
-            FlashAttention's `window_size=(left, right)`; a model's "sliding window of W" is `(W - 1, 0)`.
+        window: `(left, right)` in tokens, as FlashAttention's `window_size`; `None` or -1 on a side means no limit.
+            `None` means `(None, None)`. A model's "sliding window of W" is `(W - 1, 0)`.
         packed: False means that the mask ignores documents: the row is one document.
     Raises:
         TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1.
@@ -60,10 +60,10 @@ class PackedMask:
         return 0 if self.causal else (None if self.window is None else self.window[1])
 
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
-        """The (T, T) boolean mask of one row, True where query (row) sees key (column). For tests and oracles."""
+        """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
         index = np.arange(docs.total)
-        delta = index[:, None] - index[None, :]
+        delta = index[:, None] - index[None, :]  # q - k
         keep = np.ones((docs.total, docs.total), dtype=np.bool_)
         if self.packed:
             ids = docs.document_ids()

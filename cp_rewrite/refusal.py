@@ -42,7 +42,8 @@ class Refusal:
     Args:
         reason: the kind.
         detail: what was found, in words that name the tensors.
-        node: the culprit node of the Dynamo graph, if there is one. Left behind by pickle; `where` is kept.
+        node: of the Dynamo graph where it was found, if there is one. It is not pickled.
+        line: what `where` says once the node is gone.
     """
 
     reason: Reason

@@ -1,9 +1,14 @@
 """All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
 
-Digests travel through the group's store, from host to host: no collective, and nothing waits for a GPU. A batch costs
-four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes and 0.7 ms for 4
-on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a sample is hashed; a
-file store polls every 10 ms.
+Ranks compare texts, kind by kind (`graph`, `batch`, …) and turn by turn, through the group's store: from host to host,
+with no collective, and nothing waits for a GPU.
+
+    …/batch/7/hash/0, 1, …     the digest of each rank's text of turn 7: written by each, read by all
+    …/batch/7/text/0, 1, …     the texts themselves, only if digests differ
+
+A batch costs four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes
+and 0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a
+sample is hashed. A file store polls every 10 ms.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of, timeout_of
 
 _turns: Counter[tuple[str, str]] = Counter()
+"""Turns so far, by group and kind: the same on all ranks, which compare alike often."""
 _ADVICE = {
     "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
     "annotation and batch shapes",
@@ -36,7 +42,7 @@ _ADVICE = {
 _WHOLE = (Tensor, nn.Parameter, nn.Buffer)
 _FAILED = "failed: "
 SAMPLE = 1024
-"""Values of each tensor that are compared, evenly spread: other batches differ almost everywhere."""
+"""Values that are compared of each tensor, evenly spread: another batch differs almost everywhere."""
 
 
 def on_graph(sharding: Sharding, text: str) -> None:
@@ -97,6 +103,7 @@ def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> s
 
 
 def _fingerprint(value: Any) -> str:
+    """A plain value itself; of a tensor dtype and shape, and a hash of a sample if it is on the host; else the type."""
     if isinstance(value, bool | int | float | str):
         return repr(value)
     if type(value) is not Tensor:
@@ -132,7 +139,7 @@ def talks(sharding: Sharding) -> bool:
 
 
 def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
-    """Put this rank's digest and text of a turn into the store; (the turn's prefix, the turn before)."""
+    """Write this rank's digest of its next turn; (prefix of the turn's keys, that of the turn before)."""
     name = sharding.group.group_name
     turn = _turns[name, kind]
     _turns[name, kind] += 1
@@ -148,13 +155,14 @@ def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
 
 
 def _compare(sharding: Sharding, kind: str, text: str) -> None:
+    """Raise unless all ranks have this text."""
     group, rank = sharding.group, sharding.rank
     store = store_of(group)
     prefix, before = _post(sharding, kind, text)
     digests = _read(store, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], group, kind)
     different = [other for other, value in enumerate(digests) if value != digests[0]]
     if not different:
-        # Whoever wrote this turn has read the one before.
+        # All have written this turn, so all have read the one before.
         store.delete_key(f"{before}/hash/{rank}")
         return
     store.set(f"{prefix}/text/{rank}", text)
@@ -172,6 +180,7 @@ def _compare(sharding: Sharding, kind: str, text: str) -> None:
 
 
 def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:
+    """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
     try:
         store.wait(keys, timeout_of(group))
     except Exception as error:

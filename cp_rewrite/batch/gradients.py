@@ -14,7 +14,7 @@ from cp_rewrite.sharding import Sharding, require_sharding
 from . import agree
 
 _LARGE = 1 << 20
-"""Bytes from which a gradient travels alone, in place; smaller ones are put together."""
+"""Bytes from which a gradient is summed alone, in place; smaller ones are copied into one tensor first."""
 
 
 @torch.no_grad()
@@ -57,6 +57,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
 
 
 def _sum_together(grads: list[Tensor], sharding: Sharding) -> None:
+    """One sum for all gradients of a dtype."""
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         group = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in group])

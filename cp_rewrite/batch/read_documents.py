@@ -20,7 +20,10 @@ def documents_of(
     """Documents of each of the batch's `rows` rows of `total` tokens.
 
     Args:
-        lengths: (N,) or one list per row; they are compared with the packing argument where that is on the host.
+        sharding: names the packing argument.
+        batch: the global batch.
+        lengths: (N,) or one list per row, to be taken instead; they are compared with the packing argument where that
+            is on the host.
     Raises:
         KeyError, TypeError, ValueError: no packing argument, values that are no packing, lengths that do not fit.
     """
@@ -51,7 +54,11 @@ def _rows_of(lengths: Any, rows: int) -> list[Any]:
 
 
 def _check_lengths(given: Sequence[Documents], read: Sequence[Documents], whole: bool) -> None:
-    """Positions can't tell padding, so what follows the lengths is not compared with them (`whole` is False)."""
+    """Raise where the documents that lengths give are not those that were read.
+
+    `whole`: compare the whole row; else only up to the end of the lengths, since positions can't tell padding from
+    documents.
+    """
     for row, (mine, theirs) in enumerate(zip(given, read, strict=True)):
         used = mine.total if whole else int(mine.lengths.sum())
         said, found = _spans(mine, used), _spans(theirs, used)
@@ -69,6 +76,7 @@ def _spans(documents: Documents, used: int) -> list[tuple[int, int]]:
 
 
 def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> list[Documents]:
+    """Documents of each row, by the packing argument."""
     packing = sharding.packing
     values = _host_array(batch, packing.arg)
     if isinstance(packing, CuSeqlens):
@@ -84,6 +92,7 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
 
 
 def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:
+    """An argument that tells documents apart, as an array."""
     value = batch.get(name)
     if value is None:
         raise KeyError(f"packing reads {name!r}, which the batch lacks; it has {sorted(batch)}; or pass lengths=")

@@ -41,12 +41,13 @@ def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tens
 
 
 _threads: list[str] = []
-"""The group of threads that play the ranks, while `cp_rewrite.check` runs."""
+"""While `cp_rewrite.check` runs: the group of the threads that play the ranks. The model's own annotation, which it
+passes to `token_mean`, knows nothing of them."""
 
 
 @contextmanager
 def group_of_threads(name: str) -> Generator[None]:
-    """Sums run over this group, whatever the annotation says."""
+    """Inside, sums run over this group, whatever the annotation says."""
     _threads.append(name)
     try:
         yield
