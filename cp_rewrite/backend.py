@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, number_tokens
+from cp_rewrite.batch.active import active_plan, mark_token_dim, number_tokens, token_dim_of
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
@@ -124,7 +124,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
     Args:
         sharding: the annotation; every name in `tokens` must be passed by keyword.
-        gather_outputs: return tensors with a token dim (the same dim as the first token argument) in global order.
+        gather_outputs: return tensors that the proof finds to carry tokens in global order.
             Without it outputs are this rank's. Labels are not shifted: give the model labels that are.
     Raises:
         TypeError: no Sharding; a class, or what was decorated before; tokens passed by place.
@@ -148,9 +148,8 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
             if missing and any(isinstance(value, Tensor) for value in args):
                 raise TypeError(f"{target.__qualname__} is context-parallel: pass {', '.join(missing)} by keyword")
             with sharding.shard(values) as local:
-                size = local.plan.local_size
                 out = compiled(*args, **{**kwargs, **local})
-            return _gathered(out, sharding, size) if gather_outputs else out
+            return _gathered(out, sharding) if gather_outputs else out
 
         call._cp_rewrite_sharding = sharding  # type: ignore[attr-defined]
         return cast(F, call)
@@ -163,7 +162,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
-    weights = weight_places(state.graph_module)
+    weights, outputs = weight_places(state.graph_module), state.outputs
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
@@ -180,9 +179,11 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             check_masks(unchecked, plan, args)
             unchecked.clear()
         out = compiled(*args, *(plan.tensor(key) for key in keys))
-        # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
-        for value in out if sharding.capacity is None else ():
-            if isinstance(value, Tensor):
+        for value, dim in zip(out, outputs, strict=True):
+            if isinstance(value, Tensor) and dim is not None:
+                mark_token_dim(value, dim)
+            # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
+            if isinstance(value, Tensor) and sharding.capacity is None:
                 number_tokens(value, plan)
         return out
 
@@ -198,14 +199,15 @@ def _raiser(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def _gathered(out: Any, sharding: Sharding, size: int) -> Any:
-    dim = next(iter(sharding.tokens.values()))
+def _gathered(out: Any, sharding: Sharding) -> Any:
+    """Outputs whose tokens, by the proof, are this rank's, in global order; others as they are."""
     if isinstance(out, Tensor):
-        return sharding.unshard(out, dim) if out.ndim > dim and out.shape[dim] == size else out
+        dim = token_dim_of(out)
+        return out if dim is None else sharding.unshard(out, dim)
     if isinstance(out, Mapping):
         for key in list(out):
-            cast(dict[str, Any], out)[key] = _gathered(out[key], sharding, size)
+            cast(dict[str, Any], out)[key] = _gathered(out[key], sharding)
         return out
     if isinstance(out, list | tuple):
-        return type(out)(_gathered(value, sharding, size) for value in out)
+        return type(out)(_gathered(value, sharding) for value in out)
     return out

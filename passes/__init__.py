@@ -79,6 +79,7 @@ def check_token_locality(state: State) -> State:
     return replace(
         state,
         positions=tuple(report.positions),
+        outputs=tuple(report.outputs),
         padded_sums=tuple(report.padded_sums),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )

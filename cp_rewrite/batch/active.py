@@ -181,6 +181,16 @@ def check_no_batch() -> None:
         raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
 
 
+def mark_token_dim(value: Tensor, dim: int) -> None:
+    """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
+    value._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]
+
+
+def token_dim_of(value: Tensor) -> int | None:
+    """The dim that `mark_token_dim` noted; None: of none."""
+    return getattr(value, "_cp_rewrite_token_dim", None)
+
+
 def number_tokens(value: Tensor, plan: ActivePlan) -> None:
     """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
     value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
 
 from . import agree, heartbeat
-from .active import ActivePlan, activate, batch_number, check_no_batch, number_tokens, to_device
+from .active import ActivePlan, activate, batch_number, check_no_batch, mark_token_dim, number_tokens, to_device
 from .buffers import buffers_of, fill_cu_seqlens
 from .cut_tokens import cut_tokens
 from .read_documents import documents_of
@@ -93,7 +93,7 @@ def _cut_batch(
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
-    fills = {name: IGNORE_INDEX if name in LABELS | {label_arg} else 0 for name in tokens}
+    fills = {name: IGNORE_INDEX if _is_label(name, values[name], label_arg) else 0 for name in tokens}
     if plan.local_size * plan.world_size > plan.rows[0].total:
         for name, fill in fills.items():
             _check_fill(name, values[name], fill)
@@ -108,9 +108,16 @@ def _cut_batch(
         active.refill()
     for name, dim in tokens.items():
         number_tokens(values[name], active)
+        mark_token_dim(values[name], dim)
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
     return active, values
+
+
+def _is_label(name: str, value: Tensor, label_arg: str) -> bool:
+    """Whether rows without a token hold -100: classes, and what the loss of transformers takes by name. A target under
+    another name that is a number of its own is filled as other numbers are."""
+    return name in LABELS or (name == label_arg and not value.is_floating_point())
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:

@@ -196,7 +196,7 @@ class _Tracer:
             mine.add(node)
             inner = self._enter_call(scope, node)
             if inner is not None:
-                work.extend((inner, out) for out in outputs_of(inner) if isinstance(out, fx.Node))
+                work.extend((inner, out) for out in outputs_of(inner.gm) if isinstance(out, fx.Node))
             else:
                 work.extend((scope, arg) for arg in node.all_input_nodes)
         return work
@@ -240,7 +240,7 @@ class _Tracer:
             inner = self.entered.get((scope, node))
             if inner is not None:
                 self._run_scope(inner, env, recorder)
-                env[scope, node] = tuple(self._value(inner, out, env) for out in outputs_of(inner))
+                env[scope, node] = tuple(self._value(inner, out, env) for out in outputs_of(inner.gm))
             else:
                 env[scope, node] = self._run_node(scope, node, env)
 

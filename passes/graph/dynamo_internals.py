@@ -79,6 +79,11 @@ def is_of_module(source: Any) -> bool:
     return not _OF_MODULES.isdisjoint(kinds)
 
 
+def is_random_number(placeholder: fx.Node) -> bool:
+    """Whether an input is a number that Python's `random` draws when the function is called."""
+    return any(isinstance(link, dynamo.RandomValueSource) for link in _chain(source_of(placeholder)))
+
+
 def _chain(source: Any) -> Iterator[Any]:
     """A source, what it is a part of, and so on."""
     while source is not None:

@@ -145,3 +145,11 @@ def check_options(node: fx.Node, args: Mapping[str, Any]) -> list[Refusal]:
     if args["is_causal"] and args["attn_mask"] is not None:
         found.append(Refusal(Reason.MASK_NOT_PACKED, "attn_mask and is_causal=True exclude each other", node))
     return found
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a node's op takes numbers from torch's generator, by its name: inside of transforms no op is seen."""
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)

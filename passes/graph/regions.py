@@ -108,9 +108,9 @@ def enclosing(scope: Scope) -> list[Scope]:
     return chain
 
 
-def outputs_of(scope: Scope) -> list[Any]:
-    """What a region returns."""
-    output = next(n for n in reversed(scope.gm.graph.nodes) if n.op == "output")
+def outputs_of(gm: fx.GraphModule) -> list[Any]:
+    """What a graph returns."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     returned = output.args[0]
     return list(returned) if isinstance(returned, tuple | list) else [returned]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_rewrite.batch.shard import IGNORE_INDEX, LABELS
 from cp_rewrite.packing import CuSeqlens
+from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -34,6 +35,9 @@ def input_state(
     value, name = node.meta.get("example_value"), tokens.names.get(node)
     if not isinstance(value, Tensor):
         return REPLICATED, None
+    if is_random_number(node):
+        detail = "Python's random draws another number on each rank: draw it before, and pass it to the model"
+        return UNKNOWN, Refusal(Reason.DROPOUT, detail, node)
     found = tokens.input(node)
     if found is not None:
         return _token_rows(found, extents, found.name in sharding.tokens), None

@@ -22,8 +22,8 @@ import sympy
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.operands import is_transformed, needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.operands import draws_random_numbers, is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.graph.regions import outputs_of, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.site import Site
@@ -46,12 +46,15 @@ class LocalityReport:
         refusals: every op that is not the same on a shard.
         positions: nodes to be made global.
         padded_sums: nodes that sum over tokens whatever padding rows hold: right only when no rank has padding rows.
+        outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
+            batch.
         static: the graph was captured for one token count; numbers made from it can only be guessed.
     """
 
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     positions: list[PositionGenerator] = field(default_factory=list[PositionGenerator])
     padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
+    outputs: list[int | None] = field(default_factory=list[int | None])
     static: bool = False
 
 
@@ -123,14 +126,25 @@ class _Walk:
         self.tables: dict[fx.Node, int] = {}
         self.padded_sums: dict[fx.Node, None] = {}
         self.regions: dict[Any, States] = {}
+        self.outputs: list[int | None] = []
 
     def walk_all(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
             if node in self.live:
                 self.env[node], refusal = input_state(node, self.tokens, self.sharding, self.extents)
                 self.refusals += [refusal] if refusal else []
-        for leaf in self.walk_graph(gm).all_input_nodes:
+        returned = self.walk_graph(gm)
+        for leaf in returned.all_input_nodes:
             self.check_output(leaf, self.env.get(leaf, REPLICATED))
+        self.outputs = [self.token_dim(leaf) for leaf in outputs_of(gm)]
+
+    def token_dim(self, leaf: Any) -> int | None:
+        """The dim of an output that counts this rank's tokens, after that of the batch's rows where it has several."""
+        state = self.env.get(leaf) if isinstance(leaf, fx.Node) else None
+        if not isinstance(state, Rows) or state.dims[state.token_dim] != (T,):
+            return None
+        before = state.dims[max(state.token_dim - 1, 0)]
+        return state.token_dim if self.extents.batch == 1 or before == (B,) else None
 
     def check_output(self, leaf: fx.Node, state: States) -> None:
         """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
@@ -219,6 +233,8 @@ class _Walk:
         numbers = any(self.extents.counts_tokens(value_of(n)) for n in node.all_input_nodes)
         if UNKNOWN in states:
             return unknown_like(node)
+        if draws_random_numbers(node):
+            return self.refuse(node, Reason.DROPOUT, f"{node.name} draws other random numbers on each rank")
         if not numbers and all(state is REPLICATED for state in states):
             return REPLICATED
         detail = "what vmap, grad and jvp do to tokens is not followed: write it out, or vouch for an op"
@@ -270,7 +286,7 @@ class _Walk:
         positions = [PositionGenerator(node, shared_order=shared) for node in self.used]
         if tables:
             positions += [PositionGenerator(node, "table", dim, shared) for node, dim in self.tables.items()]
-        return LocalityReport(self.refusals, positions, list(self.padded_sums), self.extents.static)
+        return LocalityReport(self.refusals, positions, list(self.padded_sums), self.outputs, self.extents.static)
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:

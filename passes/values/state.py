@@ -67,7 +67,8 @@ class State:
         plan: of the batch in flight; the extra inputs take their sizes from it.
         frame: what Dynamo says of the function.
         size_conditions: what the graph decided by token counts.
-        sites, positions, refusals: what was found. padded_sums: sums over tokens that padding rows would change.
+        sites, positions, refusals: what was found. outputs: the token dim of each output, None: it has none.
+        padded_sums: sums over tokens that padding rows would change.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -81,6 +82,7 @@ class State:
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()
+    outputs: tuple[int | None, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -54,6 +55,10 @@ class Model(nn.Module):
             self.steps += 1
         elif self.keep == "weights alone":
             self.value = self.limit * 2
+        elif self.keep == "random":
+            loss = loss * random.uniform(1, 2)
+        elif self.keep == "vmap":
+            loss = loss * torch.vmap(lambda x: x * torch.rand_like(x), randomness="different")(self.limit[None]).sum()
         elif self.keep == "break":
             torch._dynamo.graph_break()
             loss = loss * 2
@@ -98,3 +103,9 @@ def test_a_graph_break_is_refused_with_its_line(pool: Pool, keep: str) -> None:
         (reason, detail), *_ = found
         assert reason is Reason.GRAPH_BREAK
         assert "test_frame.py:" in detail
+
+
+@pytest.mark.parametrize("draws", ["random", "vmap"])
+def test_random_numbers_of_python_and_inside_vmap_are_refused(draws: str) -> None:
+    torch._dynamo.reset()
+    assert Reason.DROPOUT in {refusal.reason for refusal in refusals_of(Model(draws))}

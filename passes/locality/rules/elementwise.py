@@ -133,6 +133,8 @@ _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
     "mul": operator.mul,
+    "add": operator.add,
+    "sub": operator.sub,
     "neg": operator.neg,
     "abs": abs,
     "bitwise_and": operator.and_,

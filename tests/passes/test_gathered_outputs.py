@@ -1,0 +1,61 @@
+"""`gather_outputs=True` puts outputs into global order that carry tokens by the proof, whatever their sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.helpers.pool import Pool
+from tests.helpers.tolerances import relative_error
+
+TOKENS = 24
+"""Of a row; a rank has half of them: the vocabulary below is as large."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.head = nn.Linear(32, TOKENS // 2)
+
+    def forward(self, input_ids: Tensor, doc_ids: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
+        mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
+        y = F.scaled_dot_product_attention(x, x, x, attn_mask=mask).transpose(1, 2).flatten(2)
+        logits = self.head(y)
+        return {
+            "logits": logits,
+            "by_vocabulary": logits.transpose(1, 2),
+            "rows_flattened": logits.flatten(0, 1),
+            "weights": self.head.weight.detach() * 2,
+            "largest": logits.amax(-1),
+        }
+
+
+def gathered_on(mesh: DeviceMesh, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Model()
+    doc_ids = (torch.arange(TOKENS) // 10).expand(rows, -1)
+    batch = {"input_ids": torch.randint(16, (rows, TOKENS)), "doc_ids": doc_ids}
+    expected = model(**batch)
+    sharding = cp.Sharding(
+        mesh, {"input_ids": 1, "doc_ids": 1}, cp.DocumentIds("doc_ids"), inner="eager", layout="head_tail"
+    )
+    outputs = cp.context_parallel(sharding, gather_outputs=True)(model)(**batch)
+    return {name: (x.detach(), outputs[name].detach()) for name, x in expected.items()}
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_outputs_are_gathered_by_their_token_dim(pool: Pool, rows: int) -> None:
+    for outputs in pool.run(2, gathered_on, rows):
+        for name, (expected, found) in outputs.items():
+            # Rows of all batch rows behind one another can't be put back, nor tokens that stand apart from their rows.
+            if rows > 1 and name in ("rows_flattened", "by_vocabulary"):
+                assert found.numel() == expected.numel() // 2, name
+            else:
+                assert found.shape == expected.shape, name
+                assert relative_error(found, expected) < 1e-5, name
