@@ -1,6 +1,6 @@
-"""The transformers Trainer, context-parallel: every process gets the same packed row and computes its part of it.
+"""The transformers Trainer, context-parallel: every process gets the same packed rows and computes its part of them.
 
-torchrun --nproc-per-node 2 examples/hf_trainer.py
+torchrun --nproc-per-node 2 examples/hf_trainer.py --accumulation 4
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import cp_rewrite as cp
+from cp_rewrite.integrations.transformers import ContextParallelTrainer
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 
@@ -34,32 +34,10 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-class ContextParallelTrainer(Trainer):
-    """Two methods differ from a plain Trainer: what a process is fed, and how its loss comes about."""
-
-    def __init__(self, *args: Any, sharding: cp.Sharding, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sharding = sharding
-        self.compiled: Any = None
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        # The same rows on every rank of the group: a distributed sampler would deal out different ones.
-        generator = torch.Generator().manual_seed(self.args.seed)
-        return DataLoader(self.train_dataset, self.args.per_device_train_batch_size, shuffle=True, generator=generator)
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> Tensor:
-        if self.compiled is None:
-            torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph
-            self.compiled = torch.compile(model, backend=cp.backend(self.sharding))
-        with self.sharding.shard(inputs, shift_labels=True) as local:
-            loss = self.compiled(**local).loss
-        # Each rank holds its part of the row's loss; DDP averages gradients over ranks, so the parts are scaled up.
-        return loss * self.sharding.world_size
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--inner", default="aot_eager", help="inductor | aot_eager | eager")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -81,12 +59,12 @@ def main() -> None:
             folder,
             max_steps=args.steps,
             per_device_train_batch_size=1,
+            gradient_accumulation_steps=args.accumulation,
             learning_rate=3e-3,
             logging_steps=1,
             report_to=[],
             save_strategy="no",
             use_cpu=True,
-            remove_unused_columns=False,
         )
         ContextParallelTrainer(
             LlamaForCausalLM(config), settings, train_dataset=PackedRows(), sharding=sharding

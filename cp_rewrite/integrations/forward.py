@@ -1,0 +1,137 @@
+"""A model's forward that takes whole rows and returns what one process would, computed by a whole group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+import cp_rewrite as cp
+
+from .inputs import global_batch
+
+LARGE = ("logits", "hidden_states", "attentions")
+"""Outputs that a step which reads the loss alone does not need in full on every rank."""
+
+
+@dataclass
+class Switch:
+    """What the forwards of one trainer do at the moment. Outside of its steps its models are what they were."""
+
+    on: bool = False
+    loss_only: bool = False
+
+    @contextmanager
+    def set(self, **values: bool) -> Generator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class GlobalForward:
+    """Replaces `model.forward` while `switch.on`: global batch by keyword in, global outputs out, on every rank.
+
+    The loss is that of the whole batch and per-token outputs stand in global order: what a trainer computes from them
+    (other losses, metrics) is right as it is. A rank's gradients come from its own tokens, times the size of the group:
+    averaged over all ranks, as DDP does, they are those of one process.
+    """
+
+    def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch) -> None:
+        self.model, self.sharding, self.switch = model, sharding, switch
+        self.plain: Callable[..., Any] = model.forward
+        self.shifts = shifts_labels(model)
+        self._variants: dict[bool, tuple[cp.Sharding, Callable[..., Any]]] = {}
+
+    def install(self) -> None:
+        """Put this into the model's place for `forward`, under the same signature."""
+
+        @functools.wraps(self.plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Positional arguments have no names to find tokens by: no trainer passes any.
+            return self(kwargs) if self.switch.on and not args else self.plain(*args, **kwargs)
+
+        forward._cp_rewrite_forward = self  # type: ignore[attr-defined]
+        self.model.forward = forward
+
+    def adopt(self, sharding: cp.Sharding, switch: Switch) -> None:
+        """Serve another trainer of the same model."""
+        if sharding != self.sharding:
+            self._variants.clear()
+        self.sharding, self.switch = sharding, switch
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        batch = global_batch(values, self.sharding, causal=self.shifts)
+        labelled = "labels" in batch
+        sharding, run = self._variant(labelled)
+        if labelled and not self.shifts and "num_items_in_batch" not in batch:
+            batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
+        with sharding.shard(batch, shift_labels=labelled and self.shifts) as local:
+            outputs = run(**local)
+            return self.joined(outputs, sharding, local.plan.local_size)
+
+    def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
+        """What runs on this rank's tokens: the whole model, in which everything but attention is proven local."""
+        return torch.compile(self.plain, backend=cp.backend(sharding), fullgraph=True)
+
+    def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
+        """Outputs of `size` local tokens, made global. What is neither the loss nor one value per token is left out."""
+        if not isinstance(outputs, Mapping):
+            raise TypeError(f"the model returned {type(outputs).__name__}: a ModelOutput or a dict is needed")
+        fields: dict[str, Any] = {}
+        for name, value in cast(Mapping[str, Any], outputs).items():
+            if name == "loss":
+                # Each rank's loss is its part: their sum, counted as one.
+                fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding)
+            elif not (self.switch.loss_only and "loss" in outputs and name in LARGE):
+                fields[name] = _in_order(value, sharding, size)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        for value in fields.values():
+            _scale_gradient(value, sharding.world_size)
+        return type(outputs)(**fields)
+
+    def _variant(self, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
+        """The annotation of calls with or without labels, and what is compiled for it."""
+        if labelled not in self._variants:
+            tokens = {name: dim for name, dim in self.sharding.tokens.items() if labelled or name != "labels"}
+            sharding = replace(self.sharding, tokens=tokens)
+            self._variants[labelled] = sharding, self.compiled(sharding)
+        return self._variants[labelled]
+
+
+def forward_of(model: nn.Module) -> GlobalForward | None:
+    """The GlobalForward that a model has, if any."""
+    return getattr(model.forward, "_cp_rewrite_forward", None)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
+    return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
+
+
+def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:
+    """Per-token tensors, alone or in tuples, in global order; None for anything else."""
+    dim = next(iter(sharding.tokens.values()))
+    if isinstance(value, Tensor):
+        return sharding.unshard(value, dim) if value.ndim > dim and value.shape[dim] == size else None
+    if isinstance(value, tuple):
+        parts = tuple(_in_order(part, sharding, size) for part in cast(tuple[Any, ...], value))
+        return None if any(part is None for part in parts) else parts
+    return None
+
+
+def _scale_gradient(value: Any, factor: int) -> None:
+    if isinstance(value, tuple):
+        for part in cast(tuple[Any, ...], value):
+            _scale_gradient(part, factor)
+    elif value.requires_grad:
+        # An output that no loss reads may still be asked, for nothing.
+        value.register_hook(lambda grad: None if grad is None else grad * factor)  # pyright: ignore[reportUnknownLambdaType]

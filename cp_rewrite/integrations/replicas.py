@@ -1,0 +1,100 @@
+"""accelerate, told that the ranks of a context-parallel group work on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import cp_rewrite as cp
+
+
+class ReplicaAccelerator(Accelerator):
+    """Deals out rows to groups of ranks, and counts and gathers one rank of each.
+
+        rank                 0 1 2 3        mesh (dp, cp) = (2, 2)
+        process_index        0 0 1 1        which rows a rank gets
+        num_processes        2              what losses and counts are scaled by
+        gather(x)            x0 x2
+
+    Who is the main process, and what a process saves, goes by the rank as ever.
+    """
+
+    leaders: tuple[int, ...]
+    """The first rank of each group."""
+    replica: int
+    """This rank's group."""
+    prepared: Callable[[nn.Module], None]
+    """Called with each model before it is wrapped."""
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.leaders)
+
+    @property
+    def process_index(self) -> int:
+        return self.replica
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.process_index == self.state.num_processes - 1
+
+    def gather(self, tensor: Any) -> Any:
+        if len(self.leaders) == 1:
+            return tensor
+        world = dist.get_world_size()
+
+        def of_leaders(x: Tensor) -> Tensor:
+            return x.unflatten(0, (world, -1))[list(self.leaders)].flatten(0, 1)
+
+        return recursively_apply(of_leaders, super().gather(tensor))
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if isinstance(value, nn.Module):
+                self.prepared(value)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        self.prepared(model)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        # The Trainer seeds its workers by rank: collators that draw (masked language models) would draw differently.
+        seeded: Any = data_loader.worker_init_fn
+        if isinstance(seeded, partial) and "rank" in seeded.keywords:
+            keywords = {**seeded.keywords, "rank": self.replica}
+            data_loader.worker_init_fn = partial(seeded.func, *seeded.args, **keywords)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+
+def present_replicas(
+    accelerator: Accelerator, sharding: cp.Sharding, prepared: Callable[[nn.Module], None]
+) -> ReplicaAccelerator:
+    """Make an Accelerator a ReplicaAccelerator, in place: trainers keep references to its methods.
+
+    Raises:
+        ValueError: the processes do not fall into groups of the annotation's size.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    leaders: list[Any] = [0]
+    mine = 0 if isinstance(sharding.mesh, int) else int(sharding.mesh.mesh.min())
+    if world > 1:
+        leaders = [None] * world
+        dist.all_gather_object(leaders, mine)
+    groups = sorted(set(leaders))
+    if any(leaders.count(group) != sharding.world_size for group in groups):
+        raise ValueError(
+            f"{world} processes were started, and the sharding's mesh has {sharding.world_size}: every process must be "
+            "in a group, as with init_device_mesh(device, (groups, ranks), mesh_dim_names=('dp', 'cp'))['cp']"
+        )
+    accelerator.__class__ = ReplicaAccelerator
+    assert isinstance(accelerator, ReplicaAccelerator)
+    accelerator.leaders, accelerator.replica, accelerator.prepared = tuple(groups), groups.index(mine), prepared
+    return accelerator

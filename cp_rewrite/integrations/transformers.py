@@ -1,0 +1,113 @@
+"""The Trainer of `transformers`, context-parallel.
+
+    trainer = ContextParallelTrainer(model, args, train_dataset=rows, sharding=sharding)
+
+in `torchrun`, with a sharding over all processes or over one dim of a mesh of them. Losses, gradients, their norm,
+metrics and checkpoints are those of a Trainer that has the group's rows on one process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+import cp_rewrite as cp
+
+from .forward import GlobalForward, Switch, forward_of
+from .replicas import present_replicas
+
+# Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
+_Base = Trainer if TYPE_CHECKING else object
+
+
+class ContextParallelMixin(_Base):
+    """Makes a subclass of `transformers.Trainer` context-parallel: `class MyTrainer(ContextParallelMixin, Trainer)`.
+
+    Every rank of the sharding's group gets the same rows, in batches as if it were alone (`per_device_train_batch_size`
+    counts rows of a group); where the processes form several groups, each gets other rows. Inside of the trainer's
+    steps the model takes whole rows and returns the loss and the values per token of whole rows, on every rank of the
+    group. Logits are put together only where they are read: with metrics, in `compute_loss` with
+    `return_outputs=True`, under label smoothing or with a loss function of your own.
+
+    Args:
+        sharding: the annotation. Its `tokens` name what the model is called with, `labels` among them.
+    Raises:
+        TypeError: no Sharding. ValueError: a training argument that would be silently wrong; the message says which.
+    """
+
+    forward_class: ClassVar[type[GlobalForward]] = GlobalForward
+
+    def __init__(self, *args: Any, sharding: cp.Sharding, **kwargs: Any) -> None:
+        if not isinstance(sharding, cp.Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {sharding!r}")
+        self.sharding, self._switch = sharding, Switch()
+        torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        # One process would read for all and deal out slices: each group reads for itself.
+        self.args.accelerator_config.dispatch_batches = False
+        super().create_accelerator_and_postprocess()
+        _check_arguments(self)
+        present_replicas(self.accelerator, self.sharding, self._parallelize)
+
+    def _parallelize(self, model: nn.Module) -> None:
+        """Replace a model's forward, once; of a PEFT model that of the model inside."""
+        inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        before = forward_of(inner)
+        if before is None:
+            self.forward_class(inner, self.sharding, self._switch).install()
+        else:
+            before.adopt(self.sharding, self._switch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._switch.set(on=True):
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        with self._switch.set(on=True, loss_only=prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        with self._switch.set(loss_only=self._switch.loss_only or not return_outputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_cp_size(self) -> int:
+        """For the Trainer's total batch size, which it divides by this."""
+        return super().get_cp_size() * self.sharding.world_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return super().floating_point_ops(inputs) // self.sharding.world_size
+
+
+class ContextParallelTrainer(ContextParallelMixin, Trainer):
+    """`transformers.Trainer` with one more argument, `sharding`. See ContextParallelMixin."""
+
+
+def _check_arguments(trainer: Trainer) -> None:
+    """Raise for settings, of arguments or of `accelerate launch`, that deal out rows, compile or split otherwise."""
+    args, parallelism = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
+    wrong: dict[str, tuple[Any, str]] = {
+        "torch_compile=True": (args.torch_compile, "the model is compiled by the sharding's own backend"),
+        "parallelism_config": (
+            parallelism is not None and parallelism.non_data_parallel_size > 1,
+            "the sharding's mesh says who gets which rows",
+        ),
+        "DeepSpeed": (trainer.is_deepspeed_enabled, "only DDP is known to be right"),
+        "FSDP": (trainer.is_fsdp_enabled, "only DDP is known to be right"),
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
+            "it gives every process other rows",
+        ),
+        "eval_use_gather_object=True": (args.eval_use_gather_object, "it gathers every process's copy of the metrics"),
+    }
+    for name, (given, why) in wrong.items():
+        if given:
+            raise ValueError(f"{name} does not go with context parallelism: {why}")

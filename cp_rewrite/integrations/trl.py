@@ -1,0 +1,59 @@
+"""SFT and DPO of TRL, context-parallel, with packed rows (`packing=True`), padding-free or padded ones.
+
+trainer = ContextParallelSFTTrainer(model, args, train_dataset=texts, processing_class=tokenizer, sharding=sharding)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from trl import DPOTrainer, SFTTrainer  # type: ignore[import-not-found]
+
+import cp_rewrite as cp
+
+from .forward import GlobalForward
+from .transformers import ContextParallelMixin
+
+
+class FusedForward(GlobalForward):
+    """Of models whose head TRL replaced: it returns log-probabilities of the labels and no logits.
+
+    The model below the head is compiled, and proven. The head works on each token alone, in kernels of TRL's own, and
+    runs as it is, on this rank's tokens.
+    """
+
+    def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
+        backbone: Any = self.model.base_model
+        run = torch.compile(backbone.forward, backend=cp.backend(sharding), fullgraph=True)
+
+        def forward(**local: Any) -> Any:
+            with patch.object(backbone, "forward", run):
+                return self.plain(**local)
+
+        return forward
+
+    def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
+        if "aux_loss" in outputs:
+            raise ValueError("the auxiliary loss of experts mixes tokens: set router_aux_loss_coef=0.0")
+        outputs = super().joined(outputs, sharding, size)
+        if "log_probs" in outputs:
+            # One value for each label but a row's first. The labels were shifted before the cut, so that the last token
+            # has one too, which is ignored.
+            values = {name: value[:, :-1] if value.ndim > 1 else value for name, value in outputs.items()}
+            return type(outputs)(**values)
+        return outputs
+
+
+class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer):
+    """`trl.SFTTrainer` with one more argument, `sharding`. See ContextParallelMixin."""
+
+    forward_class = FusedForward
+
+
+class ContextParallelDPOTrainer(ContextParallelMixin, DPOTrainer):
+    """`trl.DPOTrainer` with one more argument, `sharding`. See ContextParallelMixin."""
+
+    forward_class = FusedForward

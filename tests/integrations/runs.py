@@ -1,0 +1,108 @@
+"""One run of a trainer, on this process alone or as one rank of a context-parallel group, and what came of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+
+TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
+
+
+@dataclass
+class Run:
+    """`logs`: what was logged, without timings; `weights` after the last step; `metrics` of further evaluations."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def sharding_of(mesh: DeviceMesh, **options: Any) -> cp.Sharding:
+    return cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="eager", **options)
+
+
+@functools.cache
+def grid_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Two groups of two processes."""
+    return DeviceMesh("cpu", mesh.mesh.view(2, 2), mesh_dim_names=("dp", "cp"))
+
+
+@contextmanager
+def launched(mesh: DeviceMesh | None) -> Iterator[None]:
+    """What `torchrun` sets; accelerate keeps what it read once."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TQDM_DISABLE="1")
+    AcceleratorState._reset_state(True)
+    torch._dynamo.reset()
+    if mesh is not None:
+        rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    try:
+        yield
+    finally:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        AcceleratorState._reset_state(True)
+        assert not PartialState._shared_state
+
+
+def settings_of(folder: str, **options: Any) -> dict[str, Any]:
+    """Training arguments of a quiet run on the CPU that logs every step."""
+    return {
+        "output_dir": folder,
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 0.3,  # of gradients whose norm is cut to 1: steps that change weights by their own size
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "dataloader_pin_memory": False,
+        **options,
+    }
+
+
+def on_cpu(args: Any) -> Any:
+    """accelerate calls the CPU of a distributed run `cpu:0`, and torch.load, with which a run is resumed, does not."""
+    assert args.device.type == "cpu"
+    vars(args)["_setup_devices"] = torch.device("cpu")
+    return args
+
+
+def result_of(trainer: Any) -> Run:
+    logs = [
+        {name: value for name, value in entry.items() if not any(word in name for word in ("runtime", "per_second"))}
+        for entry in trainer.state.log_history
+    ]
+    return Run(logs, {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+
+
+def compare(expected: Run, found: Run, limit: float = 1e-5) -> None:
+    """Relative: numbers that were logged, the norm of each parameter."""
+    assert len(expected.logs) == len(found.logs)
+    for one, many in zip(expected.logs, found.logs, strict=True):
+        same(one, many, limit)
+    same(expected.metrics, found.metrics, limit)
+    for name, weight in expected.weights.items():
+        error = float((found.weights[name] - weight).norm() / weight.norm())
+        assert error <= limit, f"{name}: {error:.1e}"
+
+
+def same(expected: Mapping[str, float], found: Mapping[str, float], limit: float) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        # Rewards are differences of sums of log-probabilities, which cancel.
+        assert abs(found[name] - value) <= limit * max(abs(value), 1.0), f"{name}: {value} and {found[name]}"

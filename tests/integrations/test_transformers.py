@@ -1,0 +1,204 @@
+"""The context-parallel Trainer on gloo processes against transformers' own on one: what is logged, and all weights."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import EvalPrediction, Trainer, TrainingArguments
+
+from cp_rewrite.integrations.transformers import ContextParallelTrainer
+from tests.helpers.models import build_model
+from tests.helpers.pool import Pool
+
+from .runs import Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
+
+LENGTHS = ((13, 1, 29, 18), (7, 20, 34), (60, 1), (31, 30), (5, 5, 5, 5, 41), (2, 59), (33, 3, 25), (17, 44))
+"""Documents of the rows: 61 tokens each, which no group divides. Rows have different numbers of targets."""
+
+
+def packed_rows(count: int) -> list[dict[str, Tensor]]:
+    rows: list[dict[str, Tensor]] = []
+    for i, lengths in zip(range(count), itertools.cycle(LENGTHS)):
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        ids = torch.randint(0, 64, positions.shape, generator=torch.Generator().manual_seed(i))
+        labels = ids.masked_fill(positions == 0, -100)
+        labels[20 : 20 + 7 * (i % 4)] = -100
+        rows.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    return rows
+
+
+METRICS = ("eval_accuracy", "eval_confidence")
+
+
+def token_accuracy(result: EvalPrediction) -> dict[str, float]:
+    logits: Any = result.predictions
+    labels: Any = result.label_ids
+    real = labels[:, 1:] != -100
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & real
+    return {"accuracy": float(right.sum() / real.sum()), "confidence": float(abs(logits).mean())}
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+    """Mixes tokens, as no loss inside of the model could."""
+    scores = outputs.logits[:, :-1].gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    scores = scores.masked_fill(labels[:, 1:] == -100, 0)
+    return -(scores * scores.roll(1, -1)).sum() / num_items_in_batch
+
+
+def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], extras: dict[str, Any]) -> Run:
+    """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer."""
+    with launched(mesh):
+        extras = {"train_dataset": packed_rows(8), "eval_dataset": packed_rows(3), **extras}
+        model, resumed = build_model(extras.pop("model", "llama")), extras.pop("resume", None)
+        args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
+        if mesh is None:
+            trainer: Any = Trainer(model, args, **extras)
+        else:
+            trainer = ContextParallelTrainer(model, args, sharding=sharding_of(mesh), **extras)
+        trainer.train(resume_from_checkpoint=resumed)
+        result = result_of(trainer)
+        if "compute_metrics" in extras:
+            result.metrics = {name: value for name, value in trainer.evaluate().items() if name in METRICS}
+        return result
+
+
+def as_rank(mesh: DeviceMesh, *args: Any) -> Run:
+    return train(mesh, *args)
+
+
+def as_rank_of_grid(mesh: DeviceMesh, *args: Any) -> Run:
+    return train(grid_of(mesh)["cp"], *args)
+
+
+def test_training_with_accumulation_equals_one_process(pair: Pool, tmp_path: Path) -> None:
+    """Two micro-batches with different numbers of targets; the norm of the gradients is cut."""
+    options = {"gradient_accumulation_steps": 2}
+    expected = train(None, tmp_path / "one", options, {})
+    assert expected.logs[0]["grad_norm"] > 1
+    for found in pair.run(2, as_rank, tmp_path / "two", options, {}):
+        compare(expected, found)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no accumulation": ({}, {}),
+    "four micro-batches": ({"gradient_accumulation_steps": 4}, {}),
+    "two rows": ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, {}),
+    "gradients as they are": ({"max_grad_norm": 0.0, "learning_rate": 0.03}, {}),
+    "micro-batches left over": ({"gradient_accumulation_steps": 3, "max_steps": 4}, {}),
+    "adam": ({"optim": "adamw_torch", "learning_rate": 1e-3, "include_num_input_tokens_seen": "all"}, {}),
+    "each step's own mean": ({"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}, {}),
+    "metrics": ({"per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 1},
+                {"compute_metrics": token_accuracy}),
+    "label smoothing": ({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
+    "a loss function": ({"gradient_accumulation_steps": 2}, {"compute_loss_func": own_loss}),
+    "batches by length": ({"train_sampling_strategy": "group_by_length"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
+    expected = train(None, tmp_path / "one", *CASES[case])
+    for found in pair.run(2, as_rank, tmp_path / "two", *CASES[case]):
+        compare(expected, found)
+
+
+def masked_rows(count: int) -> list[dict[str, Tensor]]:
+    """One document a row, and labels that stand where they are predicted, the first token's too."""
+    rows = packed_rows(count)
+    for row in rows:
+        row["position_ids"] = torch.arange(61)
+        row["labels"] = row["input_ids"].masked_fill(row["input_ids"] % 3 > 0, -100)
+        row["labels"][0] = row["input_ids"][0]
+    return rows
+
+
+@pytest.mark.slow
+def test_a_loss_that_does_not_shift_counts_all_labels(pair: Pool, tmp_path: Path) -> None:
+    extras = {"model": "modernbert", "train_dataset": masked_rows(8), "eval_dataset": masked_rows(3)}
+    options = {
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "remove_unused_columns": False,
+    }
+    expected = train(None, tmp_path / "one", options, extras)
+    for found in pair.run(2, as_rank, tmp_path / "two", options, extras):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replicas_of_groups_equal_one_process(pool: Pool, tmp_path: Path, accumulation: int) -> None:
+    """Each of two groups gets every other row. Three rows to evaluate leave one group without its last."""
+    options = {"gradient_accumulation_steps": accumulation, "include_num_input_tokens_seen": "all"}
+    extras: dict[str, Any] = {"compute_metrics": token_accuracy, "train_dataset": packed_rows(12)}
+    one = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    expected = train(None, tmp_path / "one", {**options, **one}, extras)
+    for found in pool.run(4, as_rank_of_grid, tmp_path / "four", options, extras):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_one_that_was_not_stopped(pair: Pool, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1,
+               "optim": "adamw_torch", "learning_rate": 1e-3}  # fmt: skip
+    expected = train(None, tmp_path / "one", options, {})
+    whole = pair.run(2, as_rank, tmp_path / "two", options, {})
+    extras = {"resume": str(tmp_path / "two" / "checkpoint-2")}
+    resumed = pair.run(2, as_rank, tmp_path / "resumed", options, extras)
+    for before, after in zip(whole, resumed, strict=True):
+        compare(expected, before)
+        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())
+        assert before.logs[:4] == after.logs[:4]
+    # The checkpoint is a Trainer's own: one process goes on from it.
+    alone = train(None, tmp_path / "alone", options, extras)
+    del expected.logs[-1], alone.logs[-1]  # the mean over the steps of this call
+    compare(expected, alone)
+
+
+def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
+    with launched(mesh):
+        args, model = TrainingArguments(**settings_of(str(folder), **options)), build_model("llama")
+        with pytest.raises(ValueError, match="does not go with context parallelism") as error:
+            ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding_of(mesh))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+    ],
+)
+def test_arguments_that_would_be_wrong_are_refused(
+    pair: Pool, tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    for message in pair.run(2, refused, tmp_path, options):
+        assert name in message
+
+
+def seeds_of_readers(mesh: DeviceMesh, folder: Path) -> Any:
+    with launched(mesh):
+        args = TrainingArguments(**settings_of(str(folder), dataloader_num_workers=2))
+        extras: dict[str, Any] = {"train_dataset": packed_rows(2), "sharding": sharding_of(mesh)}
+        loader: Any = ContextParallelTrainer(build_model("llama"), args, **extras).get_train_dataloader()
+        return loader.worker_init_fn.keywords
+
+
+def test_reading_processes_of_a_group_draw_alike(pair: Pool, tmp_path: Path) -> None:
+    """Collators of masked language models draw in them."""
+    assert pair.run(2, seeds_of_readers, tmp_path) == [{"num_workers": 2, "rank": 0}] * 2
+
+
+def test_no_sharding_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="sharding must be"):
+        ContextParallelTrainer(build_model("llama"), TrainingArguments(str(tmp_path)), sharding=2)  # type: ignore[arg-type]
