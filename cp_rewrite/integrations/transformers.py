@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers.trainer import Trainer
 
 import cp_rewrite as cp
 

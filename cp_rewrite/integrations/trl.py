@@ -10,7 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from trl import DPOTrainer, SFTTrainer  # type: ignore[import-not-found]
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 import cp_rewrite as cp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def launched(mesh: DeviceMesh | None) -> Iterator[None]:
+def launched(mesh: DeviceMesh | None) -> Generator[None]:
     """What `torchrun` sets; accelerate keeps what it read once."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TQDM_DISABLE="1")
     AcceleratorState._reset_state(True)
