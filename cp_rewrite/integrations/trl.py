@@ -28,7 +28,14 @@ class FusedForward(GlobalForward):
 
     def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
         backbone: Any = self.model.base_model
-        run = torch.compile(backbone.forward, backend=cp.backend(sharding), fullgraph=True)
+        of_backbone = backbone.forward
+
+        # A frame of our own: transformers changes the dict of its arguments, which in the outermost frame reads like a
+        # value that outlives the call.
+        def inner(**kwargs: Any) -> Any:
+            return of_backbone(**kwargs)
+
+        run = torch.compile(inner, backend=cp.backend(sharding), fullgraph=True)
 
         def forward(**local: Any) -> Any:
             with patch.object(backbone, "forward", run):
