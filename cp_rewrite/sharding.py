@@ -49,7 +49,7 @@ class Sharding:
             documents (windows, bidirectional). None: `assume_mask`, or causal.
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
-        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheaper of `needed` and `all_gather`.

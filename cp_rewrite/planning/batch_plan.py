@@ -34,11 +34,11 @@ class BatchPlan:
 
     @property
     def local_size(self) -> int:
-        """T_l: local rows of each rank for every row of the batch, padding included."""
+        """T_l: local rows of each rank for every row of the batch, fill included."""
         return common_local_size(self.orders)
 
     def local_indices(self, rank: int) -> Int:
-        """(B, T_l) int64: the token of the global row in each local row, -1 for padding."""
+        """(B, T_l) int64: the token of the global row in each local row, -1 for fill."""
         indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)
         for row, order in zip(indices, self.orders, strict=True):
             row[: order.local_size] = order.local_indices(rank)

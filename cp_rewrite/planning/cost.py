@@ -3,7 +3,7 @@
     forward   = slowest rank's exchange + slowest rank's kernel    (a phase ends when its last rank is done)
     backward  = the keys again, 2.5 x the FLOPs, and dK/dV back in fp32: 3 x the forward's bytes
 
-    padding   = the rest of the layer on the local rows that a rank has beyond an even share of the tokens
+    fill      = the rest of the layer on the local rows that a rank has beyond an even share of the tokens
 
 Every rank computes all its local rows in every part of a layer, whether a token is in them or not; so rows that a
 layout adds are paid for outside attention. Nothing is taken to overlap, except a ring's transfers with its kernels.
@@ -33,7 +33,7 @@ class Load:
         expanded: (P,) int64 KV rows gathered for each rank's kernel, copies included.
         launches: kernel launches of the rank that has most.
         whole_tiles: kernel work of all documents, had none been cut.
-        padding: local rows of each rank beyond an even share of the tokens.
+        fill: local rows of each rank beyond an even share of the tokens.
     """
 
     local_rows: int
@@ -42,7 +42,7 @@ class Load:
     expanded: Int
     launches: int
     whole_tiles: float
-    padding: float = 0.0
+    fill: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -57,12 +57,12 @@ def load_of(schedule: Schedule, whole_tiles: float | None = None) -> Load:
     launches = int(schedule.launch.max(initial=0)) + 1
     whole = float(per_rank.sum()) if whole_tiles is None else whole_tiles
     starts, stops = schedule.segments[:2]
-    padding = schedule.local_rows - float((stops - starts).sum()) / schedule.world_size
-    return Load(schedule.local_rows, per_rank, schedule.received, schedule.expanded, launches, whole, padding)
+    fill = schedule.local_rows - float((stops - starts).sum()) / schedule.world_size
+    return Load(schedule.local_rows, per_rank, schedule.received, schedule.expanded, launches, whole, fill)
 
 
 def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: int | None = None) -> dict[str, float]:
-    """Predicted seconds of one layer's attention and padding, forward and backward, by each exchange that can serve it.
+    """Predicted seconds of one layer's attention and fill, forward and backward, by each exchange that can serve it.
 
     `ranks_per_node`: ranks that share fast links; None: all.
     """
@@ -74,8 +74,8 @@ def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: i
     }
     if model.heads[0] % load.world_size == 0:
         seconds["a2a"] = all_to_all_seconds(load, device, model, per_node)
-    padding = padding_seconds(load, device, model)
-    return {name: attention + padding for name, attention in seconds.items()}
+    fill = fill_seconds(load, device, model)
+    return {name: attention + fill for name, attention in seconds.items()}
 
 
 def ideal_seconds(load: Load, device: Device, model: Model) -> float:
@@ -83,12 +83,12 @@ def ideal_seconds(load: Load, device: Device, model: Model) -> float:
     return kernel_seconds(load.whole_tiles / load.world_size, 0, device, model)
 
 
-def padding_seconds(load: Load, device: Device, model: Model) -> float:
-    """The rest of the layer on `load.padding` rows, at the attention kernel's speed.
+def fill_seconds(load: Load, device: Device, model: Model) -> float:
+    """The rest of the layer on `load.fill` rows, at the attention kernel's speed.
 
     Its matrix products are faster than that, its norms and activations slower.
     """
-    flops = load.padding * model.row_flops
+    flops = load.fill * model.row_flops
     return flops / device.forward + 2 * flops / device.backward
 
 

@@ -101,8 +101,8 @@ class Plan:
 
     @property
     def padding_rows(self) -> int:
-        """Local rows, over all ranks, that hold no token."""
-        return self.order.padding_rows
+        """Local rows, over all ranks, that hold no token: fill."""
+        return self.order.fill_rows
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
@@ -126,7 +126,7 @@ class Plan:
         return self.order.rank_of()
 
     def local_order(self, rank: int) -> Int:
-        """(T_l,) int64: the token of the row in each local row of a rank, -1 for padding at the end.
+        """(T_l,) int64: the token of the row in each local row of a rank, -1 for the fill at its end.
 
         Raises:
             TypeError, ValueError: `rank` is no whole number, or none of the ranks.
@@ -188,7 +188,7 @@ def plan(
         chunk_size: documents are cut only at multiples of it, counted from the document's start. Tokens per rank stay
             equal, so documents must start at multiples of it and chunk_size * world_size divide the row's tokens, or
             `pad_to_multiple` be a multiple of it. The simple layouts pad ranks as much as their chunks need.
-        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with padding at the end.
+        pad_to_multiple: tokens per rank are rounded up to a multiple of it, with fill at the end.
         device: name of a device, a file made by `calibrate`, or a Device.
         ranks_per_node: ranks that share fast links; None: all.
     Raises:

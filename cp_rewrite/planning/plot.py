@@ -48,7 +48,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
 
 
 def _draw_owners(axes: Any, plan: Plan, colors: Any) -> None:
-    """One bar per rank along the row; colour tells the document, grey is padding."""
+    """One bar per rank along the row; colour tells the document; grey tokens are in none."""
     for rank, intervals in enumerate(plan.order.intervals):
         axes.broken_barh([(a, b - a) for a, b in intervals.tolist()], (rank - 0.4, 0.8), color="#eeeeee")
     pieces = plan.schedule.pieces

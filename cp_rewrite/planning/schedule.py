@@ -1,6 +1,6 @@
 """What every rank's attention does, and where the rows it reads live: pieces, kernel tables, and runs of rows.
 
-A rank's *local rows* are the rows of its tensors: its tokens, and padding. The keys of its pieces are gathered into one
+A rank's *local rows* are the rows of its tensors: its tokens, and fill. The keys of its pieces are gathered into one
 buffer of *expanded rows*, piece after piece; a key that two pieces need is there twice.
 
     document of 8 tokens, causal, rank 0 owns [0, 2) and [6, 8)

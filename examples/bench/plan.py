@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost import padding_seconds
+from cp_rewrite.planning.cost import fill_seconds
 from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
@@ -198,7 +198,7 @@ def _seconds(p: Plan) -> float:
 
 
 def _attention_seconds(p: Plan) -> float:
-    return p.seconds["needed"] - padding_seconds(p.load, p.device, p.model)
+    return p.seconds["needed"] - fill_seconds(p.load, p.device, p.model)
 
 
 def variant_packs(seeds: int) -> Iterator[tuple[int, list[int]]]:

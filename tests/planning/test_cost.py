@@ -16,10 +16,10 @@ from cp_rewrite.planning.choose_exchange import choose_exchange, typical_load
 from cp_rewrite.planning.cost import (
     all_gather_seconds,
     exchange_seconds,
+    fill_seconds,
     ideal_seconds,
     load_of,
     needed_seconds,
-    padding_seconds,
 )
 from cp_rewrite.planning.devices import DEVICES, Device, Model
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
@@ -117,13 +117,13 @@ def test_rows_beyond_an_even_share_are_paid_for_outside_attention():
     model = Model((8, 2), 64)
     device = replace(H200, forward=2.0, backward=1.0)
     load = plan([7], 2, "dual_chunk").load  # 4 and 3 tokens; an even share is 3.5
-    assert load.padding == 0.5
-    assert padding_seconds(load, device, model) == pytest.approx(0.5 * 24 * 512**2 * (1 / 2 + 2))
-    more = exchange_seconds(replace(load, padding=1.5), device, model)
+    assert load.fill == 0.5
+    assert fill_seconds(load, device, model) == pytest.approx(0.5 * 24 * 512**2 * (1 / 2 + 2))
+    more = exchange_seconds(replace(load, fill=1.5), device, model)
     for name, seconds in exchange_seconds(load, device, model).items():
         assert more[name] - seconds == pytest.approx(24 * 512**2 * 2.5)
-    assert plan([4096], 4, "contiguous").load.padding == 0
-    assert plan([1000, 3096], 4, pad_to_multiple=1500).load.padding == 1500 - 1024
+    assert plan([4096], 4, "contiguous").load.fill == 0
+    assert plan([1000, 3096], 4, pad_to_multiple=1500).load.fill == 1500 - 1024
 
 
 def test_a2a_needs_heads_that_divide():
@@ -165,6 +165,8 @@ def test_devices_are_named_or_measured(tmp_path: Path):
     assert Device.named(str(tmp_path / "mine.json")) == H200
     with pytest.raises(ValueError, match="h200, h100, a100, cpu, or a file"):
         Device.named("tpu")
+    known = {"NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA B200": "h100", None: "cpu"}
+    assert {product: Device.like(product).name for product in known} == known
 
 
 @pytest.mark.parametrize(("lengths", "measured"), [([32768], 648), ([512] * 64, 254)])

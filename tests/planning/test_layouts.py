@@ -44,7 +44,7 @@ def test_every_token_has_one_owner(rows: tuple[Documents, ...], mask: PackedMask
         assert (intervals[1:, 0] != intervals[:-1, 1]).all()
     everyone = np.concatenate(owned)
     np.testing.assert_array_equal(np.sort(everyone[everyone >= 0]), np.arange(rows[0].total))
-    assert order.padding_rows == (everyone < 0).sum()
+    assert order.fill_rows == (everyone < 0).sum()
 
 
 @drawn(150)
@@ -104,7 +104,7 @@ def test_ranks_are_padded_to_a_multiple(rows: tuple[Documents, ...], world_size:
     plain = lay_out(rows[0], world_size, layout, PackedMask())
     order = lay_out(rows[0], world_size, layout, PackedMask(), LayoutOptions(pad_to_multiple=multiple))
     assert order.local_size == -(-plain.local_size // multiple) * multiple
-    assert order.padding_rows == world_size * order.local_size - rows[0].total
+    assert order.fill_rows == world_size * order.local_size - rows[0].total
     for rank in range(world_size):
         local = order.local_indices(rank)
         np.testing.assert_array_equal(local[: plain.local_size], plain.local_indices(rank))

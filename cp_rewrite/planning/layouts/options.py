@@ -15,7 +15,7 @@ class LayoutOptions:
     Args:
         chunk_size: documents are cut only at multiples of it, counted from the document's start, so no chunk of a
             document is spread over ranks. Documents must start at multiples of it.
-        pad_to_multiple: local rows of every rank are rounded up to a multiple of it, with padding at the end.
+        pad_to_multiple: local rows of every rank are rounded up to a multiple of it, with fill at the end.
         ranks_per_node: ranks that share fast links; None: all. Only `balanced` reads it and what follows.
         device, model: what costs are predicted for.
     Raises:

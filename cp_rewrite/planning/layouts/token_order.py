@@ -25,7 +25,7 @@ from cp_rewrite.planning.intervals import Int, expand_ranges
 class TokenOrder:
     """Who owns the tokens of one row of `total` tokens. Every token has exactly one owner.
 
-    Every rank has `local_size` local rows for them; where it owns fewer tokens, its last local rows are padding.
+    Every rank has `local_size` local rows for them; where it owns fewer tokens, its last local rows are fill.
 
     Args:
         total: tokens of the row.
@@ -53,12 +53,12 @@ class TokenOrder:
         return -(-int(self.sizes.max()) // self.pad_to_multiple) * self.pad_to_multiple
 
     @property
-    def padding_rows(self) -> int:
+    def fill_rows(self) -> int:
         """Local rows, over all ranks, that hold no token."""
         return self.local_size * self.world_size - self.total
 
     def local_indices(self, rank: int) -> Int:
-        """(local_size,) int64: the token in each of the rank's local rows, -1 for padding."""
+        """(local_size,) int64: the token in each of the rank's local rows, -1 for fill."""
         part = self.intervals[rank]
         indices = np.full(self.local_size, -1, dtype=np.int64)
         indices[: self.sizes[rank]] = expand_ranges(part[:, 0], part[:, 1] - part[:, 0])
