@@ -1,13 +1,15 @@
-"""Ring attention as an op: keys and values go round, one step's rows at a time, while the rows at hand are used.
+"""The exchange `p2p`: ring attention as an op. Keys and values go from rank to rank, and every rank attends to the rows
+that it holds while the next ones come.
 
-    step 0      rank 0 has rows of 0     rank 1 has rows of 1     rank 2 has rows of 2
-    step 1      rank 0 has rows of 2     rank 1 has rows of 0     rank 2 has rows of 1
+    step 0      rank 0 holds rows of 0     rank 1 holds rows of 1     rank 2 holds rows of 2
+    step 1      rank 0 holds rows of 2     rank 1 holds rows of 0     rank 2 holds rows of 1
 
 A rank holds two buffers of key and value rows, whatever the number of ranks. Results of the steps are merged in fp32.
 The backward sends the keys round again, and their gradients, in fp32, one step behind them; after the last step these
-are back at their owner. `planning/routes/ring.py` says what happens in a step.
+are back at their owner. A step runs the kernel in one or more rounds: `planning/routes/ring.py` says why.
 
-Shapes: R local rows, E expanded rows of a round, C = Hkv * (D + V), P ranks.
+Shapes: R local rows, E expanded rows of a round, Hq query and Hkv key heads, D and V head dims of qk and v,
+C = Hkv * (D + V).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from .schemas import bind, call, fake_results, gradients, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1
+"""Tags of messages: both are under way at once."""
 
 
 @custom_op("cp_rewrite::ring_attention", mutates_args=())
@@ -137,6 +140,7 @@ def ring_attention_backward(
                 dq_part, dk, dv = run.backward(*saved[:2], keys, values, saved[2], lse, r.tables, params)
             dq += dq_part
             part += local_rows.sum_rows(as_rows(dk, dv, keys, values), r.sum_ptr, r.sum_rows, q.shape[0])
+        # The ranks that held these rows before have summed their parts in dkv: this rank adds its own and sends it on.
         _finish(returning)
         dkv, returning = ring.shift(part.add_(dkv), _GRADIENTS)
         _finish(under_way)
@@ -171,7 +175,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """One run of the kernel: its tables, which of the owner's rows it reads, and how their gradients are summed."""
+    """One run of the kernel: its tables, which of the held rows it reads, and how their gradients are summed."""
 
     tables: Tables
     kv_rows: Tensor
@@ -182,7 +186,7 @@ class _Round:
 def go_round(
     rows_RC: Tensor, tables: Sequence[Tensor], route: Sequence[Tensor], group: str, world_size: int
 ) -> Iterator[tuple[Tensor, _Round]]:
-    """(the rows at hand, a round that reads them), while all ranks' rows go round once."""
+    """(rows that this rank holds, a round that reads them), while all ranks' rows go round once."""
     steps, ring, held = _steps(tables, route, rows_RC.shape[0]), _Ring(group, world_size), rows_RC
     for step in range(world_size):
         coming, under_way = ring.shift(held, _KV) if step + 1 < world_size else (held, ())
@@ -196,7 +200,7 @@ _known = WeakTensorKeyDictionary()
 
 
 def _steps(tables: Sequence[Tensor], route: Sequence[Tensor], size: int) -> dict[int, list[_Round]]:
-    """The rounds of each step; cut out of the tables once per batch, so that kernels know the same tensors again."""
+    """The rounds of each step. Cut out of the tables once per batch: kernels keep their launches by these tensors."""
     kv_rows, sum_ptr, sum_rows, rounds = route
     known = _known.get(rounds)
     if known is not None and known[0] is kv_rows:
@@ -227,7 +231,7 @@ class _Ring:
             )
 
     def shift(self, held: Tensor, tag: int) -> tuple[Tensor, tuple[Any, ...]]:
-        """(what comes, what is under way): `held` starts for the next rank; wait before reading what comes."""
+        """(what comes, what is under way): `held` is sent to the next rank; `_finish` before what comes is read."""
         if self.world_size == 1:
             return held, ()
         coming = torch.empty_like(held)
@@ -238,6 +242,7 @@ class _Ring:
 
 
 def _finish(under_way: tuple[Any, ...]) -> None:
+    """Wait for messages. The tuple's first entry keeps what is sent in memory until then."""
     for work in under_way[1:]:
         work.wait()
 

@@ -1,20 +1,21 @@
-"""What a rank does in each step of a ring: which of its pieces meet the rows that have just come round.
+"""The route of `p2p`: what a rank's pieces read of the rows that it holds in each step of a ring.
 
-In step s rank r holds the key rows of rank (r - s) mod P. The keys of a piece that this owner has are cut into runs of
-consecutive tokens, each an *entry* with a mask of its own, still aligned at the bottom right:
+In step s rank r holds the key rows of rank (r - s) mod P. The keys that a piece has among them are cut into runs of
+consecutive tokens, each with a window of its own, still aligned at the bottom right. Runs that one window describes are
+an *entry* of the kernel:
 
     piece: queries 4 5, keys 0 1 2 3 4 5, causal; owners of the keys  A A B B A A
     step 0 (own rows, A)      keys 0 1 | 4 5      one entry: all queries see 0 1, so causal over 0 1 4 5 is right
     step 1 (rows of B)        keys 2 3            one entry, full
 
-A run that ends e keys before the piece's last key sees (left, right) as (left - e, right + e). Queries past the reach
-of a run are left out of its entry, so that its window is never negative. Entries of one piece that are no single
-window together run in *rounds* one after another.
+Of a run that ends e keys before the piece's last key the window (left, right) is (left - e, right + e). Entries of one
+piece and step run one after another, in *rounds*.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ _ALL = np.int64(1) << 40
 @dataclass(frozen=True, eq=False)
 class Entries:
     """Runs of one rank's keys, (N,) int64 arrays, by piece, step, key: queries [q0, q1) see rows [source, source +
-    keys) of the step's owner under (left, right). Runs with the same `entry` are one, and run in round `number` of
-    their step."""
+    keys) of the step's owner under (left, right). Runs with the same `entry` are one, in round `number` of the step."""
 
     q0: Int
     q1: Int
@@ -48,8 +48,40 @@ class Entries:
     number: Int
 
 
+class _KeyRuns(NamedTuple):
+    """What each piece reads of each owner, (N,) int64 arrays, by piece, step, key: queries [q0, q1) see rows [source,
+    source + keys) of the step's owner under (left, right); `ahead` keys of the piece come after the run."""
+
+    piece: Int
+    step: Int
+    ahead: Int
+    q0: Int
+    q1: Int
+    source: Int
+    keys: Int
+    left: Int
+    right: Int
+
+
 def ring_entries(schedule: Schedule, rank: int) -> Entries:
     """The entries of all steps of one rank."""
+    runs = _key_runs(schedule, rank)
+    group = np.cumsum(_changes(runs.piece, runs.step), dtype=np.int64)
+    left, right = _windows(runs, group)
+    # A run that all queries see is one entry with the next one of its piece and step, if the same queries see this too.
+    follows = np.zeros(len(group), dtype=np.bool_)
+    full = (left < 0) & (right < 0)
+    same = ~_changes(group, runs.q0, runs.q1)
+    follows[1:] = full[:-1] & (left[1:] < 0) & same[1:]
+    entry = np.cumsum(~follows) - 1
+    # Entries of a piece and step are numbered from 0.
+    first = np.flatnonzero(np.diff(group, prepend=-1)) if len(group) else np.zeros(0, dtype=np.int64)
+    number = entry - np.repeat(entry[first], np.diff(np.append(first, len(group))))
+    return Entries(runs.q0, runs.q1, runs.source, runs.keys, left, right, runs.step, entry, number)
+
+
+def _key_runs(schedule: Schedule, rank: int) -> _KeyRuns:
+    """Only queries that see a key of the run, and keys that one of them sees."""
     starts, stops, owners, sources = schedule.segments
     pieces = schedule.pieces.take(slice(*schedule.piece_bounds[rank : rank + 2]))
     piece, segment = overlaps(pieces.key0, pieces.key1, starts, stops)
@@ -62,29 +94,27 @@ def ring_entries(schedule: Schedule, rank: int) -> Entries:
     source, keys, ahead = sources[segment] + low - starts[segment], high - low, p.key1 - high
     left = np.where(p.left < 0, _ALL, p.left) - ahead
     right = np.where(p.right < 0, _ALL, p.right) + ahead
-    # The last queries see only keys after the run, the first ones only keys before it.
+    # Query i of n sees key j of m where -left <= j - (i + m - n) <= right. With left < 0 the last queries see no key:
+    # without them the window's corner moves. Then the first queries that see none, and the first keys that none sees.
     late = np.maximum(-left, 0)
     queries, left, right = p.q1 - p.q0 - late, left + late, right - late
     early = np.maximum(queries - keys - right, 0)
     hidden = np.maximum(early + keys - queries - left, 0)
     q0, q1, source, keys = p.q0 + early, p.q1 - late, source + hidden, keys - hidden
-
     keep = (q1 > q0) & (keys > 0)
-    columns = (q0, q1, source, keys, left, right, step, piece, ahead)
-    q0, q1, source, keys, left, right, step, piece, ahead = (column[keep] for column in columns)
-    # A window that hides nothing is written as no limit, but not where that would part pieces of one launch.
-    group = np.cumsum(_changes(piece, step))
+    columns = (piece, step, ahead, q0, q1, source, keys, left, right)
+    return _KeyRuns(*(column[keep] for column in columns))
+
+
+def _windows(runs: _KeyRuns, group: Int) -> tuple[Int, Int]:
+    """(left, right), -1 where a side hides nothing. But the right side of a run that ends with its piece stays as it
+    is, and the left one too if this is the only run of its `group` (piece and step): pieces with equal windows share a
+    launch."""
     alone = np.bincount(group, minlength=1)[group] == 1 if len(group) else np.zeros(0, dtype=np.bool_)
-    plain = (ahead == 0) & alone
-    left = np.where((left < _ALL // 2) & (plain | (left < keys - 1)), left, -1)
-    right = np.where((right < _ALL // 2) & ((ahead == 0) | (right < q1 - q0 - 1)), right, -1)
-    follows = np.zeros(len(q0), dtype=np.bool_)
-    full = (left < 0) & (right < 0)
-    follows[1:] = full[:-1] & (left[1:] < 0) & (q0[1:] == q0[:-1]) & (q1[1:] == q1[:-1]) & (np.diff(group) == 0)
-    entry = np.cumsum(~follows) - 1
-    first = np.flatnonzero(np.diff(group, prepend=-1)) if len(group) else np.zeros(0, dtype=np.int64)
-    number = entry - np.repeat(entry[first], np.diff(np.append(first, len(group))))
-    return Entries(q0, q1, source, keys, left, right, step, entry, number)
+    last = runs.ahead == 0
+    left = np.where((runs.left < _ALL // 2) & ((last & alone) | (runs.left < runs.keys - 1)), runs.left, -1)
+    right = np.where((runs.right < _ALL // 2) & (last | (runs.right < runs.q1 - runs.q0 - 1)), runs.right, -1)
+    return left, right
 
 
 def ring_tables(schedule: Schedule, rank: int) -> Arrays:
@@ -122,16 +152,17 @@ def _joined(name: str, arrays: list[NDArray[np.integer]]) -> NDArray[np.integer]
     return np.concatenate([*arrays, filling]).astype(dtype)
 
 
-def _round_tables(entries: Entries, chosen: NDArray[np.bool_], rows: int) -> dict[str, NDArray[np.integer]]:
+def _round_tables(entries: Entries, chosen: NDArray[np.bool_], rows: int) -> Arrays:
+    """The tables of one round, of the `chosen` runs; `rows` is R."""
     runs = np.flatnonzero(chosen)
     ids = entries.entry[runs]
     last = np.append(np.flatnonzero(np.diff(ids)), len(ids) - 1)
-    index = runs[last]
+    index = runs[last]  # an entry's last run has its window: the runs before it are full
     keys = np.bincount(np.cumsum(np.diff(ids, prepend=ids[0]) != 0), entries.keys[runs]).astype(np.int64)
     zero = np.zeros(len(index), dtype=np.int64)
     pieces = Pieces(zero, entries.q0[index], entries.q1[index], zero, keys, entries.left[index], entries.right[index])
     order, launch = order_by_launch(pieces)
-    # Runs in the order of their entries.
+    # The kernel wants entries by launch, then by row: so must their runs be.
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     runs = runs[np.argsort(position[np.searchsorted(entries.entry[index], ids)], kind="stable")]
