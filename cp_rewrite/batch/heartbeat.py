@@ -51,7 +51,7 @@ class Heartbeat:
         self.store, self.rank = store, rank
         self.others = {other: "" for other in range(world_size) if other != rank}
         """Rank -> `machine:process`, once it is known."""
-        self.beats = dict.fromkeys(self.others, ("", time.monotonic()))
+        self.beats: dict[int, tuple[str, float]] = dict.fromkeys(self.others, ("", time.monotonic()))
         """Rank -> its counter, and when it last moved."""
         self.me = f"{socket.gethostname()}:{os.getpid()}"
         self._stop = threading.Event()
