@@ -118,7 +118,8 @@ def kept_values() -> dict[fx.Node, str]:
     for holder, name, value in () if effects is None else _writes(effects):
 
         def note(part: Any, holder: Any = holder, name: str = name) -> None:
-            if isinstance(part, TensorVariable):
+            # isinstance would make inputs of the graph of what nothing has read.
+            if issubclass(type(part), TensorVariable):
                 # Not of every holder: torch's own stack of modes has a source without a name.
                 source = getattr(holder, "source", None)
                 where = "a global or outer variable" if source is None else source_name(source)

@@ -153,3 +153,11 @@ def draws_random_numbers(node: fx.Node) -> bool:
     packet: Any = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def collective_group(node: fx.Node) -> str | None:
+    """The name of the group that a collective runs over; None for any other node."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if not str(getattr(packet, "_qualified_op_name", "")).startswith(("_c10d_functional", "c10d_functional")):
+        return None
+    return next((arg for arg in reversed(node.args) if isinstance(arg, str)), None)

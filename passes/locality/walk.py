@@ -19,17 +19,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch.distributed as dist
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.operands import draws_random_numbers, is_transformed, needs_gradient, value_of
+from cp_rewrite.passes.graph.operands import (
+    collective_group,
+    draws_random_numbers,
+    is_transformed,
+    needs_gradient,
+    value_of,
+)
 from cp_rewrite.passes.graph.regions import outputs_of, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes
@@ -204,9 +211,23 @@ class _Walk:
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):
             return self.visit_transformed(node)
+        group = collective_group(node)
+        if group is not None and self.shares_ranks(group):
+            detail = (
+                f"{node.name} is a collective of the model's own over ranks that share this row, and adds up what one "
+                "process has once: leave it out, or compute with cp.token_mean(sum, count, sharding)"
+            )
+            return self.refuse(node, Reason.TOKEN_MIXING, detail)
         if isinstance(node.target, HigherOrderOperator):
             return self.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
         return self.record(node, self.runner.outcome(node))
+
+    def shares_ranks(self, group: str) -> bool:
+        """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""
+        if isinstance(self.sharding.mesh, int):
+            return True
+        ours, theirs = (dist.get_process_group_ranks(g) for g in (self.sharding.group, process_group(group)))
+        return len({*ours} & {*theirs}) > 1
 
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
