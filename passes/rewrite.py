@@ -15,6 +15,7 @@ from cp_rewrite.batch.active import ROW_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.passes.locality.liveness import live_nodes
+from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.torch_internals import FakeTensorMode
@@ -26,7 +27,10 @@ from .plan_inputs import Inputs
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
+    keys += [key for insert in state.inserts for key in insert.inputs]
     inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
+    for insert in state.inserts:  # first: what they read may be replaced below
+        _insert_before(insert, inputs)
     for position in state.positions:
         _globalize(position, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
@@ -99,6 +103,16 @@ def _globalize(position: PositionGenerator, inputs: Inputs) -> None:
 
     node.replace_all_uses_with(_insert(node, emit, inputs.mode))
     node.graph.erase_node(node)
+
+
+def _insert_before(insert: Insert, inputs: Inputs) -> None:
+    """Put what `insert` makes of an operand in the operand's place."""
+    tracer = GraphAppendingTracer(insert.node.graph)
+    needed = [fx.Proxy(inputs.node(insert.node.graph, key), tracer) for key in insert.inputs]
+    new = _insert(insert.node, lambda: insert.emit(fx.Proxy(insert.operand, tracer), *needed), inputs.mode)
+    value = new.meta["example_value"]
+    value.requires_grad_(insert.operand.meta["example_value"].requires_grad)
+    insert.node.replace_input_with(insert.operand, new)
 
 
 def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode) -> fx.Node:

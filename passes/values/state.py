@@ -16,6 +16,7 @@ from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
+from .insert import Insert
 from .recorded_mask import RecordedMask
 from .site import Site
 from .size_conditions import SizeConditions
@@ -69,6 +70,7 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. outputs: the token dim of each output, None: it has none.
         padded_sums: sums over tokens that padding rows would change.
+        inserts: what is put between nodes and their operands.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -82,6 +84,7 @@ class State:
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()
+    inserts: tuple[Insert, ...] = ()
     outputs: tuple[int | None, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()

@@ -1,0 +1,57 @@
+"""What a rewrite puts between a node and its operands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+
+import cp_rewrite as cp
+from cp_rewrite import passes
+from cp_rewrite.batch.active import ROW_INDEX, active_plan
+from cp_rewrite.passes.capture import capture
+from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
+from cp_rewrite.passes.values.insert import Insert
+from tests.helpers.packed_model import capture as captured
+
+
+def twice(x: Tensor, doc: Tensor) -> Tensor:
+    """Attention, read by two nodes: one of them stands in a checkpoint."""
+    mask = (doc[:, None, :, None] == doc[:, None, None, :]).tril()
+    x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return out.cos() + torch.utils.checkpoint.checkpoint(torch.sin, out, use_reentrant=False)
+
+
+def times_index(x: fx.Proxy, index: fx.Proxy) -> fx.Proxy:
+    return x * index[:, None]
+
+
+def test_one_reader_gets_another_operand() -> None:
+    sharding = cp.Sharding(2, {"x": 1, "doc": 1}, cp.DocumentIds("doc"))
+    batch = {"x": torch.randn(1, 6, 16), "doc": torch.tensor([[0, 0, 0, 1, 1, 1]])}
+    before: list[str] = []
+    after: list[str] = []
+
+    def look(gm: fx.GraphModule) -> None:
+        state = capture(gm, sharding, active_plan(sharding))
+        for find in passes.FIND:
+            state = find(state)
+        assert not state.refusals
+        graphs = [m.graph for m in state.graph_module.modules() if isinstance(m, fx.GraphModule)]
+        readers = [node for graph in graphs for node in graph.nodes if node.name in ("cos", "sin")]
+        inserts = [Insert(n, n.all_input_nodes[0], times_index, "to be seen", (ROW_INDEX,)) for n in readers]
+        before.extend(graph_lines(state.graph_module))
+        for change in passes.CHANGE:
+            state = change(replace(state, inserts=tuple(inserts)))
+        after.extend(graph_lines(state.graph_module))
+
+    with sharding.shard(batch) as local:
+        captured(twice, local, look, {"x": 1, "doc": 1})
+    added = [line.partition(" = ")[2] for line in graph_diff(before, after).splitlines() if line[0] == "+"]
+    for line in ("mul(out, getitem_3)", "mul.cos()", "mul(out, getitem)", "sin(mul)"):
+        assert line in added, added
+    assert sum("tag_activation_checkpoint" in line and "cp_row_index" in line for line in added) == 1
