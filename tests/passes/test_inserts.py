@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import passes
@@ -23,10 +24,10 @@ def twice(x: Tensor, doc: Tensor) -> Tensor:
     mask = (doc[:, None, :, None] == doc[:, None, None, :]).tril()
     x = x.unflatten(-1, (2, 8)).transpose(1, 2)
     out = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-    return out.cos() + torch.utils.checkpoint.checkpoint(torch.sin, out, use_reentrant=False)
+    return out.cos() + checkpoint(torch.sin, out, use_reentrant=False)
 
 
-def times_index(x: fx.Proxy, index: fx.Proxy) -> fx.Proxy:
+def times_index(x: Tensor, index: Tensor) -> Tensor:
     return x * index[:, None]
 
 
