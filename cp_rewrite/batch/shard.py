@@ -20,10 +20,9 @@ from . import agree, heartbeat
 from .active import ActivePlan, activate, batch_number, check_no_batch, mark_token_dim, number_tokens, to_device
 from .buffers import buffers_of, fill_cu_seqlens
 from .cut_tokens import cut_tokens
+from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
 
-IGNORE_INDEX = -100
-"""Label of a token that is no target (torch's cross_entropy default)."""
 LABELS = frozenset({"labels", "shift_labels"})
 """Arguments that are filled with IGNORE_INDEX where a rank has no token; others are filled with 0."""
 
@@ -63,8 +62,8 @@ def shard(
         label_arg: name of the labels.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
-            were cut before, lengths that do not fit, labels that can't hold -100, documents that can't be cut into
-            whole chunks.
+            were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
+            documents that can't be cut into whole chunks.
         RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
             layouts, or one of them could not cut its batch.
     """
@@ -97,6 +96,10 @@ def _cut_batch(
     if plan.local_size * plan.world_size > plan.rows[0].total:
         for name, fill in fills.items():
             _check_fill(name, values[name], fill)
+    if (padding := padding_tokens(plan)) is not None:
+        for name in (name for name in tokens if _is_target(name, values[name], label_arg)):
+            moved = label_arg if shift_labels and name == "shift_labels" else ""
+            check_labels(name, values[name], tokens[name], padding, moved)
     indices = plan.local_indices(sharding.rank)
     values |= {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
     counted = ("num_items_in_batch",) if shift_labels else ()
@@ -118,6 +121,11 @@ def _is_label(name: str, value: Tensor, label_arg: str) -> bool:
     """Whether rows without a token hold -100: classes, and what the loss of transformers takes by name. A target under
     another name that is a number of its own is filled as other numbers are."""
     return name in LABELS or (name == label_arg and not value.is_floating_point())
+
+
+def _is_target(name: str, value: Tensor, label_arg: str) -> bool:
+    """Whether -100 in this argument means that a token is no target."""
+    return _is_label(name, value, label_arg) and not value.is_floating_point()
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:

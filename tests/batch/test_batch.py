@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -239,4 +240,43 @@ def test_rows_beyond_what_masks_are_proven_for_are_refused() -> None:
     sharding = cp.Sharding(2, {"ids": 1}, cp.CuSeqlens("cu_seqlens"))
     batch = {"ids": torch.empty((1, 2**22 + 2), dtype=torch.int8), "cu_seqlens": torch.tensor([0, 2**22 + 2])}
     with pytest.raises(ValueError, match="up to 4194304 tokens"), sharding.shard(batch):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("docs", "target", "options", "says"),
+    [
+        ([0, 0, 0, -1, -1, 2, 2, 2], 4, {}, r"labels\[0, 4\] is a target, .* padding, .* Set labels\[0, 4\] to -100"),
+        ([0, 0, 0, -1, -1, 2, 2, 2], 0, {}, None),
+        ([-1, -1, 0, 0, 0, 2, 2, 2], 2, {}, None),
+        (
+            [-1, -1, 0, 0, 0, 2, 2, 2],
+            2,
+            {"shift_labels": True},
+            r"shift_labels\[0, 1\] is a target \(labels\[0, 2\] .*\), .* Set labels\[0, 2\] to -100",
+        ),
+    ],
+)
+def test_targets_at_tokens_of_no_document_are_an_error(
+    docs: list[int], target: int, options: dict[str, Any], says: str | None
+) -> None:
+    sharding = cp.Sharding(2, {"doc_ids": 1, "labels": 1}, cp.DocumentIds("doc_ids"))
+    labels = torch.full((1, 8), -100)
+    labels[0, target] = 5
+    with (
+        pytest.raises(ValueError, match=says) if says else nullcontext(),
+        sharding.shard({"doc_ids": torch.tensor([docs]), "labels": labels}, **options),
+    ):
+        pass
+
+
+def test_targets_behind_lengths_that_end_early_are_an_error() -> None:
+    rows = {"position_ids": torch.arange(4).repeat(2, 2), "labels": torch.full((2, 8), -100)}
+    rows["labels"][1, 6] = 1
+    with (
+        pytest.raises(ValueError, match=r"labels\[1, 6\] is a target"),
+        cp.Sharding(2, {"position_ids": 1, "labels": 1}, cp.PositionIds("position_ids")).shard(
+            rows, lengths=[[4, 4], [4]]
+        ),
+    ):
         pass
