@@ -1,4 +1,4 @@
-"""Command line: `python -m cp_rewrite plan …` and `python -m cp_rewrite calibrate …`."""
+"""Command line: `python -m cp_rewrite plan …`, `explain …` and `calibrate …`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .masks import PackedMask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 2 after one line on stderr about a bad argument."""
+    """Run one command. Returns 0, 1 for a model that is refused, or 2 after one line on stderr about a bad argument."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -44,6 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks-per-node", type=int, help="ranks that share fast links (default: all)")
     p.add_argument("--plot", help="write a picture of the cheapest plan to this file")
     p.set_defaults(run=_plan)
+    e = commands.add_parser("explain", help="what would be rewritten in a model of transformers, from its config alone")
+    e.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
+    e.add_argument("--lengths", required=True, help="document lengths in tokens: 3104,3200,… or a file of them")
+    e.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    e.add_argument("--layers", type=int, help="layers to keep (default: the first of each kind, at least 2)")
+    e.add_argument("--diff", action="store_true", help="print the graph diff too")
+    e.set_defaults(run=_explain)
     c = commands.add_parser("calibrate", help="measure kernel, memory and link speeds for the cost model, once")
     c.add_argument("--output", default="device.json", help="file to write (default device.json)")
     c.add_argument("--name", help="name of the device (default: what torch calls it)")
@@ -84,6 +91,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         best.plot(arguments.plot)
         print(f"\npicture: {arguments.plot}")
     return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Print the report. Returns 1 where the model is refused."""
+    from cp_rewrite.diagnose.explain_config import explain_config  # late: plan needs no torch compiler
+
+    lengths = _lengths(arguments.lengths)
+    report = explain_config(arguments.model, lengths, arguments.world_size, arguments.layers)
+    print(report)
+    if arguments.diff:
+        print(f"\n{report.diff}")
+    return 0 if report.ok else 1
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
