@@ -91,7 +91,6 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     """What the site asks of a kernel."""
     query, key, value = (node.meta["example_value"] for node in (site.query, site.key, site.value))
     out: Tensor = site.node.meta["example_value"]
-    window = site.mask.window or (None, None)
     return AttentionSpec(
         dtype=out.dtype,
         head_dim=guard_number(query.shape[-1]),
@@ -99,7 +98,6 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
         heads=guard_number(query.shape[1]),
         heads_kv=guard_number(key.shape[1]),
         causal=site.mask.causal,
-        windowed=window[0] is not None or window[1] not in (None, 0),
         needs_backward=out.requires_grad,
         deterministic=deterministic,
         softcap=site.softcap,

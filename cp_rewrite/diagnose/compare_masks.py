@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.agree import talks
 from cp_rewrite.documents import Documents
 from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
@@ -41,8 +42,8 @@ class MaskMismatch(RuntimeError):
     """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
 
 
-def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any], *, alone: bool = False) -> None:
-    """Compare each mask; a collective of the context-parallel group unless this process is `alone`.
+def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any]) -> None:
+    """Compare each mask; a collective of the context-parallel group, where its ranks are processes.
 
     Args:
         masks: as recorded before the rewrite.
@@ -51,17 +52,15 @@ def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[
     Raises:
         MaskMismatch: on every rank, with the line, the first pair of tokens that differs, and who says what.
     """
-    found = [text for mask in masks for text in _differences(mask, plan, args)]
-    text = "\n".join(found)
-    texts = [text] if alone else _gathered(plan.sharding, text)
-    wrong = next((text for text in texts if text), None)
+    text = "\n".join(text for mask in masks for text in _differences(mask, plan, args))
+    wrong = next((text for text in _gathered(plan.sharding, text) if text), None)
     if wrong is not None:
         raise MaskMismatch(wrong)
 
 
 def _gathered(sharding: Sharding, text: str) -> list[str]:
     """Every rank's text, so that all ranks raise alike."""
-    if sharding.world_size == 1 or dist.get_backend(sharding.group) == "fake":
+    if not talks(sharding):
         return [text]
     texts: list[Any] = [None] * sharding.world_size
     dist.all_gather_object(texts, text, group=sharding.group)

@@ -131,7 +131,7 @@ class _Runner:
             if not self.captured:
                 if state.refusals:
                     raise RewriteRefused(state.refusals)
-                check_masks(unchecked, active_plan(self.sharding), args, alone=True)
+                check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
             plan = active_plan(self.sharding)
             return state.graph_module(*args, *(plan.tensor(key) for key in state.inputs))

@@ -19,9 +19,6 @@ from typing import Any
 import torch
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-"""Every kernel compiles for these."""
-
 DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 """The macro that names the elements, for kernels that do arithmetic (`csrc/rows.cuh`)."""
 Macros = tuple[tuple[str, str], ...]

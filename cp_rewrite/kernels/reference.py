@@ -80,11 +80,6 @@ def max_logits(q_RHD: Tensor, k_EHD: Tensor, tables: Tables, params: Params) -> 
     return found
 
 
-def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
-    """(E, C): row rows_E[i] of src_NC."""
-    return src_NC.index_select(0, rows_E)
-
-
 def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     """(n, C) in fp32 (fp64 for fp64): row i is the sum of x_EC at rows[2 i] and rows[2 i + 1], where these are not
     negative, and at rows[ptr[i]:ptr[i + 1]], in that order."""

@@ -26,7 +26,7 @@ class AttentionSpec:
 
     Args:
         dtype: of q, k and v. head_dim: of q and k. head_dim_v: of v. heads, heads_kv: of q, and of k and v.
-        causal, windowed: a side of the mask is the diagonal; a side is a window. Both may hold.
+        causal: a side of the mask is the diagonal.
         needs_backward: gradients are wanted: forward and backward run on one backend.
         deterministic: the backward must be bitwise repeatable. softcap: of the logits, 0.0 for none.
     """
@@ -37,7 +37,6 @@ class AttentionSpec:
     heads: int
     heads_kv: int
     causal: bool = True
-    windowed: bool = False
     needs_backward: bool = True
     deterministic: bool = False
     softcap: float = 0.0

@@ -137,7 +137,7 @@ def attend(
         route: the tensors of `exchange.route`. sinks: (Hq,). Where rows travel `in_steps`, tables and route are those
             of `ring_tables`, and keep_kv says nothing: rows go round again.
         heads: scatter heads first; `route` then ends with `row_order` and `row_inverse`, and `lse` is of the heads
-            that this rank has, in the order of its gathered rows; `gather_lse` brings it home.
+            that this rank has, in the order of its gathered rows.
     """
     if heads is not None:
         *route, order, inverse = route

@@ -1,4 +1,4 @@
-"""Rows of one rank: gathered, summed and packed. Ops with their fakes and CUDA kernels, and the exchange `local`.
+"""Rows of one rank: gathered, summed and packed. Ops with their fakes, and the exchange `local`.
 
 Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V). Rows are (N, C).
 """
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.kernels import reference
-from cp_rewrite.kernels import rows as rows_on_gpu
+from cp_rewrite.kernels import rows as row_kernels
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import LOCAL
 
@@ -23,12 +22,7 @@ _ops: Any = torch.ops.cp_rewrite
 @custom_op("cp_rewrite::gather_rows", mutates_args=())
 def gather_rows(src: Tensor, rows: Tensor) -> Tensor:
     """(E, C): row `rows[i]` of `src` (N, C). `rows` (E,) int32."""
-    return reference.gather_rows(src, rows)
-
-
-@gather_rows.register_kernel("cuda")
-def _(src: Tensor, rows: Tensor) -> Tensor:
-    return rows_on_gpu.gather_rows(src, rows)
+    return row_kernels.gather_rows(src, rows)
 
 
 @gather_rows.register_fake
@@ -43,12 +37,7 @@ def sum_rows(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
 
     `ptr` (size + 1,) int32, `rows` (at least 2 size,) int32: `intervals.sum_lists`.
     """
-    return reference.sum_rows(x, ptr, rows)
-
-
-@sum_rows.register_kernel("cuda")
-def _(x: Tensor, ptr: Tensor, rows: Tensor, size: int) -> Tensor:
-    return rows_on_gpu.sum_rows(x, ptr, rows)
+    return row_kernels.sum_rows(x, ptr, rows)
 
 
 @sum_rows.register_fake

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the collectives' gradients
+import torch.distributed._functional_collectives  # registers collectives' gradients # pyright: ignore[reportUnusedImport]
 from torch import Tensor
 from torch.library import custom_op
 
@@ -88,11 +88,6 @@ def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
     x = _ops.permute_rows.default(out.flatten(1), inverse, order).unflatten(0, (deal.ranks, -1))
     x = _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * deal.ranks, [1] * deal.ranks, group))
     return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
-
-
-def gather_lse(lse: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
-    """The way back of attention's lse: (hq, A R) -> (Hq, R)."""
-    return gather_heads(lse.t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
 
 def gather_per_head(x: Any, heads: HeadScatter) -> Any:

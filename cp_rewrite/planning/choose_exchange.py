@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +18,10 @@ TOKENS_PER_RANK = 8192
 
 @dataclass(frozen=True)
 class Choice:
-    """An exchange, why it was chosen, and the seconds predicted for each that was weighed."""
+    """An exchange, and why it was chosen."""
 
     exchange: str
     reason: str
-    seconds: Mapping[str, float]
 
 
 def choose_exchange(
@@ -39,7 +37,7 @@ def choose_exchange(
         ranks_per_node: ranks that share fast links; None: all.
     """
     if world_size == 1:
-        return Choice("local", "one rank: nothing moves", {})
+        return Choice("local", "one rank: nothing moves")
     load = typical_load(world_size, mask)
     predicted = exchange_seconds(load, device, model, ranks_per_node)
     seconds = {name: predicted[name] for name in ("all_gather", "needed")}
@@ -50,7 +48,7 @@ def choose_exchange(
         f"{device.name} ({world_size} ranks, {model.heads[0]}/{model.heads[1]} heads of {model.head_dim}, "
         f"{load.local_rows} tokens per rank, {share:.0%} of remote rows needed)"
     )
-    return Choice(best, reason, seconds)
+    return Choice(best, reason)
 
 
 def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK) -> Load:

@@ -62,16 +62,6 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.rank)
 
-    @property
-    def seen_pairs(self) -> Int:
-        """(N,) pairs of a query and a key that it sees."""
-        queries, keys = self.q1 - self.q0, self.key1 - self.key0
-        # The query d before the last one has d - right keys hidden after it, and keys - 1 - d - left before it.
-        after = np.where(self.right < 0, 0, _triangle(queries - 1 - self.right))
-        top = keys - 1 - self.left
-        before = np.where(self.left < 0, 0, _triangle(top) - _triangle(top - queries))
-        return queries * keys - after - before
-
 
 def flat_documents(rows: Sequence[Documents], packed: bool) -> tuple[Int, Int]:
     """(starts, ends) of all non-empty documents, as tokens of the batch; without `packed` of its rows."""
@@ -169,8 +159,3 @@ def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:
     launch = number[kind]
     order = np.lexsort((pieces.q0, launch, pieces.rank))
     return order, launch[order]
-
-
-def _triangle(n: Int) -> Int:
-    """1 + 2 + … + n; 0 for n < 0."""
-    return np.maximum(n, 0) * (np.maximum(n, 0) + 1) // 2

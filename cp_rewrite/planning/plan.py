@@ -68,11 +68,6 @@ class Plan:
         return imbalance(self.load.tiles)
 
     @property
-    def area_imbalance(self) -> float:
-        """`imbalance` with work in pairs of a query and a key that it sees: what a kernel without tiles would feel."""
-        return imbalance(self.schedule.seen_pairs())
-
-    @property
     def recv_rows(self) -> Int:
         """(P,) int64 KV rows that each rank receives from others, each row once."""
         return self.load.received.sum(1)

@@ -85,10 +85,6 @@ class Schedule:
         total = np.concatenate([[0], np.cumsum(self.pieces.key1 - self.pieces.key0)])
         return np.diff(total[self.piece_bounds])
 
-    def seen_pairs(self) -> NDArray[np.float64]:
-        """(P,) float64 pairs of a query and a key that it sees, of each rank."""
-        return np.bincount(self.pieces.rank, self.pieces.seen_pairs, self.world_size).astype(np.float64)
-
     def attention(self, rank: int) -> dict[str, NDArray[np.integer]]:
         """The kernel tables of one rank, in a fixed order. Leading dims are at least 2: compilers specialise 0 and 1.
 

@@ -31,6 +31,7 @@ from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
 from cp_rewrite.planning.routes.needed import needed_route
+from cp_rewrite.planning.tiles import imbalance
 
 MIXES = ("web_mix", "prolong", "long_tail")
 SIMPLE = ("contiguous", "head_tail", "dual_chunk")
@@ -94,10 +95,18 @@ def show_balance(seeds: int) -> None:
         bar(*line)
 
 
+def _area_imbalance(p: Plan) -> float:
+    """`imbalance` with work in pairs of a query and a key that it sees, under a causal mask: a kernel without tiles."""
+    pieces = p.schedule.pieces
+    queries, keys = pieces.q1 - pieces.q0, pieces.key1 - pieces.key0
+    pairs = queries * keys - queries * (queries - 1) // 2
+    return imbalance(np.bincount(pieces.rank, pairs, p.world_size).astype(np.float64))
+
+
 def _figures(p: Plan) -> tuple[float, ...]:
     mean, worst = p.recv_fraction
     expanded = float(p.expanded_rows.max()) / p.order.local_size
-    return p.imbalance, p.area_imbalance, mean, worst, expanded, float(p.pieces.mean()), p.padding_rows
+    return p.imbalance, _area_imbalance(p), mean, worst, expanded, float(p.pieces.mean()), p.padding_rows
 
 
 def show_single_document() -> None:

@@ -303,10 +303,9 @@ class _Walk:
                 "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
             )
             self.refuse(node, Reason.TOKEN_MIXING, detail)
-        shared = self.extents.batch != 1
-        positions = [PositionGenerator(node, shared_order=shared) for node in self.used]
+        positions = [PositionGenerator(node) for node in self.used]
         if tables:
-            positions += [PositionGenerator(node, "table", dim, shared) for node, dim in self.tables.items()]
+            positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
         return LocalityReport(self.refusals, positions, list(self.padded_sums), self.outputs, self.extents.static)
 
 

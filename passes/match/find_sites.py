@@ -41,7 +41,7 @@ from .written_out import is_softmax, read_written
 
 _SDPA: frozenset[Any] = frozenset(
     {
-        torch._C._nn.scaled_dot_product_attention,
+        torch._C._nn.scaled_dot_product_attention,  # pyright: ignore[reportAttributeAccessIssue]
         torch.nn.functional.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention.default,
@@ -144,7 +144,7 @@ class _Matcher:
 
     def _match_flex(self, scope: Scope, node: fx.Node) -> Found:
         args = flex_arguments(node)
-        output, softcap = output_of(node), softcap_of(scope, node, args)
+        output, softcap = output_of(node), softcap_of(node, args)
         shape, mask = shape_of(args["query"]), []
         if shape is not None and len(shape) == 4:
             body, result, indices = mask_function(scope, node, args)

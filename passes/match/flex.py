@@ -98,7 +98,7 @@ def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], pr
     return None
 
 
-def softcap_of(scope: Scope, node: fx.Node, args: dict[str, Any]) -> float | Refusal:
+def softcap_of(node: fx.Node, args: dict[str, Any]) -> float | Refusal:
     """c where the score function is c * tanh(score / c), 0.0 where it is the score itself; else a Refusal."""
     body: fx.GraphModule = attribute_of(args["score_mod"])
     score = body.graph.find_nodes(op="placeholder")[0]

@@ -17,10 +17,8 @@ class PositionGenerator:
             `dim`, of its first operand; these stand for the rows at the global indices.
         kind: which of both.
         dim: for a table, the dim of the operand that positions run over.
-        shared_order: the batch has several rows, which share these positions: they must be cut in one order.
     """
 
     node: fx.Node
     kind: Literal["arange", "table"] = "arange"
     dim: int = 0
-    shared_order: bool = False

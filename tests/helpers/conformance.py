@@ -19,7 +19,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.max_logits import max_logits
-from cp_rewrite.ops.scatter_heads import gather_lse
+from cp_rewrite.ops.scatter_heads import gather_heads
 from cp_rewrite.passes.plan_sites import ranks_of
 from cp_rewrite.planning.batch_plan import plan_batch
 from tests.helpers.conformance_cells import Cell
@@ -68,7 +68,8 @@ def attend_on(
         if heads is None:
             return found[0], found[1]
         order, inverse = inputs[-2:]
-        return found[0], gather_lse(found[1], order, inverse, heads)
+        # The lse of this rank's heads, (hq, A R), goes back as outputs of one column do.
+        return found[0], gather_heads(found[1].t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
     def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return max_logits(q, k, v, inputs[:4], inputs[4:], exchange, params, heads)

@@ -74,7 +74,7 @@ def test_forward_only_needs_no_backward() -> None:
     facts = DeviceFacts((9, 0), ALL)
     for change in ({"causal": False, "head_dim_v": 64}, {"head_dim": 72, "head_dim_v": 72}):
         assert not reasons("fa4", dataclasses.replace(SPEC, **change, needs_backward=False), facts)  # type: ignore[arg-type]
-    full = dataclasses.replace(SPEC, heads=8, heads_kv=8, causal=False, windowed=True)
+    full = dataclasses.replace(SPEC, heads=8, heads_kv=8, causal=False)
     assert not reasons("fa4", full, facts)
     assert not reasons("fa4", dataclasses.replace(full, causal=True, head_dim_v=64), facts)
     assert not reasons("fa3", dataclasses.replace(SPEC, needs_backward=False), facts)

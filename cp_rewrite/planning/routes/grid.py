@@ -16,7 +16,7 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder, joined
 from cp_rewrite.planning.schedule import Schedule, build
 
-from .route import Arrays, PlanTensor, Route
+from .route import Arrays, PlanTensor, Route, row_index
 
 ORDER = (PlanTensor("row_order"), PlanTensor("row_inverse"))
 """What scattering heads adds to a route."""
@@ -55,13 +55,9 @@ def row_order(plan: BatchPlan, place: int, inner: int) -> dict[str, NDArray[np.i
     for b, row in enumerate(tokens.reshape(batch, -1)):
         sort = np.argsort(np.where(row < 0, plan.rows[0].total, row), kind="stable")
         order[b] = slot.reshape(-1)[sort] + b * size
-    inverse = np.empty(order.size, dtype=np.int32)
+    inverse = np.empty(order.size, dtype=np.int64)
     inverse[order.reshape(-1)] = np.arange(order.size)
-    fill = np.zeros(max(0, 2 - order.size), dtype=np.int32)
-    return {
-        "row_order": np.concatenate([order.reshape(-1), fill]).astype(np.int32),
-        "row_inverse": np.concatenate([inverse, fill]),
-    }
+    return {"row_order": row_index(order.reshape(-1)), "row_inverse": row_index(inverse)}
 
 
 def _merged(parts: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
