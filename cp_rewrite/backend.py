@@ -18,6 +18,7 @@ from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
+from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 
 from . import passes
 from .batch import agree
@@ -45,6 +46,23 @@ class Backend:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None
     ) -> Callable[..., Any]:
+        try:
+            state = self._agreed(gm, mode)
+        except Exception as error:
+            raise unwrapped(error) from error.__cause__
+        if state.refusals:
+            refused = RewriteRefused(state.refusals)
+            if self.sharding.strict:
+                return _raiser(refused)
+            warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
+            return self._inner(gm, example_inputs, mode)
+        nodes = state.graph_module.graph.find_nodes(op="placeholder")
+        added = nodes[len(nodes) - len(state.inputs) :]
+        extra = [node.meta["example_input"] for node in added]
+        return _checked(state, self._inner(state.graph_module, [*example_inputs, *extra], mode))
+
+    def _agreed(self, gm: fx.GraphModule, mode: str | None) -> passes.State:
+        """What the passes made of a graph or found against it, the same on all ranks."""
         sharding = self.sharding
         if mode is not None and sharding.inner != "inductor":
             raise ValueError(f"torch.compile's mode is for inner='inductor', not for {sharding.inner!r}: got {mode!r}")
@@ -55,23 +73,13 @@ class Backend:
             agree.on_failure(sharding, "graph", error)
             raise
         observe.count(state)
-        if state.refusals:
-            refused = RewriteRefused(state.refusals)
-            observe.trace("refused", lambda: [str(refused)])
-            agree.on_graph(sharding, str(refused))
-            if sharding.strict:
-                return _raiser(refused)
-            warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
-            return self._inner(gm, example_inputs, mode)
-        if state.decisions and sharding.world_size > 1:
+        if state.decisions and not state.refusals and sharding.world_size > 1:
             _ = sharding.group  # raises where the mesh is a world size, for dry runs only
-        after = graph_lines(state.graph_module)
-        observe.trace("after", lambda: after)
-        agree.on_graph(sharding, "\n".join(after))
-        nodes = state.graph_module.graph.find_nodes(op="placeholder")
-        added = nodes[len(nodes) - len(state.inputs) :]
-        extra = [node.meta["example_input"] for node in added]
-        return _checked(state, self._inner(state.graph_module, [*example_inputs, *extra], mode))
+        kind = "refused" if state.refusals else "after"
+        text = [str(RewriteRefused(state.refusals))] if state.refusals else graph_lines(state.graph_module)
+        observe.trace(kind, lambda: text)
+        agree.on_graph(sharding, "\n".join(text))
+        return state
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))
@@ -94,8 +102,7 @@ def backend(sharding: Sharding) -> Backend:
 
     Raises:
         TypeError: no Sharding. The compiled model raises RewriteRefused (strict), MaskMismatch, ValueError for tokens
-            of another batch, RuntimeError outside of a batch's block or where ranks differ. What is found while it
-            compiles, but for refusals, reaches the caller inside torch's BackendCompilerFailed.
+            of another batch, RuntimeError outside of a batch's block or where ranks differ.
     """
     return Backend(require_sharding(sharding))
 
@@ -109,14 +116,22 @@ def compile_backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """What `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding})` calls."""
-    unknown = set(options or {}) - {"sharding"}
+    try:
+        sharding = _sharding_of(options or {})
+    except Exception as error:
+        raise unwrapped(error) from None
+    return Backend(sharding)(gm, example_inputs, mode=mode)
+
+
+def _sharding_of(options: Mapping[str, Any]) -> Sharding:
+    unknown = set(options) - {"sharding"}
     if unknown:
         raise ValueError(f"options has unknown keys {sorted(unknown)}; the only one is 'sharding'")
     if not options:
         raise ValueError("backend='cp_rewrite' needs options={'sharding': cp_rewrite.Sharding(...)}")
     if not isinstance(options["sharding"], Sharding):
         raise TypeError(f"options['sharding'] must be a cp_rewrite.Sharding, got {options['sharding']!r}")
-    return Backend(options["sharding"])(gm, example_inputs, mode=mode)
+    return options["sharding"]
 
 
 def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Callable[[F], F]:
@@ -134,7 +149,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     def decorate(target: F) -> F:
         if isinstance(target, nn.Module):
             target.forward = decorate(target.forward)  # type: ignore[method-assign]
-            return target
+            return target  # type: ignore[return-value]
         if isinstance(target, type) or not callable(target):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"context_parallel decorates a function, a forward method or a module, got {target!r}")
         if hasattr(target, "_cp_rewrite_sharding"):

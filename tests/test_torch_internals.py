@@ -181,7 +181,8 @@ def test_wrapped_tensors() -> None:
 
 @canary("torch._C._functorch._vmap_decrement_nesting", "torch_internals.leave_vmaps")
 def test_leave_vmaps() -> None:
-    torch._C._functorch._vmap_increment_nesting(2, "error")
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    functorch._vmap_increment_nesting(2, "error")
     assert ours.transform_depth() == 1
     ours.leave_vmaps(0)
     assert ours.transform_depth() == 0
@@ -389,6 +390,21 @@ def test_graph_breaks() -> None:
     assert not dynamo_internals.is_resumed()
 
 
+@canary("exc.ShortenTraceback, which Dynamo does not wrap", "dynamo_internals.unwrapped, for errors of the backend")
+def test_errors_of_a_backend() -> None:
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        try:
+            raise ValueError("no graph")
+        except ValueError as error:
+            raise dynamo_internals.unwrapped(error) from None
+
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=r"^no graph$"):
+        torch.compile(torch.neg, backend=backend)(torch.ones(3))
+    other = KeyError("x")
+    assert dynamo_internals.unwrapped(other) is other
+
+
 @canary("side effects: SideEffects.store_attr_mutations, id_to_variable", "dynamo_internals.kept_values")
 def test_values_that_outlive_a_call() -> None:
     seen: list[str] = []
@@ -462,7 +478,7 @@ def test_region_ops() -> None:
         op = getattr(torch.ops.higher_order, name)
         assert isinstance(op, ours.HigherOrderOperator)
         assert op.name() == name
-    region = torch.compiler.nested_compile_region(lambda x, y: x * y)
+    region: Any = torch.compiler.nested_compile_region(lambda x, y: x * y)
 
     def model(x: Tensor, y: Tensor) -> Any:
         return checkpoint(lambda a, b: a + b, region(region(x, y), y), y, use_reentrant=False)

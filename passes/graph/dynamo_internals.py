@@ -6,6 +6,7 @@ Read in torch 2.11, 2.12 and 2.13, which agree in all of it unless a comment say
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch._dynamo.source as dynamo
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -145,6 +147,40 @@ def _translator() -> Any:
         return InstructionTranslator.current_tx()
     except AttributeError:
         return None
+
+
+# -- errors of a backend -----------------------------------------------------------------------------------
+
+
+class _Unwrapped(ShortenTraceback):
+    """Dynamo hands this to its caller as it is, with a text of its own at the end, which `str` leaves out."""
+
+    def __init__(self, error: Exception, frame: Any) -> None:
+        super().__init__(*error.args, first_useful_frame=frame)
+        self.error = error
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self.error), self.error.args
+
+
+_UNWRAPPED: dict[Any, Any] = {
+    kind: type(kind.__name__, (_Unwrapped, kind), {}) for kind in (RuntimeError, TypeError, ValueError)
+}
+
+
+def unwrapped(error: Exception) -> Exception:
+    """An error to be raised in a backend's first function instead of `error`: it has the same kind, and reaches the
+    caller of the compiled function as it is, where others come inside of a BackendCompilerFailed.
+
+    Nothing is kept of the failed compilation: a later call compiles anew.
+    """
+    kind, here = _UNWRAPPED.get(type(error)), inspect.currentframe()
+    if kind is None or here is None:
+        return error
+    return kind(error, here.f_back).with_traceback(error.__traceback__)
 
 
 # -- inputs for the graph that the inner compiler gets -----------------------------------------------------

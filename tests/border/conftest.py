@@ -30,7 +30,6 @@ OPEN = frozenset(
         "test_attention_module_is_read_or_named_once",
         "test_all_over_a_dim_of_a_mask_is_read_or_named",
         "test_unproven_mask_is_refused_once",
-        "test_error_while_compiling_is_the_exception_itself",
         "test_mutant_keeps_the_promise",
     }
 )

@@ -54,7 +54,8 @@ def fresh_dynamo() -> None:
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_backend_by_name(inner: str) -> None:
     model, batch, sharding = Packed(), make_batch(5, 9), make_sharding(inner=inner)
-    compiled = torch.compile(model, backend="cp_rewrite", fullgraph=True, options={"sharding": sharding})
+    options: Any = {"sharding": sharding}
+    compiled = torch.compile(model, backend="cp_rewrite", fullgraph=True, options=options)
     with sharding.shard(batch) as local:
         out = compiled(**local)
     torch.testing.assert_close(sharding.unshard(out, 1), model(**batch))
@@ -62,15 +63,29 @@ def test_backend_by_name(inner: str) -> None:
 
 def test_unknown_options_are_errors() -> None:
     model, batch, sharding = Packed(), make_batch(5, 9), make_sharding()
-    for options, says in (
-        ({"sharding": sharding, "layout": "balanced"}, r"unknown keys \['layout'\]"),
-        ({"sharding": 4}, "must be a cp_rewrite.Sharding"),
-        ({}, "needs options="),
-    ):
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ({"sharding": sharding, "layout": "balanced"}, ValueError, r"unknown keys \['layout'\]"),
+        ({"sharding": 4}, TypeError, "must be a cp_rewrite.Sharding"),
+        ({}, ValueError, "needs options="),
+    ]
+    for options, kind, says in cases:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="cp_rewrite", options=options)
-        with pytest.raises(Exception, match=says), sharding.shard(batch) as local:
+        with pytest.raises(kind, match=says), sharding.shard(batch) as local:
             compiled(**local)
+
+
+def test_error_while_compiling_is_the_exception_itself_and_is_not_kept() -> None:
+    model, batch, sharding = Packed(), make_batch(5, 9), make_sharding()
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"runs inside `with sharding\.shard") as raised:
+        compiled(**batch)
+    assert str(raised.value) == "a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`"
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert type(again) is RuntimeError
+    assert str(again) == str(raised.value)
+    with sharding.shard(batch) as local:
+        torch.testing.assert_close(sharding.unshard(compiled(**local), 1), model(**batch))
 
 
 def test_backend_wants_a_sharding() -> None:
@@ -123,7 +138,7 @@ def test_what_can_not_be_decorated_is_named() -> None:
 def test_mode_is_for_inductor() -> None:
     compiled = torch.compile(Packed(), backend=cp.backend(make_sharding()), mode="max-autotune")
     with (
-        pytest.raises(Exception, match="mode is for inner='inductor', not for 'eager'"),
+        pytest.raises(ValueError, match=r"^torch\.compile's mode is for inner='inductor', not for 'eager'"),
         make_sharding().shard(make_batch(5, 9)) as local,
     ):
         compiled(**local)
