@@ -11,7 +11,7 @@ from .backend import backend, context_parallel
 from .capacity import Capacity
 from .documents import Documents
 from .masks import PackedMask
-from .packing import CuSeqlens, DocumentIds, PositionIds
+from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, StartOfDocument
 from .refusal import Reason, Refusal, RewriteRefused
 from .sharding import Sharding
 
@@ -21,6 +21,7 @@ __all__ = [
     "CuSeqlens",
     "DocumentIds",
     "Documents",
+    "EndOfDocument",
     "MaskMismatch",
     "PackedMask",
     "Plan",
@@ -29,6 +30,7 @@ __all__ = [
     "Refusal",
     "RewriteRefused",
     "Sharding",
+    "StartOfDocument",
     "backend",
     "check",
     "context_parallel",

@@ -111,14 +111,15 @@ class Documents:
         return cls(starts, np.diff(np.append(starts, pos.size)), pos.size)
 
     @classmethod
-    def from_document_ids(cls, document_ids: ArrayLike) -> Documents:
-        """`document_ids` (T,): one value per document, on all its tokens, which are contiguous; negative: padding."""
+    def from_document_ids(cls, document_ids: ArrayLike, padding: int = -1) -> Documents:
+        """`document_ids` (T,): one value per document, on all its tokens, which are contiguous; up to `padding`:
+        padding."""
         ids = whole_numbers("document ids", document_ids)
         if ids.size and max(ids.max(), -ids.min()) > MAX_ID:
             raise ValueError(f"document ids go up to {MAX_ID}, got {ids.max()}: number the documents of a row anew")
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1) != 0).astype(np.int64)
         lengths = np.diff(np.append(starts, ids.size))
-        keep = ids[starts] >= 0
+        keep = ids[starts] > padding
         values, counts = np.unique(ids[starts][keep], return_counts=True)
         if (counts > 1).any():
             raise ValueError(
@@ -126,6 +127,24 @@ class Documents:
                 "the tokens of a document must be contiguous"
             )
         return cls(starts[keep], lengths[keep], ids.size)
+
+    @classmethod
+    def from_end_tokens(cls, tokens: ArrayLike, token_id: int) -> Documents:
+        """`tokens` (T,): documents end at each `token_id`, and the last one at the row's end."""
+        ids = whole_numbers("tokens", tokens)
+        return cls._from_starts(np.flatnonzero(ids[:-1] == token_id) + 1, ids.size)
+
+    @classmethod
+    def from_start_tokens(cls, tokens: ArrayLike, token_id: int) -> Documents:
+        """`tokens` (T,): documents start at each `token_id`, and the first one at the row's start."""
+        ids = whole_numbers("tokens", tokens)
+        return cls._from_starts(np.flatnonzero(ids[1:] == token_id) + 1, ids.size)
+
+    @classmethod
+    def _from_starts(cls, later: Int, total: int) -> Documents:
+        """Documents that tile the row. `later`: where all but the first one start."""
+        starts = np.append(0, later).astype(np.int64)
+        return cls(starts, np.diff(np.append(starts, total)), total)
 
 
 def _cumulative(name: str, values: ArrayLike) -> Int:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import whole_number
+from .documents import MAX_ID
+
 
 @dataclass(frozen=True)
 class CuSeqlens:
@@ -30,13 +33,35 @@ class PositionIds:
 class DocumentIds:
     """Documents given by one id per token, (B, T) or (T,) integers, in argument `arg`.
 
-    The tokens of a document stand side by side; negative ids are padding.
+    The tokens of a document stand side by side. Ids up to `padding` are padding: negative ones, or with `padding=0`
+    zero too, as where documents count from 1.
     """
 
     arg: str
+    padding: int = -1
 
 
-Packing = CuSeqlens | PositionIds | DocumentIds
+@dataclass(frozen=True)
+class EndOfDocument:
+    """Documents end at tokens `token_id` of argument `arg`, (B, T) or (T,) integers; the row's end ends its last.
+
+    Two such tokens side by side make a document of one token.
+    """
+
+    arg: str
+    token_id: int
+
+
+@dataclass(frozen=True)
+class StartOfDocument:
+    """Documents start at tokens `token_id` of argument `arg`, (B, T) or (T,) integers, and at the row's start."""
+
+    arg: str
+    token_id: int
+
+
+PerToken = PositionIds | DocumentIds | EndOfDocument | StartOfDocument
+Packing = CuSeqlens | PerToken
 
 
 def packing_args(packing: Packing) -> tuple[str, ...]:
@@ -48,10 +73,17 @@ def packing_args(packing: Packing) -> tuple[str, ...]:
 def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
     """Raise a TypeError or ValueError unless `packing` is one, and goes with the arguments that are cut."""
     if not isinstance(packing, Packing):
-        raise TypeError(f"packing must be CuSeqlens(arg), PositionIds(arg) or DocumentIds(arg), got {packing!r}")
+        raise TypeError(
+            "packing must be CuSeqlens(arg), PositionIds(arg), DocumentIds(arg), EndOfDocument(arg, token_id) or "
+            f"StartOfDocument(arg, token_id), got {packing!r}"
+        )
     args = packing_args(packing)
     if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"packing must name an argument, as in PositionIds('position_ids'), got {packing!r}")
+    if isinstance(packing, DocumentIds) and whole_number("padding", packing.padding, -MAX_ID) > 0:
+        raise ValueError(f"padding must be 0 or less, got {packing.padding}: ids up to it are padding")
+    if isinstance(packing, EndOfDocument | StartOfDocument):
+        whole_number("token_id", packing.token_id, 0)
     if isinstance(packing, CuSeqlens):
         sharded = sorted(set(args) & set(tokens))
         if sharded:

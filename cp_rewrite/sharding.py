@@ -42,7 +42,8 @@ class Sharding:
             `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
             ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
-        packing: which argument tells documents apart: CuSeqlens, PositionIds or DocumentIds.
+        packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument or
+            StartOfDocument.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole

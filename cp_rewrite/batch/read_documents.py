@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.packing import CuSeqlens, PositionIds
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, PerToken, PositionIds, StartOfDocument
 from cp_rewrite.sharding import Sharding
 
 
@@ -32,7 +32,7 @@ def documents_of(
     given = [Documents.from_lengths(row, total) for row in _rows_of(lengths, rows)]
     value: Any = batch.get(sharding.packing.arg)
     if isinstance(value, Tensor) and value.device.type == "cpu":
-        whole = not isinstance(sharding.packing, PositionIds)
+        whole = isinstance(sharding.packing, CuSeqlens | DocumentIds)
         _check_lengths(given, _read(sharding, batch, rows, total), whole)
     return given
 
@@ -56,8 +56,8 @@ def _rows_of(lengths: Any, rows: int) -> list[Any]:
 def _check_lengths(given: Sequence[Documents], read: Sequence[Documents], whole: bool) -> None:
     """Raise where the documents that lengths give are not those that were read.
 
-    `whole`: compare the whole row; else only up to the end of the lengths, since positions can't tell padding from
-    documents.
+    `whole`: compare the whole row; else only up to the end of the lengths, since positions and tokens can't tell
+    padding from documents.
     """
     for row, (mine, theirs) in enumerate(zip(given, read, strict=True)):
         used = mine.total if whole else int(mine.lengths.sum())
@@ -81,14 +81,26 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
     values = _host_array(batch, packing.arg)
     if isinstance(packing, CuSeqlens):
         if rows > 1:
-            raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use PositionIds or DocumentIds")
+            raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use another packing")
         padded = None if packing.padded_arg is None else _host_array(batch, packing.padded_arg)
         return [Documents.from_cu_seqlens(values, total, padded)]
-    read = Documents.from_position_ids if isinstance(packing, PositionIds) else Documents.from_document_ids
     table = np.moveaxis(values, sharding.tokens[packing.arg], -1).reshape(-1, total)
     if len(table) != rows:
         raise ValueError(f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
-    return [read(row) for row in table]
+    return [_read_row(packing, row) for row in table]
+
+
+def _read_row(packing: PerToken, row: NDArray[Any]) -> Documents:
+    """Documents of one row, by what its (T,) tokens say."""
+    match packing:
+        case PositionIds():
+            return Documents.from_position_ids(row)
+        case DocumentIds():
+            return Documents.from_document_ids(row, packing.padding)
+        case EndOfDocument():
+            return Documents.from_end_tokens(row, packing.token_id)
+        case StartOfDocument():
+            return Documents.from_start_tokens(row, packing.token_id)
 
 
 def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:

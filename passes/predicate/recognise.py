@@ -5,6 +5,7 @@
     position_ids(b, k)                     PositionIds  PK, the key's position
     doc_ids(b, q)                          DocumentIds  IQ, the id of the query's document
     RunningSum(position_ids(b, j) == 0)    PositionIds  an Ordinal: a number that grows from document to document
+    RunningSum(input_ids(b, j - 1) == 2)   EndOfDocument  an Ordinal
     SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
     cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
 
@@ -23,7 +24,7 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from cp_rewrite.packing import CuSeqlens, PositionIds
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, StartOfDocument
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 
@@ -31,7 +32,7 @@ from .context import Leaf
 from .offsets import Offsets
 from .symbolic import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
 from .terms import GENERATORS, Pair, Trouble, maximal_terms, relations
-from .worlds import STARTS, Cell, K, Linear, Ordinal, Q, World, holds
+from .worlds import END_K, END_Q, START_K, START_Q, STARTS, Cell, K, Linear, Ordinal, Q, World, holds
 
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
 
@@ -180,13 +181,25 @@ class Reader:
         if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
             side = self._token_of(term, leaf)
             if side is not None:
-                return {side[1 if isinstance(packing, PositionIds) else 2]: sympy.S.One}
+                return self._value_at(side)
             detail = (
                 f"{leaf.name!r} of shape {tuple(map(str, leaf.shape))} is read at [{', '.join(map(str, term.args))}], "
                 f"but its token dim is {self.sharding.tokens[leaf.name]} and its row is the attention's own row"
             )
             return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
         return self._trouble(term, self._foreign(term, leaf))
+
+    def _value_at(self, side: tuple[Expr, ...]) -> Linear:
+        """What the packing's argument holds at a token, one number per token."""
+        match self.sharding.packing:
+            case DocumentIds(padding=padding):
+                return {side[2]: sympy.S.One, ONE: sympy.Integer(padding + 1)}
+            case EndOfDocument(token_id=token):
+                return {END_Q if side[0] == Q else END_K: sympy.S.One, ONE: sympy.Integer(token)}
+            case StartOfDocument(token_id=token):
+                return {START_Q if side[0] == Q else START_K: sympy.S.One, ONE: sympy.Integer(token)}
+            case _:
+                return {side[1]: sympy.S.One}
 
     def _foreign(self, term: Any, leaf: Leaf) -> Trouble:
         """Why a read of another tensor than the packing's is a trouble."""
@@ -234,7 +247,7 @@ class Reader:
         return self._ordinal(term.func(*term.args[:3], _TOKEN), side[0], with_padding=self._padded)
 
     def _running_sum(self, term: Any) -> Linear | None:
-        """A running sum numbers documents where it adds 0 at every token but their first ones, and there more than 0.
+        """A running sum numbers documents where it adds 0 at every token but their first ones, and there 1 or more.
 
         position_ids                   0 1 2 0 1 0
         RunningSum(position_ids == 0)  1 1 1 2 2 3
@@ -243,14 +256,17 @@ class Reader:
         side = self.pair.side(at)
         # What is added is read as a mask is: of token j and the one before it.
         sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
-        inside, first = (sub.numbers(inner, Cell(world, (1, 1))) for world in (World.SAME, World.ADJACENT))
+        worlds = (World.SAME, World.ADJACENT, World.IN_PADDING)
+        inside, first, padding = (sub.numbers(inner, Cell(world, (1, 1))) for world in worlds)
         key = RunningSum(inner, j, _TOKEN)
         if side is None or inside != frozenset({0.0}) or first is None:
             return None
         if first == frozenset({0.0}):  # one number for the whole row
             return {key: sympy.S.One}
-        if not all(0 < v < float("inf") for v in first):
+        if not all(1 <= v < float("inf") for v in first):
             return None
+        if isinstance(self.sharding.packing, DocumentIds) and not (padding and min(padding) >= 0):
+            return None  # it might fall inside padding, back to an earlier document's number
         return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
 
     @property
@@ -285,4 +301,6 @@ class Reader:
         what = {RunningSum: "a running sum", RunningMax: "a running maximum", SumOver: "a count"}
         name = what.get(term.func, "a repeated index")
         detail = f"{name} over tokens does not number the documents of {self.sharding.packing}: it adds up `{inner}`"
+        if isinstance(self.sharding.packing, EndOfDocument | StartOfDocument):
+            detail += "; EndOfDocument's token is a document's last one, StartOfDocument's its first"
         return Trouble(Reason.MASK_NOT_PACKED, detail)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -46,13 +46,46 @@ class Select(sympy.Function):
         condition, x, y = args
         if condition == sympy.true or x == y:
             return x
-        return y if condition == sympy.false else None
+        if condition == sympy.false:
+            return y
+        # A running sum that is 0 where it has nothing to add up yet.
+        if y == 0 and isinstance(x, RunningSum) and _not_below_0(condition, x.args[2]):
+            return running_sum(*x.args)
+        if x == 0 and isinstance(y, RunningSum) and _not_below_0(sympy.Not(condition), y.args[2]):
+            return running_sum(*y.args)
+        return None
+
+
+def _not_below_0(condition: Any, x: Expr) -> bool:
+    """Whether a relation says x >= 0 of an integer."""
+    lhs = {sympy.Ge: x, sympy.Gt: x + 1}.get(type(condition))
+    return lhs is not None and condition.rhs == 0 and sympy.expand(condition.lhs - lhs) == 0
 
 
 class RunningSum(sympy.Function):
-    """RunningSum(f, j, x): f summed over j = 0 … x."""
+    """RunningSum(f, j, x): f summed over j = 0 … x, 0 where x < 0."""
 
     nargs = (3,)
+
+
+def running_sum(f: Expr, j: Expr, x: Expr) -> Expr:
+    """RunningSum(f, j, x) up to an index itself.
+
+    RunningSum(f(j), j, q - 1)  ->  RunningSum(Select(j >= 1, f(j - 1), 0), j, q)
+    """
+    back = -x.as_coeff_Add()[0]
+    if not (back.is_Integer and back > 0):
+        return RunningSum(f, j, x)
+    return RunningSum(Select(compare("ge", j, back), f.xreplace({j: j - back}), ZERO), j, x + back)
+
+
+def difference_of(x: Expr, y: Expr) -> Expr:
+    """x - y; RunningSum(f, j, q) - f(q) is the sum up to q - 1."""
+    if isinstance(x, RunningSum):
+        f, j, at = cast(Any, x.args)
+        if f.xreplace({j: at}) == y:
+            return running_sum(f, j, at - 1)
+    return x - y
 
 
 class RunningMax(sympy.Function):

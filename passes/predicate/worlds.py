@@ -1,7 +1,8 @@
 """What relations between two tokens of a row say, once it is known whether one document holds both.
 
 Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; IQ, IK the batch's
-own document ids. Each recognised numbering of documents adds a pair of its own (`Ordinal`).
+own document ids less the lowest one that is no padding. Each recognised numbering of documents adds a pair of its own
+(`Ordinal`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import sympy
 from .symbolic import ONE, TOKENS, Expr
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
+END_Q, END_K, START_Q, START_K = sympy.symbols("ENDq ENDk STARTq STARTk", integer=True)
+"""The query's and the key's token less the one that ends (starts) documents: 0 at no other token of a document than its
+last (first), and there where another document follows (precedes)."""
 STARTS = sympy.Symbol("S", integer=True)
 """How many of the batch's document starts are at Q. None or more: empty documents start where others do."""
 Linear = dict[Expr, Expr]
@@ -28,12 +32,14 @@ _MIN_TOKENS = 2
 
 
 class World(Enum):
-    """How query and key stand to each other. The query is a token of a document in all of them but ADJACENT."""
+    """How query and key stand to each other. The query is a token of a document in all of them but the
+    two of tokens side by side, ADJACENT and IN_PADDING."""
 
     SAME = "keys of the query's document"
     DIFFERENT = "keys of other documents"
     ADJACENT = "a document's first token and the token before it"
     PADDING = "padding after the query's document"
+    IN_PADDING = "two tokens of padding side by side"
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> b
     for form in (linear, _reduce(linear, cell.world, ordinals)):
         form_low, form_high = _bounds(form, spans)
         low, high = max(low, form_low), min(high, form_high)
-        if _is_multiple_of_nonzero(form, cell.world) and op in ("Equality", "Unequality"):
+        if _is_multiple_of_nonzero(form, cell) and op in ("Equality", "Unequality"):
             return op == "Unequality"
     return _compare(op, low, high)
 
@@ -183,15 +189,23 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     elif cell.world is World.DIFFERENT:
         spans |= {IQ: row}
     elif cell.world is World.ADJACENT:
-        spans |= {PQ: (0, 0), STARTS: (1, math.inf)}
+        spans |= {PQ: (0, 0), STARTS: (1, math.inf), END_K: (0, 0), START_Q: (0, 0)}
+    elif cell.world is World.IN_PADDING:
+        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: (-math.inf, -1), IK: (-math.inf, -1)}
     else:
         spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: row}
     return spans
 
 
-def _is_multiple_of_nonzero(form: Linear, world: World) -> bool:
-    """Whether a form is a multiple of id - id, which two documents never share."""
-    return world in (World.DIFFERENT, World.ADJACENT) and set(form) == {_IDS}
+def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
+    """Whether a form is a multiple of what is never 0: id - id of two documents, or a token less the one that documents
+    end (start) with, where another token of its document follows (precedes) it."""
+    low, high = cell.span
+    if cell.world is World.SAME:
+        nonzero = {END_K, START_Q} if low > 0 else {END_Q, START_K} if high < 0 else set()
+    else:
+        nonzero = {_IDS} if cell.world in (World.DIFFERENT, World.ADJACENT) else set()
+    return len(form) == 1 and set(form) <= nonzero
 
 
 def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:

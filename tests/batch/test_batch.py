@@ -207,6 +207,14 @@ def test_lengths_leave_out_no_document(packing: Any, values: Tensor) -> None:
         assert local.plan.rows[0].lengths.sum() == 8
 
 
+@pytest.mark.parametrize("packing", [cp.EndOfDocument("x", 7), cp.StartOfDocument("x", 7)], ids=repr)
+def test_tokens_that_mark_documents_are_read(packing: Any) -> None:
+    x = torch.tensor([[1, 7, 2, 7, 7, 3], [7, 1, 2, 3, 4, 7]])
+    expected = {cp.EndOfDocument: [[2, 2, 1, 1], [1, 5]], cp.StartOfDocument: [[1, 2, 1, 2], [5, 1]]}[type(packing)]
+    with cp.Sharding(2, {"x": 1}, packing).shard({"x": x}) as local:
+        assert [row.lengths.tolist() for row in local.plan.rows] == expected
+
+
 def test_documents_of_one_id_in_two_places_are_refused() -> None:
     sharding = cp.Sharding(2, {"ids": 1}, cp.DocumentIds("ids"))
     with (

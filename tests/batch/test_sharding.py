@@ -34,6 +34,10 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("local_ops", ("op",), "local_ops must hold names such as 'my::op', got 'op'"),
         ("packing", cp.PositionIds(3), "packing must name an argument"),  # type: ignore[arg-type]
         ("packing", cp.CuSeqlens("cu", 5), "packing must name an argument"),  # type: ignore[arg-type]
+        ("packing", cp.DocumentIds("pos", padding=1), "padding must be 0 or less, got 1"),
+        ("packing", cp.EndOfDocument("pos", -1), "token_id must be >= 0, got -1"),
+        ("packing", cp.StartOfDocument("pos", 1.5), "token_id must be a whole number"),  # type: ignore[arg-type]
+        ("packing", cp.EndOfDocument("ends", 1), "packing reads 'ends'"),
         ("packing", "pos", "packing must be CuSeqlens"),
         ("packing", cp.CuSeqlens("pos"), "cu_seqlens are global"),
         ("layout", "zigzag", "layout must be one of contiguous, head_tail, dual_chunk, balanced"),
@@ -86,8 +90,10 @@ def test_machines_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch, per_mac
 
 
 def test_a_rank_outside_of_the_mesh_is_named() -> None:
-    with fake_group(rank=1), pytest.raises(ValueError, match=r"mesh holds ranks \[0\] and not this process, rank 1"):
-        cp.Sharding(**{**GOOD, "mesh": DeviceMesh("cpu", [0])})
+    with fake_group(rank=1):
+        fields: dict[str, Any] = {**GOOD, "mesh": DeviceMesh("cpu", [0])}
+        with pytest.raises(ValueError, match=r"mesh holds ranks \[0\] and not this process, rank 1"):
+            cp.Sharding(**fields)
 
 
 def test_speeds_are_named_or_measured(tmp_path: Path) -> None:

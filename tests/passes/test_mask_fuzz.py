@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,17 +20,22 @@ from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from tests.helpers.amount import drawn
 from tests.passes.mask_spellings import (
+    COUNTED,
     DOCUMENTS,
+    ENDED,
     INF,
     LOWEST,
     OFFSETS,
     POSITIONS,
+    STARTED,
     Packing,
     annotate,
     attend,
     capture,
     kept,
+    tokens_of_documents,
 )
+from tests.passes.mask_spellings.base import MARK
 
 Batch = dict[str, Tensor]
 Atom = Callable[[Batch], Tensor]  # -> bool, broadcasts to (B, 1, T, T)
@@ -52,16 +58,20 @@ class Expression:
 
 
 def batches(packing: Packing, rows: list[list[int]], padded: bool) -> tuple[Batch, list[Documents]]:
-    """Rows of TOKENS tokens; with `padded`, each row's last document is padding where the packing knows any."""
+    """Rows of TOKENS tokens; with `padded`, each row's last document is padding where the packing knows any, and where
+    ids tell it the second one too."""
     lengths = [[*row, TOKENS - sum(row)] for row in rows]
     docs = [Documents.from_lengths(row) for row in lengths]
     positions = np.concatenate([np.concatenate([np.arange(n) for n in row]) for row in lengths]).reshape(-1, TOKENS)
     ids = np.stack([(d.document_ids() * 7 + 3) % 11 for d in docs])
     cu = np.cumsum([0, *lengths[0]])
-    if padded and packing == DOCUMENTS:
-        last = np.stack([d.document_ids() == len(row) - 1 for d, row in zip(docs, lengths, strict=True)])
-        ids = np.where(last, -1, ids)
-        docs = [Documents.from_lengths(row[:-1], TOKENS) for row in lengths]
+    tokens = tokens_of_documents(torch.from_numpy(positions))
+    if padded and packing in (DOCUMENTS, COUNTED):
+        keep = [np.delete(np.arange(len(d.lengths)), [len(d.lengths) - 1, min(1, len(d.lengths) - 1)]) for d in docs]
+        real = np.stack([np.isin(d.document_ids(), k) for d, k in zip(docs, keep, strict=True)])
+        ids = np.where(real, ids, -1)
+        tokens["counted_ids"] = tokens["counted_ids"] * torch.from_numpy(real)
+        docs = [Documents(d.starts[k], d.lengths[k], TOKENS) for d, k in zip(docs, keep, strict=True)]
     if padded and packing == OFFSETS:
         cu = cu[:-1]
         docs = [Documents.from_lengths(row[:-1], TOKENS) for row in lengths]
@@ -70,6 +80,7 @@ def batches(packing: Packing, rows: list[list[int]], padded: bool) -> tuple[Batc
         "position_ids": torch.from_numpy(positions),
         "doc_ids": torch.from_numpy(ids),
         "cu_seqlens": torch.from_numpy(cu),
+        **tokens,
     }
     return batch, docs
 
@@ -96,6 +107,15 @@ def pairwise(x: Tensor, y: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> Te
     return op(q, k)[:, None] if x.ndim > 1 else op(q, k)
 
 
+def before(marks: Tensor) -> Tensor:
+    """Marks in front of each token; at the first one, of the whole row."""
+    return marks.cumsum(1)[:, torch.arange(marks.shape[1]) - 1]
+
+
+def rises(ids: Tensor) -> Tensor:
+    return (ids.diff() != 0) & (ids[:, 1:] > 0)
+
+
 RIGHT_IDS: dict[str, list[tuple[str, Atom]]] = {
     "position_ids": [
         ("cumsum(pos == 0)", lambda b: (b["position_ids"] == 0).cumsum(1)),
@@ -106,13 +126,28 @@ RIGHT_IDS: dict[str, list[tuple[str, Atom]]] = {
     "doc_ids": [
         ("ids", lambda b: b["doc_ids"]),
         ("3 * ids.float() - 1", lambda b: b["doc_ids"].float() * 3 - 1),
-        ("cumsum(ids changes)", lambda b: torch.nn.functional.pad(b["doc_ids"].diff() != 0, (1, 0)).cumsum(1)),
+        ("cumsum(ids changes)", lambda b: F.pad(b["doc_ids"].diff() != 0, (1, 0)).cumsum(1)),
     ],
     "cu_seqlens": [
         ("searchsorted(right)", lambda b: torch.searchsorted(b["cu_seqlens"], index(b), right=True)),
         ("bucketize(cu[1:])", lambda b: torch.bucketize(index(b), b["cu_seqlens"][1:], right=True)),
         ("bucketize(cu[1:-1])", lambda b: torch.bucketize(index(b), b["cu_seqlens"][1:-1], right=True)),
         ("sum(cu <= i)", lambda b: (b["cu_seqlens"] <= index(b)[:, None]).sum(-1)),
+    ],
+    "counted_ids": [
+        ("counted", lambda b: b["counted_ids"]),
+        ("2 * counted.int()", lambda b: b["counted_ids"].double() * 2),
+        ("cumsum(counted changes)", lambda b: F.pad(b["counted_ids"].diff() != 0, (1, 0)).cumsum(1)),
+    ],
+    "ended_ids": [
+        ("cumsum(end) - end", lambda b: (b["ended_ids"] == MARK).cumsum(1) - (b["ended_ids"] == MARK).int()),
+        ("pad(cumsum(end))", lambda b: F.pad((b["ended_ids"] == MARK).cumsum(1)[:, :-1], (1, 0))),
+        ("cumsum(pad(end))", lambda b: F.pad(b["ended_ids"] == MARK, (1, -1)).cumsum(1)),
+        ("where(cumsum[i - 1])", lambda b: torch.where(index(b) > 0, before(b["ended_ids"] == MARK), 0)),
+    ],
+    "started_ids": [
+        ("cumsum(start)", lambda b: (b["started_ids"] == MARK).cumsum(1)),
+        ("cumsum(pad(start[1:]))", lambda b: F.pad(b["started_ids"][:, 1:] == MARK, (1, 0)).int().cumsum(1)),
     ],
 }  # fmt: skip
 WRONG_IDS: list[tuple[str, Atom]] = [
@@ -122,9 +157,16 @@ WRONG_IDS: list[tuple[str, Atom]] = [
     ("cumsum(pos != 0)", lambda b: (b["position_ids"] != 0).cumsum(1)),
     ("roll(ids)", lambda b: b["doc_ids"].roll(1, 1)),
     ("row 0 of ids", lambda b: b["doc_ids"][:1].expand_as(b["doc_ids"])),
-    ("cumsum(ids rise)", lambda b: torch.nn.functional.pad(b["doc_ids"].diff() > 0, (1, 0)).cumsum(1)),
+    ("cumsum(ids rise)", lambda b: F.pad(b["doc_ids"].diff() > 0, (1, 0)).cumsum(1)),
     ("searchsorted(left)", lambda b: torch.searchsorted(b["cu_seqlens"], index(b))),
     ("i // 2", lambda b: index(b) // 2),
+    ("cumsum(end)", lambda b: (b["ended_ids"] == MARK).cumsum(1)),
+    ("pad(cumsum(end), 2)", lambda b: F.pad((b["ended_ids"] == MARK).cumsum(1)[:, :-2], (2, 0))),
+    ("cumsum(end)[i - 1]", lambda b: before(b["ended_ids"] == MARK)),
+    ("cumsum(another end)", lambda b: before(b["ended_ids"] == 2) * (index(b) > 0)),
+    ("cumsum(start) - start", lambda b: (b["started_ids"] == MARK).cumsum(1) - (b["started_ids"] == MARK).int()),
+    ("cumsum(counted > 0)", lambda b: (b["counted_ids"] > 0).cumsum(1)),
+    ("cumsum(counted changes to tokens)", lambda b: F.pad(rises(b["counted_ids"]), (1, 0)).cumsum(1)),
 ]
 SAME: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
     ("==", torch.eq),
@@ -156,6 +198,11 @@ def one_side(name: str, query: bool, b: Batch) -> Tensor:
     return x[:, None, :, None] if query else x[:, None, None, :]
 
 
+def counted_above(query: bool, n: int, b: Batch) -> Tensor:
+    x = b["counted_ids"] > n
+    return x[:, None, :, None] if query else x[:, None, None, :]
+
+
 def positions(b: Batch) -> Tensor:
     return b["position_ids"]
 
@@ -181,6 +228,10 @@ def atoms(packing: Packing, wrong: bool) -> st.SearchStrategy[Expression]:
             Expression(f"(pos_q {sign} pos_k + {n})", partial(offset_atom, positions, op, n))
             for sign, op in ORDER
             for n in (-2, 0, 1)
+        ]
+    if packing == COUNTED:
+        order += [
+            Expression(f"counted[{s}] > {n}", partial(counted_above, s == "q", n)) for s in "qk" for n in (-1, 0, 1)
         ]
     bad = [
         Expression(f"same[{name} {sign}]", partial(same_atom, ids, op))
@@ -281,12 +332,15 @@ def assert_equal(
         assert not difference.any(), f"{text} was read as {meaning}, documents {docs[row].lengths}"
 
 
-@pytest.mark.parametrize("packing", [POSITIONS, DOCUMENTS, OFFSETS], ids=lambda p: type(p).__name__)
+PACKINGS = [POSITIONS, DOCUMENTS, OFFSETS, COUNTED, ENDED, STARTED]
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p.arg)
 def test_accepted_masks_equal_brute_force(packing: Packing) -> None:
     """Many are accepted and many refused, or the drawing is bad."""
     verdicts: list[PackedMask | None] = []
 
-    @drawn(200, quick=9)
+    @drawn(200, quick=5)
     @given(cases(packing))
     def run(case: Any) -> None:
         verdicts.append(check(case))

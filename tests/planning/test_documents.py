@@ -51,6 +51,19 @@ def test_position_ids(lengths: list[int]):
     assert Documents.from_position_ids(positions).lengths.tolist() == lengths
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_tokens_that_end_or_start_documents(lengths: list[int]):
+    first = np.concatenate([np.arange(length) == 0 for length in lengths])
+    last = np.append(first[1:], False)  # the row's end needs none
+    assert Documents.from_end_tokens(np.where(last, 2, 5), 2).lengths.tolist() == lengths
+    assert Documents.from_start_tokens(np.where(first, 2, 5), 2).lengths.tolist() == lengths
+
+
+def test_ids_up_to_the_padding_value_are_padding():
+    documents = Documents.from_document_ids([-1, 1, 1, 0, 0, 2, 0], padding=0)
+    assert documents.document_ids().tolist() == [-1, 0, 0, -1, -1, 1, -1]
+
+
 def test_lengths_leave_tail_padding():
     documents = Documents.from_lengths([3, 0, 2], 8)
     assert documents.ends.tolist() == [3, 3, 5]

@@ -21,6 +21,7 @@ from cp_rewrite.passes.predicate.symbolic import (
     Value,
     choose,
     compare,
+    difference_of,
     number,
     numeric,
     truth,
@@ -57,8 +58,10 @@ def _add(ctx: RuleContext, x: Any, y: Any, alpha: Any = 1) -> SymTensor:
     if ctx.out.dtype is torch.bool:
         return _logic(ctx, sympy.Or, x, y)
     left, right = (y, x) if ctx.op == "rsub" else (x, y)
-    sign = ctx.size(alpha) * (1 if ctx.op == "add" else -1)
-    return ctx.pointwise(lambda a, b: numeric(a) + sign * numeric(b), left, right)
+    factor = ctx.size(alpha)
+    if ctx.op == "add":
+        return ctx.pointwise(lambda a, b: numeric(a) + factor * numeric(b), left, right)
+    return ctx.pointwise(lambda a, b: difference_of(numeric(a), factor * numeric(b)), left, right)
 
 
 def _mul(ctx: RuleContext, x: Any, y: Any) -> SymTensor:

@@ -237,9 +237,9 @@ def _slice_scatter(
         raise Undecidable("writing to a strided slice")
 
     def at(i: Index) -> Value:
-        inside = sympy.And(compare("ge", i[d], first), compare("lt", i[d] - first, source.shape[d]))
-        if source.shape[d] == x.shape[d]:
-            inside = sympy.true
+        inside = sympy.true if first == 0 else compare("ge", i[d], first)
+        if sympy.expand(first + source.shape[d] - x.shape[d]) != 0:
+            inside = sympy.And(inside, compare("lt", i[d] - first, source.shape[d]))
         return choose(inside, source.at((*i[:d], i[d] - first, *i[d + 1 :])), x.at(i))
 
     return SymTensor(x.shape, x.dtype, at)

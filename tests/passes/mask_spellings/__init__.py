@@ -3,13 +3,16 @@
 Each spelling is a function of the batch: input_ids (B, T), position_ids (B, T), doc_ids (B, T), cu_seqlens (N + 1,).
 """
 
-from tests.passes.mask_spellings import documents, offsets, positions, wrong
+from tests.passes.mask_spellings import documents, offsets, positions, tokens, wrong
 from tests.passes.mask_spellings.base import (
+    COUNTED,
     DOCUMENTS,
+    ENDED,
     INF,
     LOWEST,
     OFFSETS,
     POSITIONS,
+    STARTED,
     Mask,
     Packing,
     Spelling,
@@ -18,6 +21,7 @@ from tests.passes.mask_spellings.base import (
     capture,
     kept,
     make_batch,
+    tokens_of_documents,
 )
 from tests.passes.mask_spellings.documents import ids_equal_and_index
 
@@ -25,10 +29,11 @@ SPELLINGS: list[Spelling] = [
     *documents.SPELLINGS,
     *positions.SPELLINGS,
     *offsets.SPELLINGS,
+    *tokens.SPELLINGS,
     *wrong.SPELLINGS,
 ]
 
 __all__ = [
-    "DOCUMENTS", "INF", "LOWEST", "OFFSETS", "POSITIONS", "SPELLINGS", "Mask", "Packing", "Spelling", "annotate",
-    "attend", "capture", "ids_equal_and_index", "kept", "make_batch",
+    "COUNTED", "DOCUMENTS", "ENDED", "INF", "LOWEST", "OFFSETS", "POSITIONS", "SPELLINGS", "STARTED", "Mask", "Packing",
+    "Spelling", "annotate", "attend", "capture", "ids_equal_and_index", "kept", "make_batch", "tokens_of_documents",
 ]  # fmt: skip

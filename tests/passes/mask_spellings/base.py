@@ -16,9 +16,12 @@ import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 
 Mask = Callable[..., Tensor]
-Packing = cp.PositionIds | cp.DocumentIds | cp.CuSeqlens
+Packing = cp.PositionIds | cp.DocumentIds | cp.CuSeqlens | cp.EndOfDocument | cp.StartOfDocument
 
 POSITIONS, DOCUMENTS, OFFSETS = cp.PositionIds("position_ids"), cp.DocumentIds("doc_ids"), cp.CuSeqlens("cu_seqlens")
+COUNTED = cp.DocumentIds("counted_ids", padding=0)
+MARK = 9
+ENDED, STARTED = cp.EndOfDocument("ended_ids", MARK), cp.StartOfDocument("started_ids", MARK)
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
 LOWEST = torch.finfo(torch.float32).min
 INF = float("inf")
@@ -68,18 +71,35 @@ def capture(model: Callable[..., Any], batch: Mapping[str, Any], dynamic: bool |
 
 
 def make_batch(lengths: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Rows of packed documents. `cu_seqlens` describes the first row."""
+    """Rows of packed documents. `cu_seqlens` describes the first row.
+
+    `counted_ids` count documents from 1. Of `ended_ids` (`started_ids`) MARK is each document's last (first) token.
+    """
     rows = [[n for n in row if n > 0] for row in lengths]
     position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     # Ids are no running count: only runs are promised.
     doc_ids = torch.stack([torch.cat([torch.full((n,), (7 * i + 3) % 11) for i, n in enumerate(r)]) for r in rows])
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths[0]).tolist()])
     input_ids = torch.arange(position_ids.numel()).view_as(position_ids) % 13
-    return {"input_ids": input_ids, "position_ids": position_ids, "doc_ids": doc_ids, "cu_seqlens": cu_seqlens}
+    batch = {"input_ids": input_ids, "position_ids": position_ids, "doc_ids": doc_ids, "cu_seqlens": cu_seqlens}
+    return batch | tokens_of_documents(position_ids)
+
+
+def tokens_of_documents(position_ids: Tensor) -> dict[str, Tensor]:
+    """What tells documents apart by one number per token."""
+    first = position_ids == 0
+    last = first.roll(-1, 1)  # the row's last token ends its document, whether it says so or not
+    text = torch.arange(first.numel()).view_as(first) % MARK
+    return {
+        "counted_ids": first.cumsum(1),
+        "ended_ids": text.masked_fill(last, MARK),
+        "started_ids": text.masked_fill(first & (torch.arange(first.shape[1]) > 0), MARK),
+    }
 
 
 def annotate(packing: Packing, **options: Any) -> cp.Sharding:
-    return cp.Sharding(2, {"input_ids": 1, "position_ids": 1, "doc_ids": 1}, packing, **options)
+    names = ("input_ids", "position_ids", "doc_ids", "counted_ids", "ended_ids", "started_ids")
+    return cp.Sharding(2, dict.fromkeys(names, 1), packing, **options)
 
 
 def kept(mask: Tensor) -> Tensor:
