@@ -63,11 +63,15 @@ class PackedMask:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
         index = np.arange(docs.total)
-        delta = index[:, None] - index[None, :]  # q - k
-        keep = np.ones((docs.total, docs.total), dtype=np.bool_)
+        keep = self.reaches(index[:, None] - index[None, :])
         if self.packed:
             ids = docs.document_ids()
             keep &= (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
+        return keep
+
+    def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
+        keep = np.ones(delta.shape, dtype=np.bool_)
         if self.left is not None:
             keep &= delta <= self.left
         if self.right is not None:

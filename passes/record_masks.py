@@ -79,9 +79,8 @@ class _Recorder:
         self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, read.size)
 
     def _add(self, key: Any, site: Site, canonical: Canonical, zeros: Sequence[fx.Node], *flex: Any) -> None:
-        tensor = self._tensor(canonical, zeros)
-        found = RecordedMask(tensor, site.mask, site.assumed, source_line(site.node), *flex)
-        self.recorded[key] = replace(found, tokens=self.tokens, rows=self.rows)
+        meaning = site.mask, site.assumed, source_line(site.node)
+        self.recorded[key] = RecordedMask(self._tensor(canonical, zeros), *meaning, self.tokens, self.rows, *flex)
 
     def _tensor(self, canonical: Canonical, zeros: Sequence[fx.Node] = ()) -> RecordedTensor:
         leaves = canonical.leaves

@@ -158,16 +158,11 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
     piece, run = _runs(index), _runs(index - documents.starts[ids])
     delta = index[:, None] - index[None, :]
-    keep = same.copy()
-    if mask.left is not None:
-        keep &= delta <= mask.left
-    if mask.right is not None:
-        keep &= -delta <= mask.right
     # Positions may count on from one document's piece to another's: who reads positions takes them for one.
     known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.right == 0:
         known |= same & (delta < 0)
-    return keep, known & real[:, None] & real
+    return same & mask.reaches(delta), known & real[:, None] & real
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from torch import nn
 from cp_rewrite import passes
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.passes.capture import capture
-from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
+from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.refusal import Refusal, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 
@@ -135,17 +135,8 @@ def _op_counts(gm: fx.GraphModule) -> Counter[str]:
     counts: Counter[str] = Counter()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
-            counts.update(_op_name(node) for node in module.graph.nodes if node.op.startswith("call"))
+            counts.update(target_name(node.target) for node in module.graph.nodes if node.op.startswith("call"))
     return counts
-
-
-def _op_name(node: fx.Node) -> str:
-    target: Any = node.target
-    if isinstance(target, str):
-        return target
-    return (
-        str(target).removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
-    )
 
 
 def _folded(entries: list[str]) -> list[str]:

@@ -78,11 +78,6 @@ def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: i
     return {name: attention + fill for name, attention in seconds.items()}
 
 
-def ideal_seconds(load: Load, device: Device, model: Model) -> float:
-    """The time of the uncut kernels alone, shared evenly by all ranks."""
-    return kernel_seconds(load.whole_tiles / load.world_size, 0, device, model)
-
-
 def fill_seconds(load: Load, device: Device, model: Model) -> float:
     """The rest of the layer on `load.fill` rows, at the attention kernel's speed.
 

@@ -18,7 +18,7 @@ from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.slices import Slices
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 
-from .cost import Load, exchange_seconds, ideal_seconds, load_of, same_node
+from .cost import Load, exchange_seconds, load_of, same_node
 from .devices import Device, Model
 from .intervals import Int
 from .plot import draw_plan
@@ -109,11 +109,6 @@ class Plan:
     def exchange(self) -> str:
         """The exchange with the least predicted time."""
         return min(self.seconds, key=self.seconds.__getitem__)
-
-    @property
-    def efficiency(self) -> float:
-        """Time of the uncut kernels shared evenly, with nothing moved, over the time of the best exchange."""
-        return ideal_seconds(self.load, self.device, self.model) / self.seconds[self.exchange]
 
     @property
     def rank_of(self) -> Int:

@@ -82,7 +82,7 @@ def _line(node: fx.Node) -> str:
         return f"return {', '.join(args)}"
     if node.op == "call_method":
         return f"{head} = {args[0]}.{node.target}({', '.join(args[1:])})"
-    return f"{head} = {_target(node.target)}({', '.join(args)})"
+    return f"{head} = {target_name(node.target)}({', '.join(args)})"
 
 
 def _type(node: fx.Node) -> str:
@@ -104,7 +104,8 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-def _target(target: Any) -> str:
+def target_name(target: Any) -> str:
+    """What a node calls: an op with its overload, unless that is the default one; a function's or a method's name."""
     name = (
         str(target) if not callable(target) or hasattr(target, "_schema") else getattr(target, "__name__", str(target))
     )

@@ -19,8 +19,8 @@ from cp_rewrite.torch_internals import is_parameter
 
 # What these make depends on no element of their input.
 _SHAPE_ONLY = frozenset(
-    f"{name}{end}" for name in ("zeros", "ones", "full", "empty") for end in ("_like",)
-) | frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "size", "dim"})
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty size dim".split()
+)
 
 
 class Prover:
@@ -114,7 +114,7 @@ class Prover:
     def holds_weights(self, scope: Scope, node: fx.Node) -> bool:
         """Whether a node's value comes from weights: no mask does, and tracing stops there."""
         scope, node = resolve(scope, node)
-        if not isinstance(node, fx.Node):
+        if not isinstance(node, fx.Node):  # pyright: ignore[reportUnnecessaryIsInstance]
             return False
         key = (scope, node)
         if key not in self._weighed:

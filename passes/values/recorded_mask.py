@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import sympy
 from torch import Tensor
@@ -24,9 +24,9 @@ class RecordedTensor:
     """
 
     canonical: Canonical
-    names: Mapping[Ref, str] = field(default_factory=dict[Ref, str])
-    places: Mapping[Ref, int] = field(default_factory=dict[Ref, int])
-    values: Mapping[Ref, Tensor] = field(default_factory=dict[Ref, Tensor])
+    names: Mapping[Ref, str]
+    places: Mapping[Ref, int]
+    values: Mapping[Ref, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +38,18 @@ class RecordedMask:
         mask: its meaning, proven or assumed.
         assumed: it is the user's word.
         where: the attention node's source line.
+        tokens, rows: symbols that count tokens and batch rows.
         indices: leaves that stand for b, h, q and k, in this order, when the mask is a function of them.
         blocks: the blocks that flex_attention looks at: (counts, indices) of those that the mask function decides in,
             then of those that are seen whole. block_size: of queries and of keys.
-        tokens, rows: symbols that count tokens and batch rows.
     """
 
     tensor: RecordedTensor
     mask: PackedMask
     assumed: bool
     where: str
+    tokens: frozenset[sympy.Expr]
+    rows: frozenset[sympy.Expr]
     indices: tuple[Ref | None, ...] = ()
     blocks: tuple[RecordedTensor, ...] = ()
     block_size: tuple[int, int] = (1, 1)
-    tokens: frozenset[sympy.Expr] = frozenset()
-    rows: frozenset[sympy.Expr] = frozenset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -51,9 +51,9 @@ class Frame:
         resumed: the graph begins in the middle of the function.
     """
 
-    kept: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    breaks: str | None = None
-    resumed: bool = False
+    kept: Mapping[fx.Node, str]
+    breaks: str | None
+    resumed: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class State:
     tokens: TokenAxis
     device: torch.device
     plan: ActivePlan
-    frame: Frame = field(default_factory=Frame)
+    frame: Frame
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     positions: tuple[PositionGenerator, ...] = ()

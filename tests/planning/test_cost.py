@@ -17,7 +17,6 @@ from cp_rewrite.planning.cost import (
     all_gather_seconds,
     exchange_seconds,
     fill_seconds,
-    ideal_seconds,
     load_of,
     needed_seconds,
 )
@@ -105,7 +104,7 @@ def test_seconds_are_bytes_over_links_and_flops_over_kernels():
     across = replace(link, link=np.inf, node_link=1.0)
     assert needed_seconds(load, across, model, 4) == 0
     assert needed_seconds(load, across, model, 2) == pytest.approx((2 * 2048 + 2 * 2048) * model.kv_bytes)
-    assert ideal_seconds(load, device, model) == pytest.approx(load.tiles.sum() / 4 * 4 * TILE * TILE * 64 * 8)
+    assert load.whole_tiles == pytest.approx(load.tiles.sum())
 
 
 def test_rows_beyond_an_even_share_are_paid_for_outside_attention():
