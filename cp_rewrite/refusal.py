@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +20,9 @@ class Reason(Enum):
     MASK_WRONG_SOURCE = "the mask tells documents apart by another tensor than the annotation's packing"
     MASK_WRONG_DIM = "the mask does not run over query tokens and key tokens of one row"
     DROPOUT = "dropout and noise draw other random numbers on a shard; set dropout to 0 or call model.eval()"
+    UNREAD_ATTENTION = (
+        "attention of this kind is not read; call scaled_dot_product_attention, flex_attention or varlen_attn"
+    )
     QK_LENGTH = "query and key lengths differ (a KV cache?); context parallelism is for self-attention over a row"
     SHAPE = "an operand's shape does not fit"
     KERNEL = "no kernel can run this attention"
@@ -70,11 +74,28 @@ class RewriteRefused(RuntimeError):
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)
-        lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
+        lines = "\n".join(f"  - {refusal}" for refusal in folded(self.refusals))
         super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RewriteRefused, (self.refusals,)
+
+
+def folded(refusals: Sequence[Refusal]) -> list[str]:
+    """The refusals' texts, once for those of repeated layers, which differ in numbers of nodes only."""
+    groups: dict[str, list[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault(re.sub(r"_\d+\b", "", str(refusal)), []).append(refusal)
+    return [f"{group[0]}{_times(group)}" for group in groups.values()]
+
+
+def _times(group: Sequence[Refusal]) -> str:
+    """` (in 32 layers)` where each node is of a module of its own."""
+    if len(group) == 1:
+        return ""
+    stacks = [r.node.meta.get("nn_module_stack") if r.node is not None else None for r in group]
+    layers = {str([*stack.values()][-1][0]) for stack in stacks if stack}
+    return f" (in {len(group)} layers)" if len(layers) == len(group) else f" ({len(group)} times)"
 
 
 def source_line(node: fx.Node) -> str:

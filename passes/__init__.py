@@ -60,8 +60,8 @@ def fix_module_numbers(state: State) -> State:
 
 def match_attention(state: State) -> State:
     """Find every attention node and prove what its mask means."""
-    sites, refusals = match_sites(state.graph_module, state.sharding, state.tokens)
-    return replace(state, sites=tuple(sites), refusals=(*state.refusals, *refusals))
+    found = match_sites(state.graph_module, state.sharding, state.tokens)
+    return replace(state, sites=tuple(found.sites), refused=found.refused, refusals=(*state.refusals, *found.refusals))
 
 
 def check_token_locality(state: State) -> State:
@@ -71,6 +71,7 @@ def check_token_locality(state: State) -> State:
         state.sharding,
         state.sites,
         state.tokens,
+        refused=state.refused,
         kept=state.frame.kept,
         tables=True,
         padded_sums=True,

@@ -15,7 +15,7 @@ from cp_rewrite import passes
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
-from cp_rewrite.refusal import Refusal, source_line
+from cp_rewrite.refusal import Refusal, folded, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 
 
@@ -66,7 +66,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals"]
         lines += _folded([str(site) for site in self.sites])
-        lines += [f"refused   {refusal}" for refusal in self.refusals]
+        lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
         lines += [f"ops       {op}: {self.ops_before[op]} -> {self.ops_after[op]}" for op in changed]
         return "\n".join(lines)

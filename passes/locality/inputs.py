@@ -16,7 +16,7 @@ from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .tensor_state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, Size, T, TensorState
+from .tensor_state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, T, TensorState
 
 
 def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:
@@ -44,12 +44,11 @@ def input_state(
         return _token_rows(found, extents, found.name in sharding.tokens), None
     if any(refusal.node is node for refusal in tokens.refusals):
         return UNKNOWN, None
-    sizes = [extents.size(size) for size in value.shape]
     packing = sharding.packing
     metadata = isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg)
     if metadata or (extents.static and (name is None or isinstance(value, torch.nn.Parameter))):
         return REPLICATED, None
-    if any(_made_of(size, extents.tokens) for size in sizes):
+    if any(map(extents.is_made_of_tokens, value.shape)):
         called = name or node.name
         detail = (
             f"{called} has a dim as long as the tokens but is not named in tokens; add {called!r} and its token dim"
@@ -68,7 +67,3 @@ def _token_rows(found: TokenInput, extents: Extents, cut: bool) -> Rows:
     # Integers may be labels under another name, filled with something else than 0; a block's arguments are computed.
     known = cut and (found.value.dtype == torch.bool or found.value.is_floating_point())
     return Rows(tuple(dims), pad=0 if known else None)
-
-
-def _made_of(size: Size, tokens: Size) -> bool:
-    return size == tokens if isinstance(size, int) else tokens in size.free_symbols

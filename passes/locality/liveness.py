@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
+from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.values.site import Site
+
+from .tensor_state import Extents
 
 
 def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:
@@ -23,6 +27,23 @@ def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:
     walk.enter(gm)
     walk.run()
     return walk.live
+
+
+def scores_of(attention: Sequence[fx.Node], extents: Extents) -> set[fx.Node]:
+    """These nodes, and what pairs tokens with tokens on the way to them: their scores and masks."""
+    found: set[fx.Node] = set()
+    pending = [*attention]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [source for source in node.all_input_nodes if _pairs_tokens(source, extents)]
+    return found
+
+
+def _pairs_tokens(node: fx.Node, extents: Extents) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and sum(extents.is_made_of_tokens(size) for size in value.shape) > 1
 
 
 class _Liveness:
@@ -81,7 +102,9 @@ class _Liveness:
         return []
 
 
-_ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention", "_varlen_attn"})
+_ATTENTION = frozenset(
+    {"multi_head_attention_forward", "scaled_dot_product_attention", "flex_attention", "_varlen_attn"}
+)
 
 
 def is_attention(target: Any) -> bool:

@@ -161,6 +161,11 @@ class Extents:
         expr = self.size(value)
         return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
 
+    def is_made_of_tokens(self, value: Any) -> bool:
+        """Whether a size is the token count, or made from it."""
+        size = self.size(value)
+        return size == self.tokens if isinstance(size, int) else self.tokens in size.free_symbols
+
     def label(self, sizes: Sequence[Size]) -> Dims | None:
         """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim."""
         rows = [i for i, size in enumerate(sizes) if size == self.tokens and size != 1]

@@ -39,7 +39,7 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
 from .inputs import input_state, read_extents
-from .liveness import is_attention, live_nodes
+from .liveness import is_attention, live_nodes, scores_of
 from .run import NodeRunner, Outcome, States, unknown_like
 from .tensor_state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
@@ -71,6 +71,7 @@ def check_locality(
     sites: Sequence[Site],
     tokens: TokenAxis,
     *,
+    refused: Mapping[fx.Node, Site | None] | None = None,
     kept: Mapping[fx.Node, str] | None = None,
     tables: bool = False,
     padded_sums: bool = False,
@@ -83,6 +84,7 @@ def check_locality(
         sharding: the annotation.
         sites: attention nodes that will be rewritten; what only feeds their masks is not looked at.
         tokens: which inputs carry tokens, unified.
+        refused: attention nodes that were refused, as in `State`: nothing is said of what follows from that.
         kept: nodes whose values the next call may read -> what keeps them.
         tables: the caller can make positions of kind `table` global; otherwise they are refused.
         padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
@@ -97,7 +99,10 @@ def check_locality(
     if extents.static and not fixed_tokens:
         fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
         return LocalityReport([_why_static(extents, fixed)], static=True)
+    refused = refused or {}
+    sites = [*sites, *(site for site in refused.values() if site is not None)]
     walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
+    walk.explained = scores_of([node for node, site in refused.items() if site is None], extents)
     with walk.runner.running():
         walk.walk_all(gm)
         for node, where in (kept or {}).items():
@@ -110,6 +115,7 @@ class _Walk:
 
     `env`: what is known of each node so far. `used`, `indexed`: nodes that make positions, as in `Events`. `tables`:
     nodes that take the first T rows of a table, with its dim. `regions`: results of nested regions by operands' states.
+    `explained`: nodes of attention that was refused before, of which nothing more is known.
     """
 
     def __init__(
@@ -134,6 +140,7 @@ class _Walk:
         self.padded_sums: dict[fx.Node, None] = {}
         self.regions: dict[Any, States] = {}
         self.outputs: list[int | None] = []
+        self.explained: set[fx.Node] = set()
 
     def walk_all(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -207,6 +214,8 @@ class _Walk:
         call = region_call(node)
         if call is not None:
             return self.visit_region(call.body, call.operands)
+        if node in self.explained:
+            return unknown_like(node)
         if is_attention(node.target):
             return self.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,15 +54,29 @@ _DEFAULTS: dict[str, Any] = {
 Found = Site | list[Refusal]
 
 
-def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> tuple[list[Site], list[Refusal]]:
+@dataclass(frozen=True)
+class Matched:
+    """What was found of a graph's attention.
+
+    Args:
+        sites: proven attention nodes, in graph order.
+        refusals: every reason why another attention node is none.
+        refused: those other nodes -> the Site that each would be, with a mask that means nothing, where its operands
+            fit.
+    """
+
+    sites: list[Site]
+    refusals: list[Refusal]
+    refused: dict[fx.Node, Site | None]
+
+
+def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Matched:
     """The attention nodes of `gm` and of its nested regions, proven or refused.
 
     Args:
         gm: a Dynamo graph: nodes carry fake tensors in `meta["example_value"]`.
         sharding: the annotation; `tokens` and `packing` name arguments.
         tokens: which inputs carry tokens, unified.
-    Returns:
-        Sites in graph order, and every reason why another attention node is none.
     """
     matcher = _Matcher(sharding, tokens)
     sites: dict[fx.Node, Site] = {}
@@ -72,10 +86,11 @@ def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> tu
         if isinstance(found, Site) and sites.setdefault(node, found) != found:
             detail = f"calls of one region give its attention different masks: {sites[node].mask} and {found.mask}"
             found = [Refusal(Reason.NESTED_REGION, detail, node)]
-        if not isinstance(found, Site):
+        if found and not isinstance(found, Site):
+            matcher.refused.setdefault(node, None)
             refusals |= {(r.reason, r.detail, r.node, node if r.node is None else None): r for r in found}
     refusals |= {(r.reason, r.detail, r.node): r for r in matcher.unreachable}
-    return list(sites.values()), list(refusals.values())
+    return Matched(list(sites.values()), list(refusals.values()), matcher.refused)
 
 
 def is_sdpa(node: fx.Node) -> bool:
@@ -85,19 +100,26 @@ def is_sdpa(node: fx.Node) -> bool:
 
 def _may_be_attention(node: fx.Node) -> bool:
     """Whether a node is attention, or a softmax that may be part of attention."""
-    return is_sdpa(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
+    return is_sdpa(node) or _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
+
+
+def _is_module(node: fx.Node) -> bool:
+    """Whether a node is what `nn.MultiheadAttention` calls."""
+    return node.op == "call_function" and node.target is torch.nn.functional.multi_head_attention_forward
 
 
 class _Matcher:
     """Reads the attention of one graph.
 
-    `unreachable`: refusals of attention in regions that can't be entered. `_heads`: answers of `ungroup`.
+    `unreachable`: refusals of attention in regions that can't be entered. `refused`: as of `Matched`. `_heads`: answers
+    of `ungroup`.
     """
 
     def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
         self.sharding, self.tokens = sharding, tokens
         self.prover = Prover(sharding, tokens)
         self.unreachable: list[Refusal] = []
+        self.refused: dict[fx.Node, Site | None] = {}
         self._heads: dict[Any, bool] = {}
 
     def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
@@ -120,6 +142,12 @@ class _Matcher:
             if is_softmax(node):  # perhaps of something else than attention
                 return []
             return [Refusal(Reason.NESTED_REGION, "attention inside torch.vmap or another torch.func transform", node)]
+        if _is_module(node):
+            detail = (
+                "nn.MultiheadAttention joins its projections to attention: write them as nn.Linear around "
+                "F.scaled_dot_product_attention"
+            )
+            return [Refusal(Reason.UNREAD_ATTENTION, detail, node)]
         if is_flex(node):
             return self._match_flex(scope, node)
         if is_varlen(node):
@@ -152,6 +180,9 @@ class _Matcher:
             if isinstance(mask, PackedMask):
                 mask = check_blocks(scope, node, args, self.prover, mask) or mask
         found = self._site(scope, node, args, mask)
+        refused = self.refused.pop(node, None)
+        if refused is not None and isinstance(output, fx.Node):
+            self.refused[output] = replace(refused, node=output)
         if isinstance(found, list) or isinstance(output, Refusal) or isinstance(softcap, Refusal):
             others = [r for r in (output, softcap) if isinstance(r, Refusal)]
             return others + (found if isinstance(found, list) else [])
@@ -186,10 +217,15 @@ class _Matcher:
         """A Site where the operands fit and the mask is known; `more` are further fields of it."""
         refusals = [*check_operands(node, args, self.prover.local_tokens), *check_options(node, args)]
         refusals = refusals or self._check_rows(node, args["query"])
-        if isinstance(mask, list) or refusals:
+        if refusals:
             return refusals + (mask if isinstance(mask, list) else [])
         key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node)
-        return Site(node, scope.gm, args["query"], key, value, mask, scale=constant(args["scale"]), **more)
+        known = PackedMask() if isinstance(mask, list) else mask
+        site = Site(node, scope.gm, args["query"], key, value, known, scale=constant(args["scale"]), **more)
+        if isinstance(mask, list):
+            self.refused[node] = site
+            return mask
+        return site
 
     def _check_rows(self, node: fx.Node, query: fx.Node) -> list[Refusal]:
         """A refusal where heads or other things were made rows of the batch: each row is cut in an order of its own."""

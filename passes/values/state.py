@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
@@ -68,7 +68,8 @@ class State:
         plan: of the batch in flight; the extra inputs take their sizes from it.
         frame: what Dynamo says of the function.
         size_conditions: what the graph decided by token counts.
-        sites, positions, refusals: what was found. outputs: the token dim of each output, None: it has none.
+        sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
+            for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
         padded_sums: sums over tokens that padding rows would change.
         inserts: what is put between nodes and their operands.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
@@ -82,6 +83,7 @@ class State:
     frame: Frame
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
+    refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()

@@ -194,6 +194,46 @@ def test_unproven_mask_is_refused_once(mask: Callable[[Batch], Tensor]) -> None:
     assert found[0].reason.name.startswith("MASK"), found
 
 
+def written_out(h: Tensor, mask: Tensor, cap: float) -> Tensor:
+    scores = (h @ h.mT).clamp(max=cap) if cap else h @ h.mT
+    return h + torch.softmax(scores.masked_fill(~mask, -1e9), -1) @ h
+
+
+@pytest.mark.parametrize(
+    ("cap", "mask", "reason"), [(0, mask_of_ids, "MASK_WRONG_SOURCE"), (3, document_mask, "KERNEL")]
+)
+def test_attention_written_out_is_refused_once(cap: float, mask: Callable[[Batch], Tensor], reason: str) -> None:
+    def mix(model: Model, h: Tensor, b: Batch) -> Tensor:
+        return written_out(h[:, None], mask(b), cap)[:, 0]
+
+    found = refusals(Model(mix=mix))
+    assert [r.reason.name for r in found] == [reason], [str(r) for r in found]
+
+
+def test_what_is_wrong_behind_unproven_attention_is_refused_too() -> None:
+    found = refusals(Model(mix=rolled, mask=mask_of_ids))
+    assert [r.reason.name for r in found] == ["MASK_WRONG_SOURCE", "TOKEN_MIXING"], [str(r) for r in found]
+
+
+class Layer(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        return h + F.scaled_dot_product_attention(h, h, h, mask, dropout_p=0.5)
+
+
+def test_repeated_layers_are_folded() -> None:
+    def layers(model: Any) -> None:
+        model.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def mix(model: Any, h: Tensor, b: Batch) -> Tensor:
+        for layer in model.layers:
+            h = layer(h[:, None], document_mask(b))[:, 0]
+        return h
+
+    (_, said) = str(cp.RewriteRefused(refusals(Model(mix=mix, extra=layers)))).splitlines()
+    assert said.endswith("(in 3 layers)"), said
+    assert "DROPOUT" in said
+
+
 # The exception itself.
 
 

@@ -29,8 +29,8 @@ def match_model(model: Model, sharding: cp.Sharding | None = None, **options: An
     gm = capture(model, batch, **options)
     sharding = sharding or annotate(DOCUMENTS)
     tokens = TokenAxis.read(gm, sharding).unified()
-    sites, refusals = match_sites(gm, sharding, tokens)
-    return [*sites, *tokens.refusals, *refusals]
+    found = match_sites(gm, sharding, tokens)
+    return [*found.sites, *tokens.refusals, *found.refusals]
 
 
 def the_site(model: Model, sharding: cp.Sharding | None = None, **options: Any) -> Site:

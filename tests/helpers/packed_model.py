@@ -157,11 +157,18 @@ def judge(
 
     def look(gm: fx.GraphModule) -> Verdict:
         axis = TokenAxis.read(gm, sharding).unified()
-        sites, refusals = match_sites(gm, sharding, axis)
+        found = match_sites(gm, sharding, axis)
         report = check_locality(
-            gm, sharding, sites, axis, tables=tables, padded_sums=padded_sums, fixed_tokens=fixed_tokens
+            gm,
+            sharding,
+            found.sites,
+            axis,
+            refused=found.refused,
+            tables=tables,
+            padded_sums=padded_sums,
+            fixed_tokens=fixed_tokens,
         )
-        return Verdict(sites, [*dict.fromkeys((*axis.refusals, *refusals, *report.refusals))], report)
+        return Verdict(found.sites, [*dict.fromkeys((*axis.refusals, *found.refusals, *report.refusals))], report)
 
     marks = {**sharding.tokens, **dict.fromkeys(also_dynamic, 1)}
     return capture(model, batch or packed_batch(), look, marks if dynamic else None)

@@ -309,7 +309,8 @@ def check(case: tuple[Packing, Expression, str, Any, bool, list[tuple[Batch, lis
 
     gm = capture(lambda **b: attend(mask, **b), seen[0][0], dynamic=dynamic)
     sharding = annotate(packing)
-    sites, refusals = match_sites(gm, sharding, TokenAxis.read(gm, sharding).unified())
+    found = match_sites(gm, sharding, TokenAxis.read(gm, sharding).unified())
+    sites, refusals = found.sites, found.refusals
     assert len(sites) + bool(refusals) == 1
     assert {r.reason for r in refusals} <= MASK_REASONS
     assert all(r.detail for r in refusals)

@@ -41,8 +41,8 @@ BATCH = make_batch([[5, 3, 4], [5, 1, 6]])
 def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options: Any) -> list[Site | Refusal]:
     gm = capture(model, batch, **options)
     tokens = TokenAxis.read(gm, sharding).unified()
-    sites, refusals = match_sites(gm, sharding, tokens)
-    return [*sites, *tokens.refusals, *refusals]
+    found = match_sites(gm, sharding, tokens)
+    return [*found.sites, *tokens.refusals, *found.refusals]
 
 
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dynamic", "static"])
