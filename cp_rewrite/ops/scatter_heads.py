@@ -72,7 +72,7 @@ def scatter_heads(q: Any, k: Any, v: Any, order: Any, inverse: Any, heads: HeadS
     """
     deal, (dim, dim_v) = heads.deal, heads.dims
     parts = [_split(_deal_queries(q, deal), deal), _split(_copy(k, deal), deal), _split(_copy(v, deal), deal)]
-    x = _all_to_all(torch.cat(parts, 2), deal.ranks, heads.group).flatten(0, 1)
+    x = _all_to_all(torch.cat(parts, 2).transpose(0, 1).contiguous(), deal.ranks, heads.group).flatten(0, 1)
     x = _ops.permute_rows.default(x, order, inverse)
     found: list[Any] = []
     at = 0
@@ -84,9 +84,9 @@ def scatter_heads(q: Any, k: Any, v: Any, order: Any, inverse: Any, heads: HeadS
 
 def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
     """The way back: (A R, hq, V) -> (R, Hq, V)."""
-    deal, group = heads.deal, heads.group
+    deal = heads.deal
     x = _ops.permute_rows.default(out.flatten(1), inverse, order).unflatten(0, (deal.ranks, -1))
-    x = _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * deal.ranks, [1] * deal.ranks, group))
+    x = _all_to_all(x, deal.ranks, heads.group)
     return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
 
 
@@ -100,13 +100,11 @@ def own_sinks(sinks: Any, heads: HeadScatter) -> Any:
     """(Hq,) -> (hq,), those of this rank's heads. All ranks hold the same; rank 0's copy gets the gradient."""
     deal = heads.deal
     dealt = _deal_queries(sinks[None, :, None], deal).unflatten(1, (deal.ranks, -1)).flatten(2)[0].contiguous()
-    ones = [1] * deal.ranks
-    return _c10d.wait_tensor.default(_c10d.all_to_all_single.default(dealt, ones, ones, heads.group))[0]
+    return _all_to_all(dealt, deal.ranks, heads.group)[0]
 
 
-def _all_to_all(x_RAC: Any, ranks: int, group: str) -> Any:
-    """(R, A, C) -> (A, R, C): part a goes to rank a; comes: rank a's rows of this rank's part."""
-    x = x_RAC.transpose(0, 1).contiguous()
+def _all_to_all(x: Any, ranks: int, group: str) -> Any:
+    """(A, …) contiguous: part a goes to rank a. Returns (A, …): what rank a had for this rank."""
     return _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * ranks, [1] * ranks, group))
 
 
