@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import cp_rewrite as cp
 from cp_rewrite import passes
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Exchange
 from tests.test_rooms import FLOORS
 
@@ -98,3 +102,25 @@ def test_contributing_names_the_tables_that_there_are() -> None:
     for line in re.findall(r"^\| an? [^|]+\| (.+) \|$", text, re.MULTILINE):
         for name in re.findall(r"`([\w./]+\.py)`", line):
             assert "NAME" in name or (ROOT / name).exists(), name
+
+
+def test_every_reason_has_advice() -> None:
+    rows = re.findall(r"^\| ([A-Z_]+) \|", (ROOT / "docs" / "refusals.md").read_text(), re.MULTILINE)
+    assert rows == [reason.name for reason in Reason]
+
+
+@pytest.mark.slow
+def test_the_first_page_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+    """The page's program, as a newcomer runs it."""
+    (program,) = [code for code in code_of(ROOT / "docs" / "getting_started.md") if "import cp_rewrite" in code]
+    (tmp_path / "train.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said: list[str] = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", tmp_path / "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append(done.stdout)
+    losses = [[float(loss) for loss in re.findall(r"step \d loss ([\d.]+)", text)] for text in said]
+    assert len(losses[0]) == 5
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)

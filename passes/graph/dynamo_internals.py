@@ -1,6 +1,6 @@
 """Private parts of Dynamo and of flex_attention that the passes use.
 
-Read in torch 2.11, 2.12 and 2.13, which agree in all of it unless a comment says otherwise. What is not Dynamo's is in
+Read in torch 2.11 to 2.15, which agree in all of it unless a comment says otherwise. What is not Dynamo's is in
 `torch_internals.py`; tests are in `tests/test_torch_internals.py`.
 """
 
@@ -41,17 +41,19 @@ _OF_MODULES = frozenset(
 """Dynamo wraps in these what it reads off a module: weights, buffers, attributes."""
 
 _OTHERS = frozenset(
-    getattr(dynamo, f"{kind}Source")
+    vars(dynamo).get(f"{kind}Source")
     for kind in (
         "AttrProxy Attr BackwardState CallFunctionNoArgs CallMethodItem CellContents Closure Code ConstDictKey "
-        "Constant ConvertInt CurrentStream DataclassFields Defaults DictGetItem DictSubclassGetItem DynamicScalar "
-        "Ephemeral FlattenScriptObject FloatTensor GenericAttr GetItem GlobalState Global GlobalWeakRef Grad Import "
-        "Indexed ListGetItem LocalCell Local NamedTupleFields Negate NonSerializableSetGetItem NumpyTensor Optimizer "
-        "RandomValue ScriptObjectQualifiedName ShapeEnv SkipGuard SubclassAttrList SyntheticLocal TempLocal "
-        "TensorProperty TorchFunctionModeStack TupleIteratorGetItem TypeDict TypeMRO Type WeakRefCall"
+        "Constant ContextVarGet ConvertInt CurrentStream DataclassFields Defaults DictGetItem DictSubclassGetItem "
+        "DynamicScalar Ephemeral FlattenScriptObject FloatTensor GenericAttr GetItem GlobalState Global "
+        "GlobalWeakRef Grad Import Indexed ListGetItem ListReverseIteratorBackingList LocalCell Local "
+        "NamedTupleFields Negate NonSerializableSetGetItem NumpyTensor Optimizer RandomValue "
+        "ScriptObjectQualifiedName ShapeEnv SkipGuard SubclassAttrList SyntheticLocal TempLocal TensorProperty "
+        "TorchFunctionModeStack TupleIteratorGetItem TypeDict TypeMRO Type UnwrapCollectiveTensor WeakRefCall"
     ).split()
 )
-"""Arguments, parts of them, and what else is no module's. With those above: every kind of source that there is."""
+"""Arguments, parts of them, and what else is no module's. With those above: every kind of source that there is, some
+in newer versions of torch only."""
 
 
 def source_of(placeholder: fx.Node) -> Any:

@@ -21,7 +21,9 @@ from .prove_masks import Prover
 
 _OP = "torch_attn::_varlen_attn"
 _DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}
-_READ = frozenset("query key value cu_seq_q cu_seq_k max_q max_k enable_gqa num_splits".split()) | _DEFAULTS.keys()
+_READ = (
+    frozenset("query key value cu_seq_q cu_seq_k max_q max_k enable_gqa num_splits backend".split()) | _DEFAULTS.keys()
+)
 """Arguments that are read, or make no difference. Versions of torch have others, as for caches: those must be None."""
 
 
