@@ -34,7 +34,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
     names = re.findall(r"`([\w./*]+/[\w.*]*\.(?:md|py|json|cu))`", text) + re.findall(r"\]\((?!http)([^)#]+)\)", text)
     for name in names:
-        places = [name, f"cp_rewrite/{name}", name.replace("NAME", "*")]
+        places = [name, f"docs/{name}", f"cp_rewrite/{name}", name.replace("NAME", "*")]
         assert any([*ROOT.glob(place)] for place in places), f"{page.name} names {name}"
 
 
@@ -57,8 +57,8 @@ def test_examples_name_what_there_is() -> None:
     assert {"Sharding", "sum_gradients", "plan"} <= found
 
 
-def test_readme_lists_every_exchange_and_layout() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_usage_lists_every_exchange_and_layout() -> None:
+    text = (ROOT / "docs" / "usage.md").read_text()
     listed = {
         name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w+]+)`", row)
     }
