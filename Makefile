@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-gpu lint bench clean
+.PHONY: demo test test-fast test-all test-gpu lint bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,9 @@ demo: $(VENV)/.installed  ## train a packed Llama on 2 CPU processes and on 1, c
 
 test: $(VENV)/.installed  ## everything but slow sweeps and GPU tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-fast: $(VENV)/.installed  ## what starts no processes and captures few graphs, within a minute on 2 cores
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow and not gpu and not long'
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not gpu'

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Of symbolic shapes, which most tests have, torch's cache of fake results remembers little and costs half of all time.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers import amount
-from tests.helpers.pool import Pool
+
+if TYPE_CHECKING:  # torch is not for the process that only hands out tests
+    from tests.helpers.pool import Pool
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,10 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests with a pool run on one worker: one pool serves them all."""
+    """All tests with a pool run on one worker: one pool serves them all, one server forks all processes."""
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
+        if {"pool", "pair"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
+            item.add_marker("long")
 
 
 def pytest_collection_finish() -> None:
@@ -40,6 +44,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four gloo processes."""
+    from tests.helpers.pool import Pool
+
     processes = Pool(4)
     yield processes
     processes.close()

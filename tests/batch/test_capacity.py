@@ -167,7 +167,7 @@ def test_buffers_live_as_long_as_an_annotation_that_uses_them() -> None:
 def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
     room = Capacity(documents=16, pieces=24, rows=400)
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="aot_eager", capacity=room)
-    model = build_model("llama")
+    model = build_model("tiny")
     compiled: Any = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     results, addresses = [], set()
     for batch in batches_:
@@ -189,7 +189,7 @@ def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple
 def test_steps_match_one_process(pool: Pool) -> None:
     rows = [make_batch([lengths]) for lengths in ([40, 23, 1, 56], [120], [7] * 17 + [1], [60, 60])]
     for batch, (loss, grads) in zip(rows, pool.run(2, run_fixed, rows)[0], strict=True):
-        expected, wanted = plain_step("llama", batch)
+        expected, wanted = plain_step("tiny", batch)
         assert abs(loss - expected) <= LIMIT * abs(expected)
         assert all(relative_error(grads[name], wanted[name]) <= LIMIT for name in wanted)
 
@@ -200,6 +200,6 @@ def test_masks_and_exchanges_that_need_the_host_are_refused() -> None:
     sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), capacity=ROOM)
     batch = make_batch([[10, 6]])
     ring = dataclasses.replace(sharding, exchange="p2p")
-    refused = cp.explain(build_model("llama"), ring, shift_labels=True)(**batch)
+    refused = cp.explain(build_model("tiny"), ring, shift_labels=True)(**batch)
     assert "EXCHANGE: p2p: with capacity, rows travel by all_gather, or by needed where GPUs" in str(refused)
-    assert "all_gather: capacity is set" in str(cp.explain(build_model("llama"), sharding, shift_labels=True)(**batch))
+    assert "all_gather: capacity is set" in str(cp.explain(build_model("tiny"), sharding, shift_labels=True)(**batch))

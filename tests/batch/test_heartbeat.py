@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import cp_rewrite as cp
 from tests.end_to_end.test_conformance_gpu import free_port
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 STAGES = ("forward", "exchange", "backward", "gradients")
 

@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if "forks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("forks"))
+            item.add_marker("long")
         if item.name not in QUICK:
             item.add_marker("slow")
         if item.name.partition("[")[0] in OPEN:

@@ -20,6 +20,8 @@ from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 from tests.passes.mutants import MUTANTS
 
+pytestmark = pytest.mark.long
+
 prove_masks: Any = importlib.import_module("cp_rewrite.passes.match.prove_masks")
 
 

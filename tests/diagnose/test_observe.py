@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -42,7 +43,8 @@ def shifting(x: Tensor, pos: Tensor) -> Tensor:
 def run(function: Any = model, **options: Any) -> Tensor:
     """The gradient of x."""
     torch._dynamo.reset()
-    sharding = sharding_of(**{"inner": "eager", **options})
+    values: dict[str, Any] = {"inner": "eager", **options}
+    sharding = sharding_of(**values)
     compiled = torch.compile(function, backend=cp.backend(sharding), fullgraph=True)
     x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     with sharding.shard({"x": x, "pos": torch.arange(12)[None]}) as local:
@@ -78,6 +80,7 @@ def test_log_shows_each_pass_with_time_and_ops(caplog: pytest.LogCaptureFixture)
         assert any(line.startswith(f"{name}: ") and " ms, " in line and line.endswith(" ops") for line in lines), lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", ["+cp_rewrite", pytest.param("+dynamo", marks=pytest.mark.slow)])
 def test_the_environment_variable_switches_the_log_on(value: str) -> None:
     environment = {**os.environ, "TORCH_LOGS": value, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
@@ -135,6 +138,7 @@ def test_the_hash_covers_all_sources() -> None:
     assert torch.compiler.config.cache_key_tag == ""
 
 
+@pytest.mark.long
 def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
         return attention._backward(ctx, 2 * dout, dlse)
@@ -143,7 +147,8 @@ def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> 
         return counters["aot_autograd"]["autograd_cache_hit"]
 
     op: Any = attention.packed_attention
-    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+    functorch_config: Any = importlib.import_module("torch._functorch.config")
+    with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
         first, before = run(inner="inductor"), hits()
         try:
             op.register_autograd(doubled, setup_context=attention._setup_context)

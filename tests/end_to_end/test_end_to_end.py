@@ -27,6 +27,7 @@ LAYOUTS = ("contiguous", "head_tail", "dual_chunk", "balanced")
 EXCHANGES = ("all_gather", "needed", "p2p", "a2a")
 LIMIT = 1e-5
 """Relative norm error of loss and gradients in fp32."""
+any_model = pytest.mark.parametrize("name", ["tiny", pytest.param("llama", marks=pytest.mark.slow)])
 
 
 def make_batch(lengths: list[list[int]], vocab: int = 64) -> dict[str, Tensor]:
@@ -108,43 +109,55 @@ def mostly_slow(*exchanges: str, slow: Sequence[str] = ()) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in quick else [pytest.mark.slow]) for pair in pairs]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_llama_matches_one_process(pool: Pool, layout: str, exchange: str) -> None:
-    check(pool, 2, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
+# Tests on more ranks come first: where more ranks take part than before, all of them forget what they have compiled.
+# The exchange between many ranks is `eager`'s to show, how it is compiled that between two.
 
 
+@any_model
 @pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", slow=["p2p", "all_gather", "a2a"]))
-def test_llama_matches_on_four_ranks(pool: Pool, exchange: str, layout: str) -> None:
-    check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
+def test_four_ranks_match_one_process(pool: Pool, name: str, exchange: str, layout: str) -> None:
+    check(pool, 4, name, [[13, 1, 7, 0, 29, 31]], layout, exchange, inner="eager")
 
 
+@any_model
 @pytest.mark.parametrize(("exchange", "layout"), mostly_slow("a2a+needed", slow=["a2a+p2p", "a2a+all_gather"]))
-def test_llama_on_a_grid_of_ranks(pool: Pool, exchange: str, layout: str) -> None:
-    check(pool, 4, "llama", [[13, 1, 7, 0, 29, 31]], layout, exchange)
+def test_a_grid_of_ranks_matches_one_process(pool: Pool, name: str, exchange: str, layout: str) -> None:
+    check(pool, 4, name, [[13, 1, 7, 0, 29, 31]], layout, exchange, inner="eager")
 
 
+@any_model
 @pytest.mark.parametrize(
     "exchange", ["a2a+p2p", pytest.param("a2a", marks=pytest.mark.slow), pytest.param("p2p", marks=pytest.mark.slow)]
 )
-def test_two_rows_under_every_exchange(pool: Pool, exchange: str) -> None:
-    check(pool, 4, "llama", [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange)
+def test_two_rows_under_every_exchange(pool: Pool, name: str, exchange: str) -> None:
+    inner = "eager" if name == "tiny" else "aot_eager"
+    check(pool, 4, name, [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange, inner=inner)
 
 
+@any_model
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_match_one_process(pool: Pool, name: str, layout: str, exchange: str) -> None:
+    check(pool, 2, name, [[13, 1, 7, 0, 29, 31]], layout, exchange)
+
+
+@any_model
 @pytest.mark.parametrize(("exchange", "layout"), mostly_slow("needed", slow=["p2p"]))
-def test_chunks_and_padded_ranks_match_one_process(pool: Pool, exchange: str, layout: str) -> None:
-    check(pool, 2, "llama", [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
-    check(pool, 2, "llama", [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
+def test_chunks_and_padded_ranks_match_one_process(pool: Pool, name: str, exchange: str, layout: str) -> None:
+    check(pool, 2, name, [[16, 8, 24, 32]], layout, exchange, chunk_size=8, pad_to_multiple=16)
+    check(pool, 2, name, [[16, 7], [8, 15]], layout, exchange, chunk_size=4, pad_to_multiple=20)
 
 
+@any_model
 @pytest.mark.parametrize(
     "exchange", ["needed", pytest.param("p2p", marks=pytest.mark.slow), pytest.param("a2a", marks=pytest.mark.slow)]
 )
-def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> None:
-    check(pool, 2, "llama", [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
+def test_inductor_matches_one_process(pool: Pool, name: str, exchange: str) -> None:
+    check(pool, 2, name, [[13, 1, 7, 29, 31]], "balanced", exchange, inner="inductor")
 
 
-@drawn(6, quick=3)
+@any_model
+@drawn(6)
 @given(
     lengths=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 7, 13, 31, 64]), min_size=1, max_size=8), min_size=1, max_size=1
@@ -152,18 +165,21 @@ def test_llama_with_inductor_matches_one_process(pool: Pool, exchange: str) -> N
     layout=st.sampled_from(LAYOUTS),
     exchange=st.sampled_from(["all_gather", "needed", "p2p", "a2a"]),
 )
-def test_llama_matches_on_drawn_lengths(pool: Pool, lengths: list[list[int]], layout: str, exchange: str) -> None:
-    check(pool, 2, "llama", lengths, layout, exchange)
+def test_drawn_lengths_match_one_process(
+    pool: Pool, name: str, lengths: list[list[int]], layout: str, exchange: str
+) -> None:
+    check(pool, 2, name, lengths, layout, exchange)
 
 
-def test_two_rows_pack_their_own_documents(pool: Pool) -> None:
-    check(pool, 2, "llama", [[13, 1, 7, 29], [40, 3]], "balanced", "needed")
+@any_model
+def test_two_rows_pack_their_own_documents(pool: Pool, name: str) -> None:
+    check(pool, 2, name, [[13, 1, 7, 29], [40, 3]], "balanced", "needed")
 
 
-def count_compiles(mesh: DeviceMesh) -> list[int]:
+def count_compiles(mesh: DeviceMesh, name: str) -> list[int]:
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), "balanced", "needed", inner="aot_eager")
     torch._dynamo.reset()
-    model = build_model("llama")
+    model = build_model(name)
     graphs: list[int] = []
 
     def counting(gm: Any, inputs: Any) -> Any:
@@ -179,8 +195,9 @@ def count_compiles(mesh: DeviceMesh) -> list[int]:
     return counts
 
 
-def test_new_lengths_and_token_counts_do_not_recompile(pool: Pool) -> None:
-    for counts in pool.run(2, count_compiles):
+@any_model
+def test_new_lengths_and_token_counts_do_not_recompile(pool: Pool, name: str) -> None:
+    for counts in pool.run(2, count_compiles, name):
         assert counts == [1] * 6
 
 

@@ -26,31 +26,27 @@ ROWS = ([[13, 1, 7, 11]], [[5, 3, 9, 2, 6, 7]])
 """The packed row of each replica: equally many targets would hide a mean of means, so they differ."""
 
 
-def build(name: str = "torchtitan") -> nn.Module:
-    return build_model(name)
-
-
 def targets(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def one_process(name: str = "torchtitan") -> dict[str, Tensor]:
+def one_process(name: str) -> dict[str, Tensor]:
     """Gradients of the mean over the targets of both replicas' rows."""
-    model, batches = build(name), [make_batch(rows) for rows in ROWS]
+    model, batches = build_model(name), [make_batch(rows) for rows in ROWS]
     count = sum(map(targets, batches))
     for batch in batches:
         (model(**batch).loss * targets(batch) / count).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def step(mesh: DeviceMesh, wrap: Any, name: str = "torchtitan", **options: Any) -> tuple[Any, nn.Module]:
+def step(mesh: DeviceMesh, wrap: Any, name: str, inner: Any = "aot_eager", **options: Any) -> tuple[Any, nn.Module]:
     """One backward of a wrapped model on a (dp, cp) mesh."""
     torch._dynamo.reset()
     grid = DeviceMesh("cpu", mesh.mesh.view(2, 2), mesh_dim_names=("dp", "cp"))
-    sharding = cp.Sharding(grid["cp"], TOKENS, cp.PositionIds("position_ids"), inner="aot_eager", **options)
+    sharding = cp.Sharding(grid["cp"], TOKENS, cp.PositionIds("position_ids"), inner=inner, **options)
     batch = make_batch(ROWS[grid.get_local_rank("dp")])
     count = sum(targets(make_batch(rows)) for rows in ROWS)
-    plain = build(name)
+    plain = build_model(name)
     model = wrap(plain, grid, cp.backend(sharding))
     with sharding.shard(batch, shift_labels=True) as local:
         local["num_items_in_batch"] = torch.tensor(count)
@@ -88,10 +84,13 @@ BLOCKS = {
     "block_tokens": {"hidden_states": 1, "position_embeddings[0]": 1, "position_embeddings[1]": 1},
 }
 KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "ddp": (with_ddp, "torchtitan", {}),
+    "ddp": (with_ddp, "tiny", {}),
+    "fsdp by blocks": (with_fsdp_by_blocks, "llama", {"inner": "eager", **BLOCKS}),
+    "ddp, torchtitan": (with_ddp, "torchtitan", {}),
     "fsdp": (with_fsdp, "torchtitan", {}),
-    "fsdp by blocks": (with_fsdp_by_blocks, "llama", BLOCKS),
+    "fsdp by blocks, aot": (with_fsdp_by_blocks, "llama", BLOCKS),
 }
+QUICK = ("ddp", "fsdp by blocks")
 
 
 def gradients_of(mesh: DeviceMesh, kind: str) -> dict[str, Tensor]:
@@ -101,7 +100,7 @@ def gradients_of(mesh: DeviceMesh, kind: str) -> dict[str, Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "fsdp by blocks"])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])
 def test_gradients_equal_one_process(pool: Pool, kind: str) -> None:
     expected = one_process(KINDS[kind][1])
     for found in pool.run(4, gradients_of, kind):
@@ -111,7 +110,7 @@ def test_gradients_equal_one_process(pool: Pool, kind: str) -> None:
 
 def save_under_cp(mesh: DeviceMesh, folder: str) -> dict[str, Tensor]:
     """A step of SGD, then a checkpoint. Returns the weights."""
-    model, plain = step(mesh, with_fsdp)
+    model, plain = step(mesh, with_fsdp, "tiny")
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     dcp.save({"model": plain.state_dict()}, checkpoint_id=folder)
     return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in plain.named_parameters()}
@@ -119,7 +118,7 @@ def save_under_cp(mesh: DeviceMesh, folder: str) -> dict[str, Tensor]:
 
 def test_a_checkpoint_of_four_ranks_loads_into_one_process(pool: Pool, tmp_path: Path) -> None:
     saved = pool.run(4, save_under_cp, str(tmp_path))[0]
-    model = copy.deepcopy(build())
+    model = copy.deepcopy(build_model("tiny"))
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
     model.load_state_dict(state["model"])

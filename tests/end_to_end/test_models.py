@@ -60,6 +60,7 @@ def test_every_model_is_right_or_refused(pool: Pool, name: str, outcomes: dict[s
     assert (outcome.gradient or 0.0) <= LIMIT, outcome.worst
 
 
+@pytest.mark.xdist_group("pool")  # where the outcomes are
 def test_the_table_in_the_docs_is_what_ran(outcomes: dict[str, Outcome]) -> None:
     if os.environ.get("CP_ACCEPT") and set(outcomes) == set(MODELS):
         DOCS.write_text(table(outcomes))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,8 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("forkserver")  # what all need is imported once
-        context.set_forkserver_preload(["torch", "cp_rewrite"])
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.warm"])  # what all need is imported once
         self._tasks = [context.Queue() for _ in range(size)]
         self._results: Any = context.Queue()
         store = str(Path(self._folder.name) / "store")
@@ -35,8 +38,9 @@ class Pool:
             context.Process(target=_serve, args=(rank, size, store, self._tasks[rank], self._results), daemon=True)
             for rank in range(size)
         ]
-        for process in self._processes:
-            process.start()
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds tests/
+            for process in self._processes:
+                process.start()
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank; raises AssertionError with the tracebacks when a rank raised."""

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="fibers are made as Linux allows"),
     pytest.mark.xdist_group("peers_emulated"),
+    pytest.mark.long,
 ]
 
 KERNELS = ("rows.cuh", "peers.cuh", "push_rows.cu", "signal_wait.cu", "return_rows.cu")

@@ -15,6 +15,8 @@ from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from tests.helpers.packed_model import capture, judge
 
+pytestmark = pytest.mark.long
+
 
 def transformers_model(family: str, layers: int) -> nn.Module:
     import transformers

@@ -37,6 +37,8 @@ from tests.passes.mask_spellings import (
 )
 from tests.passes.mask_spellings.base import MARK
 
+pytestmark = pytest.mark.long
+
 Batch = dict[str, Tensor]
 Atom = Callable[[Batch], Tensor]  # -> bool, broadcasts to (B, 1, T, T)
 TOKENS = 14

@@ -15,6 +15,8 @@ from cp_rewrite.diagnose.compare_masks import MaskMismatch
 from tests.helpers.matching import BATCH, Model, heads, reasons, the_site
 from tests.passes.mask_spellings import DOCUMENTS
 
+pytestmark = pytest.mark.long
+
 
 def flex(
     mask: str = "causal",

@@ -17,6 +17,8 @@ from cp_rewrite.passes.values.site import Site
 from tests.helpers.matching import BATCH, match_model, reasons, the_site
 from tests.passes.mask_spellings import POSITIONS, capture
 
+pytestmark = pytest.mark.long
+
 
 def llama(layers: int, family: str = "Llama", **options: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")

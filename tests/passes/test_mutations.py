@@ -16,6 +16,8 @@ from tests.helpers.pool import Pool
 from tests.passes.mutants import MUTANTS
 from tests.passes.mutants.beside import build, groups, is_of
 
+pytestmark = pytest.mark.long
+
 REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not in (None, "padding"))
 PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
 RIGHT = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is None)
@@ -57,7 +59,8 @@ def test_mutant_that_fixes_the_token_count_is_refused(name: str) -> None:
 
 
 def total_loss(output: Any) -> Tensor:
-    return sum(output) if isinstance(output, tuple) else output
+    total: Any = sum(output) if isinstance(output, tuple) else output
+    return total
 
 
 def sharded_step(mesh: DeviceMesh, names: tuple[str, ...], batch: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
