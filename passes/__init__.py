@@ -77,11 +77,13 @@ def check_token_locality(state: State) -> State:
         padded_sums=True,
         fixed_tokens=False,
     )
+    masked = {insert.node for insert in report.inserts}
     return replace(
         state,
         positions=tuple(report.positions),
         outputs=tuple(report.outputs),
-        padded_sums=tuple(report.padded_sums),
+        inserts=(*state.inserts, *report.inserts),
+        padded_sums=tuple(node for node in report.padded_sums if node not in masked),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 

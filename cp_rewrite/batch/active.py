@@ -52,6 +52,8 @@ class PlanInput:
 
 ROW_INDEX = PlanInput(PlanTensor("row_index"))
 """(T_l,) int64: index in the global row of each local token. It belongs to no mask or exchange."""
+HAS_TOKEN = PlanInput(PlanTensor("has_token"))
+"""(B, T_l) bool: whether a local row holds a token or fills the rank up. It belongs to no mask or exchange."""
 
 
 @dataclass(eq=False)
@@ -72,7 +74,7 @@ class ActivePlan:
     def tensor(self, key: PlanInput) -> Tensor:
         """The tensor of one extra input, on the device unless the host reads it."""
         if key not in self._tensors:
-            array = self._row_index() if key.mask is None else self._arrays_of(key.mask, key.exchange)[key.name]
+            array = self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange)[key.name]
             tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._device_of(key)
             fixed = self.sharding.capacity is not None
             made = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
@@ -147,14 +149,17 @@ class ActivePlan:
     def _device_of(self, key: PlanInput) -> torch.device:
         return torch.device("cpu") if key.tensor.on_host else self.device
 
-    def _row_index(self) -> NDArray[np.int64]:
+    def _rows(self, key: PlanInput) -> NDArray[Any]:
+        """The array of ROW_INDEX or HAS_TOKEN."""
         indices = self.indices()
+        if key == HAS_TOKEN:
+            return indices >= 0
         if (indices != indices[:1]).any():
             raise ValueError(
                 "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
                 "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
-        return np.maximum(indices[0], 0)
+        return self.plan.filled_indices(self.sharding.rank)[0]
 
 
 _current: ContextVar[tuple[ActivePlan, bool] | None] = ContextVar("cp_rewrite_plan", default=None)

@@ -24,15 +24,21 @@ from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
 
 LABELS = frozenset({"labels", "shift_labels"})
-"""Arguments that are filled with IGNORE_INDEX where a rank has no token; others are filled with 0."""
+"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token; others hold a copy of another row."""
 
 
 class LocalBatch(dict[str, Any]):
     """This rank's part of a batch, by argument, for `model(**local)`. `plan` is the BatchPlan that it was cut by."""
 
-    def __init__(self, values: Mapping[str, Any], plan: BatchPlan) -> None:
+    def __init__(self, values: Mapping[str, Any], plan: BatchPlan, rank: int) -> None:
         super().__init__(values)
-        self.plan = plan
+        self.plan, self._rank = plan, rank
+
+    @property
+    def has_token(self) -> Tensor:
+        """(B, T_l) bool on the CPU: false in rows that fill the rank up. What is summed over tokens outside of the
+        compiled model must leave these out."""
+        return torch.from_numpy(self.plan.local_indices(self._rank) >= 0)
 
 
 @contextmanager
@@ -47,9 +53,10 @@ def shard(
     """Cut a global batch and make its plan active for the calls inside.
 
     Token tensors are cut along their token dim, in the layout's order. Where a rank has fewer tokens than another, its
-    part is filled up at the end with 0 (labels: -100). These parts, what tells documents apart and the count of targets
-    go to the mesh's device, if they are on the CPU. Everything else is handed over as it is. With a capacity, all
-    tensors are handed over in buffers that every batch shares.
+    part is filled up at the end with copies of its last token (labels: -100); `local.has_token` tells them apart. These
+    parts, what tells documents apart and the count of targets go to the mesh's device, if they are on the CPU.
+    Everything else is handed over as it is. With a capacity, all tensors are handed over in buffers that every batch
+    shares.
 
     Args:
         sharding: the annotation.
@@ -82,7 +89,7 @@ def shard(
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
     with activate(active):
-        yield LocalBatch(values, plan)
+        yield LocalBatch(values, plan, sharding.rank)
 
 
 def _cut_batch(
@@ -92,16 +99,17 @@ def _cut_batch(
     tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
-    fills = {name: IGNORE_INDEX if _is_label(name, values[name], label_arg) else 0 for name in tokens}
-    if plan.local_size * plan.world_size > plan.rows[0].total:
-        for name, fill in fills.items():
-            _check_fill(name, values[name], fill)
+    labels = [name for name in tokens if _is_label(name, values[name], label_arg)]
+    indices, filled = plan.local_indices(sharding.rank), plan.filled_indices(sharding.rank)
+    if plan.local_size * plan.world_size > plan.rows[0].total:  # some rank has such rows, and all raise
+        for name in labels:
+            _check_fill(name, values[name])
     if (padding := padding_tokens(plan)) is not None:
-        for name in (name for name in tokens if _is_target(name, values[name], label_arg)):
+        for name in labels:
             moved = label_arg if shift_labels and name == "shift_labels" else ""
             check_labels(name, values[name], tokens[name], padding, moved)
-    indices = plan.local_indices(sharding.rank)
-    values |= {name: cut_tokens(values[name], dim, indices, fills[name]) for name, dim in tokens.items()}
+    for name, dim in tokens.items():
+        values[name] = cut_tokens(values[name], dim, indices if name in labels else filled, IGNORE_INDEX)
     counted = ("num_items_in_batch",) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
@@ -118,14 +126,9 @@ def _cut_batch(
 
 
 def _is_label(name: str, value: Tensor, label_arg: str) -> bool:
-    """Whether rows without a token hold -100: classes, and what the loss of transformers takes by name. A target under
-    another name that is a number of its own is filled as other numbers are."""
-    return name in LABELS or (name == label_arg and not value.is_floating_point())
-
-
-def _is_target(name: str, value: Tensor, label_arg: str) -> bool:
-    """Whether -100 in this argument means that a token is no target."""
-    return _is_label(name, value, label_arg) and not value.is_floating_point()
+    """Whether -100 in this argument says that a token is no target: rows without a token hold it. A target that is a
+    number of its own is copied there."""
+    return name in LABELS | {label_arg} and not value.is_floating_point()
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
@@ -135,12 +138,12 @@ def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) 
     return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
 
 
-def _check_fill(name: str, value: Tensor, fill: int) -> None:
-    """Raise where the value's dtype can't hold what its holes are filled with."""
-    if fill < 0 and not (value.is_floating_point() or value.dtype.is_signed):
+def _check_fill(name: str, labels: Tensor) -> None:
+    """Raise where the dtype of labels can't hold what rows without a token hold."""
+    if not labels.dtype.is_signed:
         raise TypeError(
-            f"batch[{name!r}] is {value.dtype}, which can't hold {fill}, the label of tokens that are no target: make "
-            "it int64"
+            f"batch[{name!r}] is {labels.dtype}, which can't hold {IGNORE_INDEX}, the label of tokens that are no "
+            "target: make it int64"
         )
 
 
@@ -212,7 +215,7 @@ def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str
         raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
     if batch.get("shift_labels") is not None:
         raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
-    _check_fill(label_arg, batch[label_arg], IGNORE_INDEX)
+    _check_fill(label_arg, batch[label_arg])
     labels, dim = batch[label_arg], tokens[label_arg]
     last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
     shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)

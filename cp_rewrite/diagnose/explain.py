@@ -44,6 +44,7 @@ class Report:
         sites: one entry per proven attention site. refusals: every reason against a rewrite; empty when there is none.
         ops_before, ops_after: how often each op stands in the graph; equal when refused.
         before, after: the normalised graphs, a line a node.
+        inserts: what was put in elsewhere, and why; nothing when refused.
     """
 
     sites: tuple[SiteReport, ...]
@@ -52,6 +53,7 @@ class Report:
     ops_after: Counter[str]
     before: tuple[str, ...]
     after: tuple[str, ...]
+    inserts: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -66,6 +68,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals"]
         lines += _folded([str(site) for site in self.sites])
+        lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
         lines += [f"ops       {op}: {self.ops_before[op]} -> {self.ops_after[op]}" for op in changed]
@@ -127,8 +130,10 @@ def _report(state: passes.State) -> Report:
         mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
         chosen = (None, None, ()) if decision is None else (decision.exchange_name, decision.kernel, decision.why)
         sites.append(SiteReport(line, mask, *chosen))
-    after = graph_lines(state.graph_module)
-    return Report(tuple(sites), state.refusals, ops_before, _op_counts(state.graph_module), tuple(before), tuple(after))
+    inserts = () if state.refusals else state.inserts
+    found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
+    ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
+    return Report(tuple(sites), state.refusals, ops_before, ops_after, tuple(before), tuple(after), tuple(found))
 
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:

@@ -23,7 +23,7 @@ from cp_rewrite.planning.routes.by_exchange import Exchange
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, split_kv
-from .merge import add_sinks, sinks_gradient
+from .merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
 from .schemas import bind, call, fake_results, gradients, keep, kept
 
@@ -63,13 +63,15 @@ def packed_attention(
         exchange, group, world_size: the fields of the `Exchange` that `kv` came by.
         sinks: (Hq,) one more logit per head, which draws weight and adds no value.
     Returns:
-        out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
+        out (R, Hq, V) in q's dtype, in rows of no document copies of others (`fill_gaps`), into which no gradient goes;
+        lse (Hq, R) fp32, -inf in such rows, no gradient.
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
     with nvtx("attention"):
         out, lse = load(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return (fill_gaps(out, lse) if has_gaps(tables, q.shape[0]) else out), lse
 
 
 @packed_attention.register_fake

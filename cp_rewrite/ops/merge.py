@@ -1,4 +1,5 @@
-"""Softmax results over parts of the keys, put together; and sinks, which are one more key without a value.
+"""Softmax results over parts of the keys, put together; sinks, which are one more key without a value; and rows that
+saw no key at all.
 
 Shapes: R rows, H query heads, V head dim of v. `lse` is (H, R); -inf (from some kernels +inf): the row saw no key.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.kernels.rows import merge_steps
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.planning.columns import PieceRow
 
 
 def merge_parts(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,3 +41,34 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
     weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(~seen, 0.0))
     return -torch.where(seen, weight * delta, 0.0).sum(1).to(sinks.dtype)
+
+
+def fill_gaps(out: Tensor, lse: Tensor) -> Tensor:
+    """out with copies in local rows of no document, padding and fill: of the last row before that saw a key, of the
+    first where there is none. All other rows are the same bit for bit. The host does not wait for the device.
+
+        row       0 1 2 3 4 5
+        document  - A A - B -       -: lse -inf
+        out of    1 1 2 2 4 4
+
+    A model may divide by what attention gives, or take its logarithm. Such a row counts in no loss, but 0 times a
+    gradient that is infinite is not 0: so it holds what is as valid as any token's.
+    """
+    if out.shape[0] == 0:
+        return out
+    gap = lse[0] == -torch.inf
+    before = torch.where(gap, -1, torch.arange(gap.shape[0], device=gap.device)).cummax(0).values
+    return out.index_select(0, torch.where(before < 0, gap.int().argmin(), before))
+
+
+_known = WeakTensorKeyDictionary()
+
+
+def has_gaps(tables: Tables, rows: int) -> bool:
+    """Whether some of the local rows may be of no document: of tables that are no ring's. Found once per batch."""
+    if tables.sizes_are_bounds:
+        return True
+    if tables.pieces not in _known:
+        at = PieceRow(*tables.pieces.unbind(1))
+        _known[tables.pieces] = int(((at.q1 - at.q0) * (at.k1 > at.k0)).sum())
+    return _known[tables.pieces] < rows

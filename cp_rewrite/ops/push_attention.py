@@ -38,7 +38,7 @@ from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
 
 from .local_rows import split_kv
-from .merge import add_sinks, sinks_gradient
+from .merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
 from .one_sided import zero_others
 from .schemas import bind, call, fake_results, gradients, keep, kept
 
@@ -92,7 +92,8 @@ def pushed_attention(
         out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(x.capacity):
         main.wait_stream(side)
-    return (out, lse, kv) if sinks is None else (*add_sinks(out, lse, sinks), kv)
+    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return (fill_gaps(out, lse) if has_gaps(tables, q.shape[0]) else out), lse, kv
 
 
 @pushed_attention.register_fake

@@ -33,7 +33,7 @@ from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, split_kv
-from .merge import add_sinks, merge_parts, sinks_gradient
+from .merge import add_sinks, fill_gaps, merge_parts, sinks_gradient
 from .schemas import bind, call, fake_results, gradients, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
@@ -70,7 +70,7 @@ def ring_attention(
         scale, softcap, kernel, deterministic, sinks: see `packed_attention`.
         group, world_size: the ring.
     Returns:
-        out (R, Hq, V) in q's dtype, exact zeros in rows of no document; lse (Hq, R) fp32, -inf there, no gradient.
+        out and lse as of `packed_attention`.
     """
     tables, route = (cu_seqlens_q, cu_seqlens_k, pieces, launches), (kv_rows, sum_ptr, sum_rows, rounds)
     run, params = load(kernel), Params(scale, softcap, deterministic)
@@ -87,7 +87,7 @@ def ring_attention(
         first = False
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return out.to(q.dtype, copy=True), lse.clone()
+    return fill_gaps(out.to(q.dtype, copy=True), lse), lse.clone()
 
 
 @ring_attention.register_fake

@@ -44,6 +44,25 @@ class BatchPlan:
             row[: order.local_size] = order.local_indices(rank)
         return indices
 
+    def filled_indices(self, rank: int) -> Int:
+        """(B, T_l) int64: as `local_indices`, but fill has a token too: what is computed of it is as valid as of that.
+
+        It is the last token of a document before it on this rank; where there is none, the first of the row.
+
+            local_indices     4 5 -1 -1     7, padding: -1 -1
+            filled_indices    4 5  5  5     7           0  0
+        """
+        indices = self.local_indices(rank)
+        for row, documents in zip(indices, self.rows, strict=True):
+            if (row < 0).any():
+                ids = documents.document_ids()
+                given = (row >= 0) & (ids[row] >= 0)
+                # places of the rows that can be copied, -1 before the first
+                place = np.maximum.accumulate(np.where(given, np.arange(row.size), -1))
+                first = int(np.argmax(ids >= 0))
+                row[row < 0] = np.where(place >= 0, row[place], first)[row < 0]
+        return indices
+
     def schedule(self, mask: PackedMask) -> Schedule:
         """The schedule of attention under `mask`, for all ranks."""
         if mask not in self._schedules:

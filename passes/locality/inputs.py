@@ -41,7 +41,7 @@ def input_state(
         return UNKNOWN, Refusal(Reason.DROPOUT, detail, node)
     found = tokens.input(node)
     if found is not None:
-        return _token_rows(found, extents, found.name in sharding.tokens), None
+        return _token_rows(found, extents), None
     if any(refusal.node is node for refusal in tokens.refusals):
         return UNKNOWN, None
     packing = sharding.packing
@@ -57,13 +57,10 @@ def input_state(
     return REPLICATED, None
 
 
-def _token_rows(found: TokenInput, extents: Extents, cut: bool) -> Rows:
+def _token_rows(found: TokenInput, extents: Extents) -> Rows:
     dims: list[Dim] = [None] * found.value.ndim
     dims[found.dim] = (T,)
     if found.dim and extents.batch != 1:
         dims[found.dim - 1] = (B,)
-    if found.name in LABELS:
-        return Rows(tuple(dims), pad=IGNORE_INDEX)
-    # Integers may be labels under another name, filled with something else than 0; a block's arguments are computed.
-    known = cut and (found.value.dtype == torch.bool or found.value.is_floating_point())
-    return Rows(tuple(dims), pad=0 if known else None)
+    label = found.name in LABELS and not found.value.is_floating_point()
+    return Rows(tuple(dims), pad=IGNORE_INDEX if label else None)

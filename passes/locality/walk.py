@@ -32,6 +32,7 @@ from cp_rewrite.passes.graph.operands import (
 )
 from cp_rewrite.passes.graph.regions import outputs_of, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
+from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
@@ -40,6 +41,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes, scores_of
+from .mask_sums import mask_sum
 from .run import NodeRunner, Outcome, States, unknown_like
 from .tensor_state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
 from .trace import Trace
@@ -52,7 +54,9 @@ class LocalityReport:
     Args:
         refusals: every op that is not the same on a shard.
         positions: nodes to be made global.
-        padded_sums: nodes that sum over tokens whatever padding rows hold: right only when no rank has padding rows.
+        padded_sums: nodes that sum over tokens whatever rows without a token hold: right only where no rank has such
+            rows, or with the inserts.
+        inserts: what leaves such rows out of some of these sums.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
         static: the graph was captured for one token count; numbers made from it can only be guessed.
@@ -61,6 +65,7 @@ class LocalityReport:
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     positions: list[PositionGenerator] = field(default_factory=list[PositionGenerator])
     padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
+    inserts: list[Insert] = field(default_factory=list[Insert])
     outputs: list[int | None] = field(default_factory=list[int | None])
     static: bool = False
 
@@ -87,8 +92,8 @@ def check_locality(
         refused: attention nodes that were refused, as in `State`: nothing is said of what follows from that.
         kept: nodes whose values the next call may read -> what keeps them.
         tables: the caller can make positions of kind `table` global; otherwise they are refused.
-        padded_sums: the caller sees to it that no rank has padding rows where the report names padded sums;
-            otherwise they are refused.
+        padded_sums: the caller puts the report's inserts in, and sees to it that no rank has rows without a token
+            where it names other padded sums; otherwise these sums are refused.
         fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
             window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
     """
@@ -137,7 +142,7 @@ class _Walk:
         self.used: dict[fx.Node, None] = {}
         self.indexed: set[fx.Node] = set()
         self.tables: dict[fx.Node, int] = {}
-        self.padded_sums: dict[fx.Node, None] = {}
+        self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
         self.regions: dict[Any, States] = {}
         self.outputs: list[int | None] = []
         self.explained: set[fx.Node] = set()
@@ -248,7 +253,9 @@ class _Walk:
         if events.table is not None:
             self.tables[node] = events.table
         if events.unmasked:
-            self.padded_sums[node] = None
+            inserts = mask_sum(node, self.runner)
+            # A region that is entered twice: what it is given may have its tokens in other dims.
+            self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
         return outcome.states
 
     def refuse(self, node: fx.Node, reason: Reason, detail: str) -> States:
@@ -315,7 +322,9 @@ class _Walk:
         positions = [PositionGenerator(node) for node in self.used]
         if tables:
             positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
-        return LocalityReport(self.refusals, positions, list(self.padded_sums), self.outputs, self.extents.static)
+        inserts = [insert for each in self.padded_sums.values() for insert in each]
+        sums = list(self.padded_sums)
+        return LocalityReport(self.refusals, positions, sums, inserts, self.outputs, self.extents.static)
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:

@@ -70,7 +70,7 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
-        padded_sums: sums over tokens that padding rows would change.
+        padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         inserts: what is put between nodes and their operands.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """

@@ -74,7 +74,8 @@ def write_table(found: dict[Cell, float]) -> None:
         "",
         "Written by `pytest -m slow tests/end_to_end/test_conformance.py`. Each cell ran on gloo processes with the",
         "`reference` kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients",
-        "against dense attention in fp64 (worst relative norm), exact zeros in padding, two runs bitwise equal.",
+        "against dense attention in fp64 (worst relative norm), exact zeros in gradients of padding, two runs bitwise",
+        "equal.",
         "",
         "LSE and largest logits per head are compared in every cell too.",
         "",
@@ -125,8 +126,8 @@ def reference_peak(tokens: int) -> float:
     with torch.profiler.profile(profile_memory=True) as profile:
         run_rank(q, k, v, schedule, 0, Exchange("local", "", 1), Params(0.3))
     held = peak = 0
-    events: Any = profile.profiler.kineto_results.events()
-    for event in events:
+    profiler: Any = profile.profiler
+    for event in profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -88,3 +88,9 @@ def dense_logits(q_RHD: Tensor, k_RHD: Tensor, rows: Sequence[Documents], mask: 
     if params.softcap:
         logits = params.softcap * torch.tanh(logits / params.softcap)
     return logits.masked_fill(~keep, -torch.inf)
+
+
+def in_documents(x: Tensor, rows: Sequence[Documents]) -> Tensor:
+    """x (B * T, …) with zeros for padding, where attention's output is a copy of another row's (`fill_gaps`)."""
+    keep = torch.from_numpy(np.concatenate([documents.document_ids() >= 0 for documents in rows])).to(x.device)
+    return torch.where(keep.view(-1, *[1] * (x.ndim - 1)), x, 0.0)

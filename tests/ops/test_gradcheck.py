@@ -22,7 +22,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from tests.helpers.conformance import attend_on
 from tests.helpers.conformance_cells import EXCHANGES, Cell
-from tests.helpers.packed import make_schedule, tensors
+from tests.helpers.packed import in_documents, make_schedule, tensors
 from tests.helpers.pool import Pool
 
 ops: Any = torch.ops.cp_rewrite
@@ -79,9 +79,8 @@ def gradcheck_on(mesh: DeviceMesh, exchange: str, mask: PackedMask, heads: tuple
     def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         local = [Shared.apply(x, group)[mine] for x in (q, k, v)]
         out = attention.run(*local, Shared.apply(sinks, group))[0]
-        return Summed.apply(
-            torch.zeros(7, *out.shape[1:], dtype=out.dtype).index_copy(0, index[real], out[real]), group
-        )
+        whole = torch.zeros(7, *out.shape[1:], dtype=out.dtype).index_copy(0, index[real], out[real])
+        return in_documents(Summed.apply(whole, group), [ROW])
 
     return gradcheck(whole, inputs(*heads))
 
@@ -148,8 +147,10 @@ def test_one_rank(exchange: str, mask: PackedMask, softcap: float) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         numbers = (0.6, softcap, "reference", True)
         if exchange == "p2p":
-            return ops.ring_attention(q, k, v, *tables, *route, *numbers, "", 1, sinks)[0]
-        kv = ops.gather_rows(torch.cat([k.detach().flatten(1), v.detach().flatten(1)], 1), route[0])
-        return ops.packed_attention(q, k, v, kv, *tables, route, *numbers, False, "local", "", 1, sinks)[0]
+            out = ops.ring_attention(q, k, v, *tables, *route, *numbers, "", 1, sinks)[0]
+        else:
+            kv = ops.gather_rows(torch.cat([k.detach().flatten(1), v.detach().flatten(1)], 1), route[0])
+            out = ops.packed_attention(q, k, v, kv, *tables, route, *numbers, False, "local", "", 1, sinks)[0]
+        return in_documents(out, [ROW])
 
     assert gradcheck(attention, inputs(2, 1))

@@ -81,12 +81,12 @@ def padding(call: Call) -> Number | None:
     labels != -100       1 1 0                     0
     loss * that          x y 0                     0, so a sum over it needs no mask
     """
-    values = [_pad(call, x) for x in call.tensors]
+    values = [pad_of(call, x) for x in call.tensors]
     if call.name == "where" and len(values) == 3:
         return None if values[0] is None else values[1] if values[0] else values[2]
     if call.name == "masked_fill":
         value = call.arg("value")
-        filled = _pad(call, value) if isinstance(value, Tensor) else value
+        filled = pad_of(call, value) if isinstance(value, Tensor) else value
         return None if values[1] is None else filled if values[1] else values[0]
     if call.name == "mul" and 0 in values:
         return 0
@@ -97,7 +97,8 @@ def padding(call: Call) -> Number | None:
     return _on_numbers(call, values)
 
 
-def _pad(call: Call, x: Tensor) -> Number | None:
+def pad_of(call: Call, x: Tensor) -> Number | None:
+    """The number in all padding rows of an operand, where it is known."""
     rows = call.rows(x)
     return rows.pad if rows else call.facts.numbers.get(id(x))
 

@@ -16,11 +16,13 @@ from cp_rewrite.passes.locality.tensor_state import (
 )
 from cp_rewrite.refusal import Reason
 
-from .elementwise import pointwise
+from .elementwise import pad_of, pointwise
 from .reductions import sum_over_tokens
 
 _NONE, _MEAN = 0, 1
 """What ATen calls reduction="none" and reduction="mean"."""
+_ZERO_OF_EQUALS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss"})
+"""Losses that are 0 where both operands are."""
 
 
 def nll_loss(call: Call) -> list[TensorState]:
@@ -44,7 +46,8 @@ def elementwise_loss(call: Call) -> TensorState:
     if any(not isinstance(call.state(x), Rows) and call.state(x) is not REPLICATED for x in call.tensors):
         return pointwise(call)
     dims = broadcast([call.entries(x) for x in call.tensors])
-    return _reduced(call, Rows(checked(dims)), zero=False)
+    zero = call.name in _ZERO_OF_EQUALS and all(pad_of(call, x) == 0 for x in call.tensors)
+    return _reduced(call, Rows(checked(dims), pad=0 if zero else None), zero)
 
 
 def _reduced(call: Call, rows: Rows, zero: bool) -> TensorState:

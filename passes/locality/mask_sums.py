@@ -1,0 +1,115 @@
+"""Sums over tokens that rows without a token would change: what leaves these rows out.
+
+Where ranks do not divide the tokens, some have rows that hold none, but copies (`cp_rewrite.batch.shard`). A sum in
+which such a row is not 0 gets an operand in which it is:
+
+    y = (x * x).sum()       ->      y = where(has_token, x * x, 0).sum()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.batch.active import HAS_TOKEN
+from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.values.insert import Insert
+
+from .run import NodeRunner
+from .tensor_state import B, Dims, Number, Rows, T
+
+WHY = "rows that fill a rank up are left out of this sum"
+
+
+def mask_sum(node: fx.Node, runner: NodeRunner) -> tuple[Insert, ...]:
+    """What keeps rows without a token out of the sum that a node makes; nothing where no operand can be masked so.
+
+    The proof is asked: the node is run as if an operand, or all of them, held a number in these rows.
+    """
+    if written_nodes(node):
+        return ()  # to run it again would write again
+    for masked in _choices(node, runner):
+        before = {operand: runner.env[operand] for operand in masked}
+        runner.env.update({operand: Rows(rows.dims, pad, rows.iota) for operand, (rows, pad) in masked.items()})
+        events = runner.outcome(node).events
+        runner.env.update(before)
+        if not events.unmasked and not events.refusals:
+            return tuple(_insert(node, operand, rows.dims, pad) for operand, (rows, pad) in masked.items())
+    return ()
+
+
+Masked = dict[fx.Node, tuple[Rows, Number]]
+"""Operands with what is known of them, and the number that their rows without a token are to hold."""
+
+
+def _choices(node: fx.Node, runner: NodeRunner) -> Iterator[Masked]:
+    states = {operand: runner.env.get(operand) for operand in node.all_input_nodes}
+    rows = {operand: state for operand, state in states.items() if isinstance(state, Rows) and _can_mask(state)}
+    for operand, state in rows.items():
+        yield {operand: (state, 0)}
+        ignored = node.kwargs.get("ignore_index", -100)
+        if isinstance(ignored, int) and not value_of(operand).is_floating_point():
+            yield {operand: (state, ignored)}
+    if len(rows) > 1:
+        yield {operand: (state, 0) for operand, state in rows.items()}
+
+
+def _can_mask(rows: Rows) -> bool:
+    """Not rows in an order of their own, and no places of rows."""
+    factors = [factor for dim in rows.dims for factor in dim or ()]
+    return (
+        rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
+    )
+
+
+def _insert(node: fx.Node, operand: fx.Node, dims: Dims, pad: Number) -> Insert:
+    value = value_of(operand)
+    number = bool(pad) if value.dtype == torch.bool else pad
+    return Insert(node, operand, FillRows(dims, number), WHY, (HAS_TOKEN,))
+
+
+@dataclass(frozen=True)
+class FillRows:
+    """Puts a number into the rows without a token of a tensor with these dims."""
+
+    dims: Dims
+    number: Number
+
+    def __call__(self, x: Tensor, has_token_BT: Tensor) -> Tensor:
+        return torch.where(spread(has_token_BT, self.dims), x, self.number)
+
+
+def spread(has_token_BT: Tensor, dims: Dims) -> Tensor:
+    """(B, T) as a tensor that broadcasts against one of these dims.
+
+    (B,) (T,) ·     (B, T, 1)
+    (B, T) ·        (B * T, 1)
+    (T, 4)          (T * 4,)
+    """
+    while dims and dims[0] is None:  # broadcasting adds them
+        dims = dims[1:]
+    factors = [factor for dim in dims for factor in dim or (1,)]
+    axes = [factor for factor in factors if factor in (B, T)]
+    # Without a batch axis the tensor is the same for all rows of the batch.
+    x = has_token_BT[0] if axes == [T] else has_token_BT if axes == [B, T] else has_token_BT.t()
+    for place, factor in enumerate(factors):
+        if factor not in axes:
+            x = x.unsqueeze(place)
+    return _joined(x, factors, dims)
+
+
+def _joined(x: Tensor, factors: Sequence[Any], dims: Dims) -> Tensor:
+    """Every factor has a dim of `x`: those that stand in one of `dims` become one."""
+    if any(dim is not None and len(dim) > 1 for dim in dims):
+        sizes = [factor if isinstance(factor, int) else -1 for factor in factors]
+        x = x.expand(sizes) if any(size > 1 for size in sizes) else x
+    for place, dim in enumerate(dims):
+        if dim is not None and len(dim) > 1:
+            x = x.flatten(place, place + len(dim) - 1)
+    return x
