@@ -72,6 +72,23 @@ class Documents:
         ids[np.repeat(self.starts, self.lengths) + position] = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return ids
 
+    def cut(self, size: int, of_row: bool = False) -> Documents:
+        """The documents cut at multiples of `size` tokens, counted from each document's start or from the row's.
+
+        row       0 1 2 3 4 5 6 7 8 9
+        doc       A A A A A B B B B B
+        cut(4)    A A A A|A|B B B B|B      of the row    A A A A|A|B B B|B B
+        """
+        real = self.lengths > 0
+        starts, ends = self.starts[real], self.ends[real]
+        origin = starts - starts % size if of_row else starts
+        counts = -(-(ends - origin) // size)
+        which = np.repeat(np.arange(len(starts)), counts)
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin = origin[which] + nth * size
+        first, end = np.maximum(begin, starts[which]), np.minimum(begin + size, ends[which])
+        return Documents(first, end - first, self.total)
+
     @classmethod
     def from_lengths(cls, lengths: ArrayLike, total: int | None = None) -> Documents:
         """`lengths` (N,), in tokens: documents one after another from the row's start; then padding up to `total`."""

@@ -1,10 +1,10 @@
-"""What a packed mask means, as a value: packing x causality x window."""
+"""What a packed mask means, as a value: packing x chunks x causality x window."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ Window = tuple[int | None, int | None]
 class PackedMask:
     """Which keys a query may see in a row of packed documents.
 
-    Query `q` sees key `k` when both are tokens of one document (`packed`), `q - k <= left`,
+    Query `q` sees key `k` when both are tokens of one document (`packed`), and of one chunk of it, `q - k <= left`,
     `k - q <= right`, and, when `causal`, `k <= q`. Offsets are in tokens of the row.
 
     Args:
@@ -27,13 +27,18 @@ class PackedMask:
         window: `(left, right)` in tokens, as FlashAttention's `window_size`; `None` or -1 on a side means no limit.
             `None` means `(None, None)`. A model's "sliding window of W" is `(W - 1, 0)`.
         packed: False means that the mask ignores documents: the row is one document.
+        chunk: documents are cut at multiples of so many tokens. None: they are whole.
+        chunk_of: where chunks are counted from: each `document`'s start, or the `row`'s.
     Raises:
-        TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1.
+        TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1, a chunk
+            that is no number >= 1.
     """
 
     causal: bool = True
     window: Window | None = None
     packed: bool = True
+    chunk: int | None = None
+    chunk_of: Literal["document", "row"] = "document"
 
     def __post_init__(self) -> None:
         for name in ("causal", "packed"):
@@ -45,7 +50,15 @@ class PackedMask:
         name = "a side of window (-1 or None: no limit)"
         left, right = (None if side in (None, -1) else whole_number(name, side, -1) for side in window)
         right = 0 if self.causal else right
+        if self.chunk_of not in ("document", "row"):
+            raise ValueError(f"chunk_of must be 'document' or 'row', got {self.chunk_of!r}")
         # One spelling for each mask, so that equal masks compare equal: (None, 0) *is* causal.
+        if self.chunk is not None:
+            farthest = whole_number("chunk", self.chunk) - 1
+            left = None if left is not None and left >= farthest else left
+            right = None if right and right >= farthest else right
+        chunk_of = "document" if self.chunk is None else self.chunk_of if self.packed else "row"
+        object.__setattr__(self, "chunk_of", chunk_of)
         object.__setattr__(self, "causal", right == 0)
         object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
 
@@ -59,15 +72,18 @@ class PackedMask:
         """Keys after the query that it sees; None: all."""
         return 0 if self.causal else (None if self.window is None else self.window[1])
 
+    def documents(self, documents: Documents) -> Documents:
+        """What attention is over: the row's documents, cut into chunks where the mask has any; or the row as one."""
+        whole = documents if self.packed else Documents.from_lengths([documents.total])
+        return whole if self.chunk is None else whole.cut(self.chunk, self.chunk_of == "row")
+
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
         index = np.arange(docs.total)
         keep = self.reaches(index[:, None] - index[None, :])
-        if self.packed:
-            ids = docs.document_ids()
-            keep &= (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
-        return keep
+        ids = self.documents(docs).document_ids()
+        return keep & (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
 
     def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
@@ -80,6 +96,8 @@ class PackedMask:
 
     def __str__(self) -> str:
         parts = ["same document"] if self.packed else ["whole row"]
+        if self.chunk is not None:
+            parts.append(f"chunks of {self.chunk}{' of the row' if self.chunk_of == 'row' and self.packed else ''}")
         if self.causal:
             parts.append("causal")
         if self.window is not None:

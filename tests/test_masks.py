@@ -15,11 +15,14 @@ from tests.helpers.packs import batches, masks
 @given(batches(max_rows=1, max_total=24), masks())
 def test_materialize_by_definition(rows: tuple[Documents, ...], mask: PackedMask):
     documents = rows[0]
-    ids = documents.document_ids().tolist()
+    ids, starts = documents.document_ids().tolist(), documents.starts.tolist()
     table = mask.materialize(documents)
     for q in range(documents.total):
         for k in range(documents.total):
             keep = not mask.packed or (ids[q] == ids[k] != -1)
+            if mask.chunk is not None and keep:
+                start = 0 if mask.chunk_of == "row" else starts[ids[q]]
+                keep &= (q - start) // mask.chunk == (k - start) // mask.chunk
             keep &= mask.left is None or q - k <= mask.left
             keep &= mask.right is None or k - q <= mask.right
             assert table[q, k] == keep
@@ -30,6 +33,10 @@ def test_equal_masks_are_equal():
     assert PackedMask(causal=False, window=(4, 0)) == PackedMask(window=(4, 7)) == PackedMask(window=(4, None))
     assert PackedMask(window=(-1, -1)) == PackedMask()
     assert PackedMask(causal=False, window=(None, None)) == PackedMask(causal=False) != PackedMask()
+    assert PackedMask(chunk=4, window=(3, 0)) == PackedMask(chunk=4) != PackedMask(chunk=4, window=(2, 0))
+    assert PackedMask(causal=False, chunk=4, window=(3, 5)) == PackedMask(causal=False, chunk=4)
+    assert PackedMask(packed=False, chunk=4) == PackedMask(packed=False, chunk=4, chunk_of="row")
+    assert PackedMask(chunk_of="row") == PackedMask()
     assert hash(PackedMask(window=(-1, 3))) == hash(PackedMask())
 
 
@@ -37,6 +44,8 @@ def test_says_what_it_is():
     assert str(PackedMask()) == "same document & causal"
     assert str(PackedMask(causal=False, packed=False)) == "whole row & full"
     assert str(PackedMask(causal=False, window=(2, None))) == "same document & window (2, ∞)"
+    assert str(PackedMask(chunk=4)) == "same document & chunks of 4 & causal"
+    assert str(PackedMask(chunk=4, chunk_of="row")) == "same document & chunks of 4 of the row & causal"
     assert str(PackedMask(window=(3, 0))) == "same document & causal & window (3, 0)"
 
 
@@ -48,6 +57,8 @@ def test_says_what_it_is():
         ({"window": 3}, "must be a pair"),
         ({"window": (1.5, 0)}, "must be a whole number, got 1.5"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"chunk": 0}, "chunk must be >= 1, got 0"),
+        ({"chunk": 4, "chunk_of": "batch"}, "chunk_of must be 'document' or 'row', got 'batch'"),
         ({"packed": None}, "packed must be True or False, got None"),
     ],
 )

@@ -55,18 +55,20 @@ def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK)
     """The load of a batch whose documents are not known, of `rows` local rows per rank.
 
     Packed rows are taken to need a fifth of all remote rows, which `balanced` stays below on usual mixes of lengths;
-    one causal document three quarters; a window what it reaches past two cuts per rank.
+    one causal document three quarters; a window, or a chunk, what it reaches past two cuts per rank.
     """
     share = 0.2 if mask.packed else (0.75 if mask.causal else 1.0)
-    if mask.left is not None and mask.right is not None:
-        share = min(share, 2 * (mask.left + mask.right) / (rows * (world_size - 1)))
+    windowed = mask.left is not None and mask.right is not None
+    reach = (mask.left or 0) + (mask.right or 0) if windowed else mask.chunk
+    if reach is not None:
+        share = min(share, 2 * reach / (rows * (world_size - 1)))
     received = np.full((world_size, world_size), int(share * rows), dtype=np.int64)
     np.fill_diagonal(received, 0)
     # Keys that a query sees on average: half of its document where that is causal, no more than its window.
-    document = rows if mask.packed else rows * world_size
+    document = min(rows if mask.packed else rows * world_size, mask.chunk or rows * world_size)
     seen = document / 2 if mask.causal else document
-    if mask.left is not None and mask.right is not None:
-        seen = min(seen, mask.left + mask.right + 1)
+    if windowed and reach is not None:
+        seen = min(seen, reach + 1)
     tiles = np.full(world_size, rows / TILE * (seen / TILE + TILE_ROW_OVERHEAD))
     expanded = received.sum(1) + rows
     return Load(rows, tiles, received, expanded, 1, float(tiles.sum()))

@@ -63,12 +63,9 @@ class Pieces:
         return len(self.rank)
 
 
-def flat_documents(rows: Sequence[Documents], packed: bool) -> tuple[Int, Int]:
-    """(starts, ends) of all non-empty documents, as tokens of the batch; without `packed` of its rows."""
+def flat_documents(rows: Sequence[Documents]) -> tuple[Int, Int]:
+    """(starts, ends) of all non-empty documents, as tokens of the batch."""
     total = rows[0].total
-    if not packed:
-        starts = np.arange(len(rows), dtype=np.int64) * total
-        return starts, starts + total
     starts = np.concatenate([docs.starts + b * total for b, docs in enumerate(rows)])
     lengths = np.concatenate([docs.lengths for docs in rows])
     return starts[lengths > 0], (starts + lengths)[lengths > 0]

@@ -148,7 +148,7 @@ def build(
     """
     size = common_local_size(orders) if local_size is None else local_size
     segments = _segments(orders, size)
-    pieces = cut_pieces(segments, *flat_documents(rows, mask.packed), mask)
+    pieces = cut_pieces(segments, *flat_documents([mask.documents(row) for row in rows]), mask)
     order, launch = order_by_launch(pieces)
     world_size = orders[0].world_size
     return Schedule(world_size, len(rows) * size, pieces.take(order), launch, segments)

@@ -23,6 +23,7 @@ A mask is read in three steps. Here is one of a model that has document ids of s
 
    All keys of other documents are dropped, so documents are packed. Of its own document a query keeps the distances
    from 0 on: no key to its right and all to its left. That is `PackedMask(causal=True, window=None, packed=True)`.
+   Where a mask reads numbers of chunks (q // 4), each world has two rows: keys of the query's chunk, and of others.
 
 A mask is refused where it keeps some pairs of a cell and drops others, where the kept distances are no window, and
 where keys of other documents are kept at other distances. A term that steps 1 and 2 can't read is carried along with
@@ -32,7 +33,8 @@ its trouble, and is named where the answer hangs on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,8 +51,10 @@ from .evaluate import Evaluator
 from .recognise import Reader
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .worlds import Cell, Span, World, distances, turning_points
+from .worlds import Cell, Chunks, Span, World, cells, distances, turning_points
 
+Kept = Mapping[Cell, bool | str]
+_PAIRS = (World.SAME, World.DIFFERENT)
 DROPPED_AT = torch.finfo(torch.float16).min
 """An additive mask drops the keys to which it adds this or less: -65504.
 
@@ -123,31 +127,61 @@ def decide(reader: Reader, value: Value, static_tokens: int | None, mask: fx.Nod
         static_tokens: the shard's token count, in a graph that was captured for one; else None.
         mask: the node that refusals name.
     """
-    spans = distances({0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value))))
-    same = {span: _kept(reader, value, Cell(World.SAME, span)) for span in spans}
-    other = {span: _kept(reader, value, Cell(World.DIFFERENT, span)) for span in spans if span != (0, 0)}
-    undecided = [kept for kept in (*same.values(), *other.values()) if not isinstance(kept, bool)]
+    points = {0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value)))
+    chunks = reader.chunks  # known once all relations were read
+    spans = distances(points if chunks is None else points | {chunks.size, -chunks.size})
+    kept = {cell: _kept(reader, value, cell) for world in _PAIRS for cell in cells(world, spans, chunks)}
+    undecided = [answer for answer in kept.values() if not isinstance(answer, bool)]
     if undecided:
         return _why_undecided(reader, value, undecided[0], mask)
-    packed = not any(other.values())
-    window = _window([span for span, kept in same.items() if kept])
-    detail = ""
-    if not packed and any(same[span] != kept for span, kept in other.items()):
-        seen = next(span for span, kept in other.items() if kept)
-        detail = f"the mask keeps {Cell(World.DIFFERENT, seen)}"
-    elif window is None:
-        kept = ", ".join(f"{low:g} to {high:g}" for (low, high), keep in same.items() if keep) or "nowhere"
-        detail = f"query - key may be {kept}: no window around the query itself"
-    elif static_tokens is not None and any(w is not None and abs(w - static_tokens) <= 1 for w in window):
-        detail = (
-            f"the window {window} may be the length of a shard ({static_tokens} tokens) or a constant: the graph was "
-            "captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell them apart"
-        )
-    elif packed and _keeps_padding(reader, value, spans):
+    chunk = _chunk(kept)
+    packed = not any(answer for cell, answer in kept.items() if cell.world is World.DIFFERENT)
+    window = _window(sorted({cell.span for cell, answer in kept.items() if answer and cell.world is World.SAME}))
+    detail = _odd_cell(kept, packed, chunk)
+    if not detail and window is None:
+        seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in kept.items() if yes) or "nowhere"
+        detail = f"query - key may be {seen}: no window around the query itself"
+    elif not detail and packed and _keeps_padding(reader, value, spans):
         detail = "padding after a document counts as its tokens, and queries see keys after them"
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
-    return PackedMask(causal=window[1] == 0, window=window, packed=packed)
+    cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
+    found = PackedMask(window[1] == 0, window, packed, *cut)
+    if static_tokens is not None and (detail := _ambiguous(found, static_tokens)):
+        return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
+    return found
+
+
+def _ambiguous(mask: PackedMask, static_tokens: int) -> str:
+    """Which constant of a mask may be one, or the number of tokens, in a graph that was captured for one number."""
+    sizes = {"window": mask.window or (), "chunk": (mask.chunk,)}
+    near = [n for n, given in sizes.items() if any(s is not None and abs(s - static_tokens) <= 1 for s in given)]
+    if not near:
+        return ""
+    return (
+        f"the {near[0]} {getattr(mask, near[0])} may be the length of a shard ({static_tokens} tokens) or a constant: "
+        "the graph was captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell "
+        "them apart"
+    )
+
+
+def _chunk(kept: Kept) -> Chunks | None:
+    """The chunks of a mask that drops the keys of other ones; None where it keeps some."""
+    others = [cell for cell in kept if cell.world is World.SAME and cell.together is False]
+    return others[0].chunks if others and not any(kept[cell] for cell in others) else None
+
+
+def _odd_cell(kept: Kept, packed: bool, chunk: Chunks | None) -> str:
+    """Where the mask does otherwise than with the keys of the query's own document, or chunk, at the same distance."""
+    for cell, answer in kept.items():
+        if cell.world is World.DIFFERENT and packed:
+            continue
+        alike = replace(cell, world=World.SAME)
+        if chunk is None and cell.chunks is not None:
+            alike = replace(alike, together=False if cell.span != (0, 0) else True)
+        if kept.get(alike) != answer:
+            return f"the mask keeps {cell}" if answer else f"the mask drops {cell}"
+    return ""
 
 
 def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> list[Refusal]:

@@ -2,6 +2,7 @@
 
     term                                   packing      is read as
     q                                      any          Q, the query's index
+    floor(q / 4)                           any          CQ, the number of the query's chunk of 4 tokens
     position_ids(b, k)                     PositionIds  PK, the key's position
     doc_ids(b, q)                          DocumentIds  IQ, the id of the query's document
     RunningSum(position_ids(b, j) == 0)    PositionIds  an Ordinal: a number that grows from document to document
@@ -32,7 +33,25 @@ from .context import Leaf
 from .offsets import Offsets
 from .symbolic import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
 from .terms import GENERATORS, Pair, Trouble, maximal_terms, relations
-from .worlds import END_K, END_Q, START_K, START_Q, STARTS, Cell, K, Linear, Ordinal, Q, World, holds
+from .worlds import (
+    CK,
+    CQ,
+    END_K,
+    END_Q,
+    PK,
+    PQ,
+    START_K,
+    START_Q,
+    STARTS,
+    Cell,
+    Chunks,
+    K,
+    Linear,
+    Ordinal,
+    Q,
+    World,
+    holds,
+)
 
 _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
 
@@ -48,6 +67,7 @@ class Reader:
         token_size: the sizes that count tokens.
         ordinals: the numberings found so far, by the term with its token left open.
         troubles: the terms that can't be read, each with the reason.
+        chunks: the chunks whose numbers were read.
         skips_end: marks of document starts were read that leave out where the last document ends.
     """
 
@@ -57,6 +77,7 @@ class Reader:
     token_size: frozenset[Expr]
     ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
+    chunks: Chunks | None = None
     skips_end: bool = False
     _linears: dict[Expr, Linear] = field(default_factory=dict)
 
@@ -148,6 +169,8 @@ class Reader:
             return self._read(term)
         if isinstance(term, GENERATORS):
             return self._generator(term) or self._trouble(term, self._generator_trouble(term))
+        if isinstance(term, sympy.floor | sympy.Mod):
+            return self._chunk_number(term) or self._trouble(term, self._plain_trouble(term))
         return self._trouble(term, self._plain_trouble(term))
 
     def _trouble(self, term: Expr, trouble: Trouble) -> Linear:
@@ -223,6 +246,20 @@ class Reader:
             if d != dim and not (leaf.shape[d] == 1 or index == self.pair.batch):
                 return None
         return self.pair.side(term.args[dim])
+
+    def _chunk_number(self, term: Any) -> Linear | None:
+        """The chunk of the query or the key, x // size, or its place there, x % size, of its index or position x."""
+        x, size = cast(Any, term.args if isinstance(term, sympy.Mod) else term.args[0].as_numer_denom())
+        linear = self.linear(x) if size.is_Integer and size > 0 else {}
+        if list(linear.values()) != [1] or not set(linear) <= {Q, K, PQ, PK}:
+            return None
+        (token,) = linear
+        chunks = Chunks(int(size), token in (Q, K))
+        self.chunks = self.chunks or chunks
+        if chunks != self.chunks:
+            return None
+        number = CQ if token in (Q, PQ) else CK
+        return {number: ONE} if isinstance(term, sympy.floor) else {token: ONE, number: -size}
 
     # -- numberings of documents -----------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 END_Q, END_K, START_Q, START_K = sympy.symbols("ENDq ENDk STARTq STARTk", integer=True)
 """The query's and the key's token less the one that ends (starts) documents: 0 at no other token of a document than its
 last (first), and there where another document follows (precedes)."""
+CQ, CK = sympy.symbols("CQ CK", integer=True)
+"""The number of the query's and of the key's chunk, see `Chunks`."""
 STARTS = sympy.Symbol("S", integer=True)
 """How many of the batch's document starts are at Q. None or more: empty documents start where others do."""
 Linear = dict[Expr, Expr]
@@ -57,16 +59,41 @@ class Ordinal:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Runs of `size` tokens, counted from the row's start or from each document's."""
+
+    size: int
+    of_row: bool
+
+
+@dataclass(frozen=True)
 class Cell:
-    """A world and a range of distances d = Q - K."""
+    """A world and a range of distances d = Q - K; where a mask knows chunks, also whether one chunk holds both."""
 
     world: World
     span: Span
+    chunks: Chunks | None = None
+    together: bool | None = None
 
     def __str__(self) -> str:
         low, high = self.span
         away = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        return f"{self.world.value} at query - key = {away}"
+        chunk = {None: "", True: ", of its chunk,", False: ", of other chunks,"}[self.together]
+        return f"{self.world.value}{chunk} at query - key = {away}"
+
+
+def cells(world: World, spans: Iterable[Span], chunks: Chunks | None) -> list[Cell]:
+    """The cells of a world, those without any pair left out. Chunks of two documents have nothing to do with each
+    other, unless they are the row's."""
+    if chunks is None or (world is World.DIFFERENT and not chunks.of_row):
+        return [Cell(world, span, chunks) for span in spans if world is World.SAME or span != (0, 0)]
+    return [
+        Cell(world, (low, high), chunks, together)
+        for low, high in spans
+        for together in (True, False)
+        if (low, high) != (0, 0) or (together and world is World.SAME)
+        if not together or (low < chunks.size and high > -chunks.size)
+    ]
 
 
 def distances(points: Iterable[int]) -> list[Span]:
@@ -104,7 +131,7 @@ def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> b
     ordinals = tuple(ordinals)
     spans = _spans(cell, ordinals)
     low, high = EVERYTHING
-    for form in (linear, _reduce(linear, cell.world, ordinals)):
+    for form in (linear, _in_chunks(_reduce(linear, cell.world, ordinals), cell)):
         form_low, form_high = _bounds(form, spans)
         low, high = max(low, form_low), min(high, form_high)
         if _is_multiple_of_nonzero(form, cell) and op in ("Equality", "Unequality"):
@@ -128,8 +155,10 @@ def _compare(op: str, low: float, high: float) -> bool | None:
     return True if always[op] else False if always[opposite[op]] else None
 
 
-_APART, _IDS = sympy.symbols("starts ids", integer=True)
-"""start(query's document) - start(key's document); id(query's document) - id(key's document)."""
+_APART, _IDS, _CHUNKS = sympy.symbols("starts ids chunks", integer=True)
+"""start(query's document) - start(key's document); id(query's document) - id(key's document); CQ - CK."""
+_RQ, _RK = sympy.symbols("RQ RK", integer=True)
+"""The token's place in its chunk."""
 
 
 def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal]) -> Linear:
@@ -171,6 +200,26 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal]) -> Linear
     return {term: c for term, c in out.items() if c != 0}
 
 
+def _in_chunks(reduced: Linear, cell: Cell) -> Linear:
+    """A reduced form that reads numbers of chunks, by chunks alone. With chunks of 4 tokens:
+
+    4 CQ - K    ->  4 chunks - RK
+    D           ->  4 chunks + RQ - RK
+    """
+    if cell.chunks is None or not {CQ, CK} & set(reduced):
+        return reduced
+    size = sympy.Integer(cell.chunks.size)
+    parts: dict[Expr, Linear] = {CQ: {CK: ONE, _CHUNKS: ONE}}
+    parts[K if cell.chunks.of_row else PK] = {CK: size, _RK: ONE}
+    if cell.chunks.of_row or cell.world is World.SAME:
+        parts[D] = {_CHUNKS: size, _RQ: ONE, _RK: -ONE}
+    out: Linear = {}
+    for term, c in reduced.items():
+        for part, factor in parts.get(term, {term: ONE}).items():
+            out[part] = out.get(part, sympy.S.Zero) + c * factor
+    return {term: c for term, c in out.items() if c != 0}
+
+
 def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     """Bounds of the symbols in a cell.
 
@@ -183,6 +232,10 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row}
     spans[_APART] = apart
     spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
+    if cell.chunks is not None:
+        inside: Span = (0, cell.chunks.size - 1)
+        later = EVERYTHING if cell.together is None else (0, 0) if cell.together else apart
+        spans |= {CQ: row, CK: row, _RQ: inside, _RK: inside, _CHUNKS: later}
     if cell.world is World.SAME:
         spans |= {PQ: (max(0, low), math.inf), PK: (max(0, -high), math.inf), IQ: row, IK: row}
         spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING

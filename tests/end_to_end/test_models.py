@@ -19,22 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
-from tests.helpers.models import MODELS, RECIPES, build_model
+from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5
 QUICK = ("llama", "cohere2", "deepseek_v3", "gpt_oss", "gemma2_eager", "modernbert", "nanogpt", "nanogpt_mean_loss",
-         "torchtitan", "torchtitan_eos_mask")  # fmt: skip
+         "torchtitan", "torchtitan_eos_mask", "llama4")  # fmt: skip
 """One of each kind of attention, mask, position and loss; the others are slow."""
 
 REFUSED = {
     "nanogpt_mean_loss": ("TOKEN_MIXING", "the loss is a mean over the shard's tokens: a mean of means"),
-    "torchtitan_eos_mask": (
-        "MASK_WRONG_SOURCE",
-        "documents end at a token id, the packing is position_ids",
-    ),
 }
 """Model -> the reason it must be refused for, and why that is true."""
 
@@ -83,10 +79,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def run(pool: Pool, name: str) -> Outcome:
     model = build_model(name)
-    batch = make_batch(LENGTHS)
+    batch = batch_of(LENGTHS)
     trains = name not in RECIPES or RECIPES[name].attention != "flex_attention"  # torch has no flex backward on CPU
     model.requires_grad_(trains)
-    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    sharding = cp.Sharding(2, TOKENS, packing_of(name))
     torch._dynamo.reset()
     report = cp.explain(model, sharding, shift_labels=True)(**batch)
     masks = tuple(dict.fromkeys(site.mask for site in report.sites))
@@ -100,6 +96,17 @@ def run(pool: Pool, name: str) -> Outcome:
     return Outcome(masks, (), abs(total - loss) / abs(loss), errors.get(worst), worst)
 
 
+def packing_of(name: str) -> Any:
+    return cp.EndOfDocument("input_ids", END) if name == "torchtitan_eos_mask" else cp.PositionIds("position_ids")
+
+
+def batch_of(lengths: list[list[int]]) -> dict[str, Tensor]:
+    """Documents whose last token is END, and no other."""
+    batch = make_batch(lengths)
+    last = batch["position_ids"].roll(-1, 1) == 0
+    return batch | {"input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == END, 3).masked_fill(last, END)}
+
+
 def step(model: nn.Module, batch: dict[str, Tensor], trains: bool) -> tuple[float, dict[str, Tensor]]:
     loss: Tensor = model(**batch).loss
     if trains:
@@ -108,7 +115,7 @@ def step(model: nn.Module, batch: dict[str, Tensor], trains: bool) -> tuple[floa
 
 
 def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: bool) -> tuple[float, Any]:
-    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="eager")
+    sharding = cp.Sharding(mesh, TOKENS, packing_of(name), inner="eager")
     torch._dynamo.reset()
     model = build_model(name).requires_grad_(trains)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
@@ -144,7 +151,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
         "# Models",
         "",
         "Written by `tests/end_to_end/test_models.py`. Each model has a small config and random weights, in fp32,",
-        f"and takes a packed row of documents of {LENGTHS[0]} tokens with `position_ids`. *Right* means: on 2",
+        f"and takes a packed row of documents of {LENGTHS[0]} tokens with `position_ids` (torchtitan's",
+        "EOS mask: with an end token behind each, and `EndOfDocument`). *Right* means: on 2",
         "processes loss and every gradient equal those of one process; the last columns hold the largest relative",
         f"differences (the limit is 1e-5). {versions}.",
         "",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB = 64
+END = 2  # ends documents
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -25,7 +26,7 @@ _SMALL: dict[str, Any] = {
     "use_cache": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
     "initializer_range": 0.2,  # attention far from uniform, so that a wrong key shows
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -80,6 +81,8 @@ RECIPES: dict[str, Recipe] = {
     "qwen3_flex": Recipe("Qwen3", {"head_dim": 16}, attention="flex_attention"),
     "cohere2_flex": Recipe("Cohere2", {"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 4},
                            attention="flex_attention"),
+    "llama4": Recipe("Llama4", {"head_dim": 8, "attention_chunk_size": 8, "no_rope_layers": [1, 0], "moe_layers": [],
+                                "intermediate_size_mlp": 48}),  # its experts repeat all tokens, which is refused
     "gpt2": Recipe("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "attn_pdrop": 0.0,
                             "embd_pdrop": 0.0, "resid_pdrop": 0.0}, head="LMHeadModel"),
 }  # fmt: skip
@@ -97,7 +100,7 @@ def _from_transformers(recipe: Recipe) -> nn.Module:
         # Otherwise it calls create_block_mask(_compile=True), which torch 2.13 can't trace: it warns there.
         masking: Any = importlib.import_module("transformers.masking_utils")
         masking._is_torch_greater_or_equal_than_2_6 = False
-    name = "Gemma3Text" if recipe.family == "Gemma3" else recipe.family
+    name = recipe.family + ("Text" if recipe.family in ("Gemma3", "Llama4") else "")
     config = getattr(transformers, f"{name}Config")(
         **{**_SMALL, **recipe.options}, attn_implementation=recipe.attention
     )
@@ -230,7 +233,7 @@ class Titan(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         doc = self.documents(input_ids, position_ids)
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         mask = (doc[:, None, :, None] == doc[:, None, None, :]) & (index[:, None] >= index[None, :])
-        h, freqs_cis = self.tok_embeddings(input_ids), self.freqs_cis[position_ids]
+        h, freqs_cis = self.tok_embeddings(input_ids), self.get_buffer("freqs_cis")[position_ids]
         layer: Any
         for layer in self.layers.values():
             h = self.block(layer, h, freqs_cis, mask)
@@ -281,7 +284,7 @@ _OWN: dict[str, Callable[[], nn.Module]] = {
     "nanogpt": GPT,
     "nanogpt_mean_loss": functools.partial(GPT, mean=True),
     "torchtitan": Titan,
-    "torchtitan_eos_mask": functools.partial(Titan, eos=2),
+    "torchtitan_eos_mask": functools.partial(Titan, eos=END),
 }
 MODELS = (*RECIPES, *_OWN)
 _OWN["tiny"] = Tiny

@@ -37,6 +37,7 @@ def batches(draw: st.DrawFn, max_rows: int = 2, max_total: int = 70) -> tuple[Do
 
 @st.composite
 def masks(draw: st.DrawFn) -> PackedMask:
-    """Causal, full, and windows of every kind."""
+    """Causal, full, windows and chunks of every kind."""
     window = draw(st.one_of(st.none(), st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES))))
-    return PackedMask(draw(st.booleans()), window, draw(st.sampled_from((True, True, True, False))))
+    chunk, chunk_of = draw(st.sampled_from((None, None, 1, 3, 16))), draw(st.sampled_from(("document", "row")))
+    return PackedMask(draw(st.booleans()), window, draw(st.sampled_from((True, True, True, False))), chunk, chunk_of)

@@ -170,6 +170,12 @@ WRONG_IDS: list[tuple[str, Atom]] = [
     ("cumsum(counted > 0)", lambda b: (b["counted_ids"] > 0).cumsum(1)),
     ("cumsum(counted changes to tokens)", lambda b: F.pad(rises(b["counted_ids"]), (1, 0)).cumsum(1)),
 ]
+CHUNKS: list[tuple[str, Atom]] = [
+    ("i // 4", lambda b: index(b) // 4),
+    ("i - i % 5", lambda b: index(b) - index(b) % 5),
+    ("pos // 3", lambda b: b["position_ids"] // 3),
+    ("(i + 1) // 4", lambda b: (index(b) + 1) // 4),
+]
 SAME: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
     ("==", torch.eq),
     ("not !=", lambda x, y: ~(x != y)),
@@ -224,6 +230,11 @@ def atoms(packing: Packing, wrong: bool) -> st.SearchStrategy[Expression]:
         Expression(f"{'triu' if u else 'tril'}({d})", partial(triangle, u, d))
         for u in (False, True)
         for d in range(-3, 4)
+    ]
+    order += [
+        Expression(f"chunk[{name} {sign}]", partial(same_atom, ids, op))
+        for name, ids in CHUNKS
+        for sign, op in SAME[:2]
     ]
     if packing == POSITIONS:
         order += [

@@ -20,7 +20,7 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     A rank's kernel works at least on the pairs that its queries see, and on the rows of tiles of its tokens. Where the
     mask has no limit to the left, a rank needs all keys of every document whose last token it owns.
     """
-    docs = documents if mask.packed else Documents.from_lengths([documents.total])
+    docs = mask.documents(documents)
     if not docs.lengths.any():
         return 0.0
     starts, stops, owners, _ = order.segments
@@ -54,7 +54,7 @@ def most_runs(documents: Documents, order: TokenOrder, mask: PackedMask) -> int:
 
     A document that lies in n segments has up to n pieces, and each reads keys in up to n segments.
     """
-    docs = documents if mask.packed else Documents.from_lengths([documents.total])
+    docs = mask.documents(documents)
     starts, stops = order.segments[:2]
     first = np.searchsorted(stops, docs.starts, side="right")
     last = np.searchsorted(starts, docs.ends, side="left")

@@ -88,11 +88,11 @@ class Slices:
 
         Sizes are rounded up to multiples of `unit`; documents start at multiples of it.
         """
+        # Chunks of a mask need not begin at multiples of `unit`: the search then goes by whole documents.
+        documents = (mask if unit == 1 else replace(mask, chunk=None)).documents(documents)
         real = documents.lengths > 0
         starts, lengths = documents.starts[real], -(-documents.lengths[real] // unit) * unit
         total = -(-documents.total // unit) * unit
-        if not mask.packed:
-            starts, lengths = np.zeros(1, dtype=np.int64), np.array([total])
         # Padding: from the row's start or a document's end to the next document or the row's end.
         pad_starts = np.append(0, starts + lengths)
         pad_lengths = np.append(starts, total) - pad_starts

@@ -3,7 +3,7 @@
 Each spelling is a function of the batch: input_ids (B, T), position_ids (B, T), doc_ids (B, T), cu_seqlens (N + 1,).
 """
 
-from tests.passes.mask_spellings import documents, offsets, positions, tokens, wrong
+from tests.passes.mask_spellings import chunks, documents, offsets, positions, tokens, wrong
 from tests.passes.mask_spellings.base import (
     COUNTED,
     DOCUMENTS,
@@ -30,6 +30,7 @@ SPELLINGS: list[Spelling] = [
     *positions.SPELLINGS,
     *offsets.SPELLINGS,
     *tokens.SPELLINGS,
+    *chunks.SPELLINGS,
     *wrong.SPELLINGS,
 ]
 

@@ -135,12 +135,6 @@ def window_of_half_the_row(**b: Tensor) -> Tensor:
 
 
 @spelling(DOCUMENTS, Reason.MASK_NOT_PACKED)
-def blocks_of_four(**b: Tensor) -> Tensor:
-    i = index(b) // 4
-    return same(b["doc_ids"]) & (i[:, None] == i[None, :])
-
-
-@spelling(DOCUMENTS, Reason.MASK_NOT_PACKED)
 def sink_token(**b: Tensor) -> Tensor:
     """The row's first token is visible to all."""
     i = index(b)

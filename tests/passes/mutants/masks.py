@@ -75,10 +75,26 @@ class PrefixMask(MaskModel):
 
 
 class Chunked(MaskModel):
-    reason, line = "MASK_", ""
+    """Kept as it is."""
+
+    reason, line = None, ""
 
     def term(self, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (q // 4 == k // 4)
+
+
+class BlockCausal(MaskModel):
+    reason, line = "MASK_", ""
+
+    def term(self, q: Tensor, k: Tensor) -> Tensor:
+        return q // 4 >= k // 4
+
+
+class ChunkedOffByOne(MaskModel):
+    reason, line = "MASK_", ""
+
+    def term(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((q + 1) // 4 == (k + 1) // 4)
 
 
 class LengthTerm(MaskModel):
@@ -233,16 +249,16 @@ class HeadsAsRows(PackedModel):
     reason, line = "SHAPE", "scaled_dot_product_attention"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        rows = [x.flatten(0, 1)[:, None] for x in (q, k, v)]
-        return F.scaled_dot_product_attention(*rows, is_causal=True).view_as(q)
+        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(rows, keys, values, is_causal=True).view_as(q)
 
 
 class RowsAsHeads(PackedModel):
     reason, line, rows = "SHAPE", "scaled_dot_product_attention", 2
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        heads = [x.flatten(0, 1)[None] for x in (q, k, v)]
-        return F.scaled_dot_product_attention(*heads, is_causal=True).view_as(q)
+        heads, keys, values = (x.flatten(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(heads, keys, values, is_causal=True).view_as(q)
 
 
 class MaskEditedAfterwards(PackedModel):
