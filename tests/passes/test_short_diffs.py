@@ -133,6 +133,7 @@ check_size_conditions
 unify_token_sizes
     token counts: 2 -> 1
 fix_module_numbers
+    module's numbers: ['free'] -> [4.0]
 match_attention
     sites: [] -> ['y: same document & causal']
 check_token_locality
