@@ -21,8 +21,10 @@ from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 
 from . import passes
+from .arguments import untaken
 from .batch import agree
 from .diagnose import observe
+from .packing import packing_args
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, require_sharding
 from .torch_internals import hint
@@ -138,7 +140,8 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     """Decorator for a forward method, a function or a module: it takes the global batch by keyword, and runs sharded.
 
     Args:
-        sharding: the annotation; every name in `tokens` must be passed by keyword.
+        sharding: the annotation; every name in `tokens` must be passed by keyword. What tells documents apart need
+            not be an argument of the target.
         gather_outputs: return tensors that the proof finds to carry tokens in global order.
             Without it outputs are this rank's. Labels are not shifted: give the model labels that are.
     Raises:
@@ -162,8 +165,10 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
             missing = [name for name in sharding.tokens if name not in values]
             if missing and any(isinstance(value, Tensor) for value in args):
                 raise TypeError(f"{target.__qualname__} is context-parallel: pass {', '.join(missing)} by keyword")
-            with sharding.shard(values) as local:
-                out = compiled(*args, **{**kwargs, **local})
+            unread = [name for name in untaken(target, packing_args(sharding.packing)) if name in values]
+            others = {name: value for name, value in kwargs.items() if name not in unread}
+            with sharding.shard(values, drop=unread) as local:
+                out = compiled(*args, **{**others, **local})
             return _gathered(out, sharding) if gather_outputs else out
 
         call._cp_rewrite_sharding = sharding  # type: ignore[attr-defined]

@@ -227,11 +227,12 @@ class Sharding:
         lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
         shift_labels: bool = False,
         label_arg: str = "labels",
+        drop: Sequence[str] = (),
     ) -> AbstractContextManager[LocalBatch]:
         """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
         from cp_rewrite.batch.shard import shard  # batch/ imports this file
 
-        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg)
+        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg, drop=drop)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
@@ -19,14 +21,13 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
-    return State(copy, sharding, TokenAxis.read(copy, sharding), device, plan, frame)
+    return State(copy, sharding, TokenAxis.read(copy, sharding, plan.tokens), device, plan, frame)
 
 
 def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
     """The graph and those of its nested regions; tensors and other modules are shared. Notes the copy of each node."""
     graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, copies, return_output_node=True)
-    assert isinstance(result, tuple)
+    result: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
     graph.output(result[0]).meta = dict(result[1].meta)
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)

@@ -65,6 +65,8 @@ class ActivePlan:
     device: torch.device
     batch: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The global batch, for masks that are compared on it; empty once the batch's block has ended."""
+    tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The token dim of each argument that was cut, of those that `shard` made too."""
     number: int = field(default_factory=itertools.count().__next__)
     """Of the batch, in this process."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])

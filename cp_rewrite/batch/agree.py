@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,10 @@ _ADVICE = {
     "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
     "gradient on all ranks, or on none",
 }
+_ORDER = (
+    "compiled a graph of the same operations as rank 0 in another order, so compilers may order collectives otherwise. "
+    "Each process walks a Python set in an order of its own: set PYTHONHASHSEED=0 for all ranks, or keep a list"
+)
 _WHOLE = (Tensor, nn.Parameter, nn.Buffer)
 _FAILED = "failed: "
 SAMPLE = 1024
@@ -173,10 +178,25 @@ def _compare(sharding: Sharding, kind: str, text: str) -> None:
     lines = difflib.unified_diff(
         text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
     )
+    advice = _ORDER if kind == "graph" and _without_order(text) == _without_order(theirs) else _ADVICE[kind]
     raise RuntimeError(
-        f"cp_rewrite: ranks {different} of the group {_ADVICE[kind]}. First differences:\n"
+        f"cp_rewrite: ranks {different} of the group {advice}. First differences:\n"
         + "\n".join(line[:400] for line in list(lines)[:12])
     )
+
+
+def _without_order(text: str) -> list[str]:
+    """The lines of a graph, in an order of their own: each node is called by what it is made of."""
+    made_of: dict[str, str] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        head, _, body = line.partition(" = ")
+        name, _, kind = head.strip().partition(":")
+        body = re.sub(r"\b[A-Za-z_]\w*\b(?!\()", lambda match: made_of.get(match[0], match[0]), body)
+        lines.append(re.sub(r"\bS\d+\b", "S", f"{kind} = {body}"))
+        if body not in ("placeholder", "get_attr"):
+            made_of[name] = hashlib.sha256(lines[-1].encode()).hexdigest()[:16]
+    return sorted(lines)
 
 
 def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:

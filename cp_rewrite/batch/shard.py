@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from cp_rewrite.arguments import unnamed_tokens
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.packing import CuSeqlens, packing_args
@@ -49,6 +50,7 @@ def shard(
     lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
     shift_labels: bool = False,
     label_arg: str = "labels",
+    drop: Sequence[str] = (),
 ) -> Generator[LocalBatch]:
     """Cut a global batch and make its plan active for the calls inside.
 
@@ -67,6 +69,7 @@ def shard(
             does, and hand over `shift_labels` and, unless the batch has it, `num_items_in_batch` (targets in the whole
             batch; with accumulated gradients pass that of all batches).
         label_arg: name of the labels.
+        drop: names of what the model does not take: it is read and cut as all else, and not handed over.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
@@ -80,6 +83,7 @@ def shard(
         check_no_batch()
         if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
+        _check_drop(drop, batch, shift_labels)
         plan = plan_of(sharding, batch, lengths)
         active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels)
     except Exception as error:
@@ -88,8 +92,37 @@ def shard(
     agree.on_batch(sharding, plan, batch)
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
-    with activate(active):
-        yield LocalBatch(values, plan, sharding.rank)
+    with activate(active), _noted(sharding, batch, plan.rows[0].total):
+        kept = {name: value for name, value in values.items() if name not in drop}
+        yield LocalBatch(kept, plan, sharding.rank)
+
+
+@contextmanager
+def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generator[None]:
+    """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
+    try:
+        yield
+    except TypeError as error:
+        unexpected = str(error).partition("unexpected keyword argument ")[2]
+        if unexpected:
+            error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("torch."):
+            offsets = {*packing_args(sharding.packing)} - {*sharding.tokens}
+            given = {name: value for name, value in batch.items() if name not in offsets}
+            for note in unnamed_tokens(given, sharding.tokens, total):
+                error.add_note(f"cp_rewrite: {note}")
+        raise
+
+
+def _check_drop(drop: Sequence[str], batch: Mapping[str, Any], shift_labels: bool) -> None:
+    if isinstance(drop, str):
+        raise TypeError(f"drop must hold names of arguments, as in ({drop!r},), got {drop!r}")
+    made = ("shift_labels", "num_items_in_batch") if shift_labels else ()
+    unknown = [name for name in drop if name not in batch and name not in made]
+    if unknown:
+        raise KeyError(f"drop names {unknown}, which the batch does not have; it has {sorted(batch)}")
 
 
 def _cut_batch(
@@ -113,7 +146,7 @@ def _cut_batch(
     counted = ("num_items_in_batch",) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
-    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch))
+    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
@@ -202,7 +235,10 @@ def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
     other = [n for n, d in sharding.tokens.items() if rows > 1 and (d == 0 or batch[n].shape[d - 1] != rows)]
     if other:
         shapes = {name: tuple(batch[name].shape) for name in other}
-        raise ValueError(f"batch[{first!r}] has {rows} rows, but {shapes} differ: expand them to ({rows}, T)")
+        raise ValueError(
+            f"batch[{first!r}] has {rows} rows, but {shapes} differ: expand them to ({rows}, T), or check the dims in "
+            "tokens"
+        )
     total = next(iter(totals.values()))
     if not rows or not total:
         raise ValueError(f"the batch has {rows} rows of {total} tokens: nothing to cut")

@@ -18,9 +18,11 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from cp_rewrite import passes
+from cp_rewrite.arguments import untaken
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.batch.token_mean import group_of_threads
+from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
@@ -80,8 +82,9 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
     require_sharding(sharding)
     model = copy.deepcopy(model).cpu()
     batch = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
-    runner = _Runner(model, ThreadSharding.like(sharding), batch, shift_labels)
-    expected = runner.step(tensors_of(model(**batch)), None)
+    unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
+    runner = _Runner(model, ThreadSharding.like(sharding), batch, {"shift_labels": shift_labels, "drop": unread})
+    expected = runner.step(tensors_of(model(**{name: batch[name] for name in batch if name not in unread})), None)
     with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
         runner.compile()
         ranks: list[_Step] = run(runner.rank_step)
@@ -112,12 +115,15 @@ def _compare(expected: _Step, ranks: Sequence[_Step], dim: int) -> CheckReport:
 
 
 class _Runner:
-    """One model, plain and compiled. `captured`: the compiled one is there, and its masks were compared."""
+    """One model, plain and compiled.
+
+    `how`: options of `shard`. `captured`: the compiled one is there, and its masks were compared.
+    """
 
     def __init__(
-        self, model: nn.Module, sharding: ThreadSharding, batch: Mapping[str, Any], shift_labels: bool
+        self, model: nn.Module, sharding: ThreadSharding, batch: Mapping[str, Any], how: Mapping[str, Any]
     ) -> None:
-        self.model, self.sharding, self.batch, self.shift_labels = model, sharding, batch, shift_labels
+        self.model, self.sharding, self.batch, self.how = model, sharding, batch, how
         self.dim = next(iter(sharding.tokens.values()))
         self.captured = False
         self.compiled: Any = torch.compile(model, backend=self.backend, fullgraph=True)
@@ -145,7 +151,7 @@ class _Runner:
         self.captured = True
 
     def shard(self) -> Any:
-        return self.sharding.shard(self.batch, shift_labels=self.shift_labels)
+        return self.sharding.shard(self.batch, **self.how)
 
     def rank_step(self) -> _Step:
         """The step of the rank that this thread plays."""

@@ -12,7 +12,9 @@ import torch.fx as fx
 from torch import nn
 
 from cp_rewrite import passes
+from cp_rewrite.arguments import untaken
 from cp_rewrite.batch.active import active_plan
+from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.refusal import Refusal, folded, source_line
@@ -76,14 +78,19 @@ class Report:
 
 
 def explain(
-    model: nn.Module | Callable[..., Any], sharding: Sharding, *, shift_labels: bool = False
+    model: nn.Module | Callable[..., Any],
+    sharding: Sharding,
+    *,
+    shift_labels: bool = False,
+    label_arg: str = "labels",
 ) -> Callable[..., Report]:
     """Capture a model and run the passes on it; nothing of the model runs.
 
         report = cp.explain(model, sharding)(**batch)
 
     The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
-    `shift_labels` as in `Sharding.shard`.
+    `shift_labels` and `label_arg` as in `Sharding.shard`. What tells documents apart need not be an argument of the
+    model.
 
     Raises:
         TypeError: no model or no Sharding. The returned function raises what `Sharding.shard` does, and what Dynamo
@@ -100,7 +107,8 @@ def explain(
             found.append(_report(capture(gm, sharding, active_plan(sharding))))
             return _stop
 
-        with sharding.shard(batch, shift_labels=shift_labels) as local:
+        unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
+        with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
             try:
                 torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
             except _Captured:

@@ -70,9 +70,12 @@ class TokenAxis:
     refusals: tuple[Refusal, ...]
 
     @staticmethod
-    def read(gm: fx.GraphModule, sharding: Sharding) -> TokenAxis:
-        """Of a captured graph, whose placeholders carry fake tensors and Dynamo's sources."""
-        names, dims = argument_names(gm), _token_dims(sharding)
+    def read(gm: fx.GraphModule, sharding: Sharding, cut: Mapping[str, int] | None = None) -> TokenAxis:
+        """Of a captured graph, whose placeholders carry fake tensors and Dynamo's sources.
+
+        `cut`: token dims of all that the batch's cut made, `shift_labels` among it, where there is a batch.
+        """
+        names, dims = argument_names(gm), {**sharding.tokens, **(cut or {}), **sharding.block_tokens}
         inputs: list[TokenInput] = []
         refusals: list[Refusal] = []
         for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -108,7 +111,7 @@ class TokenAxis:
     @property
     def is_single(self) -> bool:
         """Whether a rank has one token, which torch compiles as a fixed size that means nothing."""
-        return self.counts == {sympy.Integer(1)}
+        return bool(self.counts) and all(count == 1 for count in self.counts)
 
     def input(self, node: fx.Node) -> TokenInput | None:
         """The input that a placeholder is, where it carries tokens."""
@@ -136,11 +139,3 @@ class TokenAxis:
             )
             refusals.append(Refusal(Reason.TOKEN_INPUT, detail))
         return replace(self, refusals=tuple(refusals))
-
-
-def _token_dims(sharding: Sharding) -> dict[str, int]:
-    """Argument -> token dim. A batch cut with `shift_labels=True` also carries `shift_labels`, like `labels`."""
-    dims = {**sharding.tokens, **sharding.block_tokens}
-    if "labels" in dims:
-        dims.setdefault("shift_labels", dims["labels"])
-    return dims

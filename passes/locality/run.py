@@ -88,6 +88,8 @@ class NodeRunner:
 
     def _run(self, node: fx.Node) -> Outcome:
         operands: list[_Operand] = []
+        if any(value_of(source) is None for source in node.all_input_nodes):
+            return self._run_on_numbers(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._load(source, operands))
         gradients = [operand.tensor for operand in operands if needs_gradient(operand.source)]
         self.trace.start(node, [(operand.tensor, operand.state) for operand in operands], gradients)
@@ -112,6 +114,14 @@ class NodeRunner:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
             self.facts.refuse(Reason.POSITION_GENERATOR, detail)
         return Outcome(self._states_of(out), self.facts.events)
+
+    def _run_on_numbers(self, node: fx.Node) -> Outcome:
+        """A node that reads what Dynamo has no value of: an entry of `tolist`, from which it takes a number."""
+        self.trace.start(node, (), ())
+        if all(self.env.get(source, REPLICATED) is REPLICATED for source in node.all_input_nodes):
+            return Outcome(REPLICATED, self.facts.events)
+        self.facts.refuse(Reason.TOKEN_MIXING, "tolist reads numbers off a tensor, which are others on a shard")
+        return Outcome(unknown_like(node), self.facts.events)
 
     def _load(self, source: fx.Node, operands: list[_Operand]) -> Any:
         """A node's value for one run; its tensors are added to `operands`."""

@@ -333,9 +333,12 @@ class Reader:
         sub = Reader(self.sharding, self.leaves, pair, self.token_size)
         troubles = sub.blame(inner)
         for trouble in troubles:
-            if trouble.reason is not Reason.MASK_NOT_PACKED:
+            # What a count reads at the query is no wrong place: only its own tokens were looked at.
+            if trouble.reason is not Reason.MASK_NOT_PACKED and (
+                trouble.reason is not Reason.MASK_WRONG_DIM or not isinstance(term, SumOver)
+            ):
                 return trouble
-        what = {RunningSum: "a running sum", RunningMax: "a running maximum", SumOver: "a count"}
+        what = {RunningSum: "a running sum", RunningMax: "a running maximum", SumOver: "a count (sum, any or all)"}
         name = what.get(term.func, "a repeated index")
         detail = f"{name} over tokens does not number the documents of {self.sharding.packing}: it adds up `{inner}`"
         if isinstance(self.sharding.packing, EndOfDocument | StartOfDocument):

@@ -19,12 +19,6 @@ OPEN = frozenset(
     {
         "test_padding_reaches_no_result",
         "test_sum_over_ranks_of_a_part_is_the_whole",
-        "test_labels_of_another_name_are_shifted",
-        "test_argument_that_is_missing_or_wrong_in_tokens_is_named",
-        "test_wrong_token_dim_is_named",
-        "test_sizes_read_from_a_tensor_are_refused",
-        "test_order_of_a_set_is_no_difference_or_is_explained",
-        "test_all_over_a_dim_of_a_mask_is_read_or_named",
         "test_mutant_keeps_the_promise",
     }
 )

@@ -21,6 +21,7 @@ DRY = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
 
 
 def refusals(model: nn.Module, batch: Batch | None = None) -> Sequence[cp.Refusal]:
+    torch._dynamo.reset()  # all models here have one forward
     return cp.explain(model, DRY)(**(batch or pack())).refusals
 
 
@@ -42,6 +43,34 @@ def named_targets() -> Case:
 def test_labels_of_another_name_are_shifted(forks: Forks) -> None:
     outcome = observe(forks, named_targets)
     assert outcome.kind is Kind.RIGHT, str(outcome)
+
+
+# What the model does not take.
+
+
+class WithoutIds(Model):
+    """One document a row: no mask, and no document ids."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:  # type: ignore[override]
+        h = self.embed(input_ids)[:, None]
+        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), reduction="sum") / num_items
+
+
+def test_what_only_the_annotation_reads_is_dropped() -> None:
+    batch, sharding = pack((14,)), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    assert cp.explain(WithoutIds(), sharding)(**batch).ok
+    assert cp.check(WithoutIds(), sharding, batch).largest < 1e-5
+    with sharding.shard(batch, drop=("doc_ids",)) as local:
+        assert sorted(local) == ["input_ids", "labels", "num_items"]
+    with pytest.raises(TypeError, match="unexpected keyword") as raised, sharding.shard(batch) as local:
+        WithoutIds()(**local)
+    assert raised.value.__notes__ == [
+        "cp_rewrite: shard(batch, drop=('doc_ids',)) keeps back what the model does not take"
+    ]
+    for drop, kind in (("doc_ids", TypeError), (("ids",), KeyError)):
+        with pytest.raises(kind, match=r"^.?drop "), sharding.shard(batch, drop=drop):
+            pass
 
 
 # Arguments that are not named in tokens, or at a wrong dim.

@@ -21,12 +21,12 @@ def annotate(tokens: dict[str, int], **more: Any) -> cp.Sharding:
     return cp.Sharding(4, tokens, cp.CuSeqlens("cu"), **more)
 
 
-def axis_of(batch: dict[str, Tensor], sharding: cp.Sharding) -> TokenAxis:
+def axis_of(batch: dict[str, Tensor], sharding: cp.Sharding, cut: dict[str, int] | None = None) -> TokenAxis:
     def model(**batch: Tensor) -> Tensor:
         return torch.stack([value.sum() for value in batch.values()])
 
     def look(gm: fx.GraphModule) -> TokenAxis:
-        return TokenAxis.read(gm, sharding).unified()
+        return TokenAxis.read(gm, sharding, cut).unified()
 
     return capture(model, batch, look, {name: dim for name, dim in DYNAMIC.items() if name in batch})
 
@@ -38,10 +38,10 @@ def test_places_names_and_sizes() -> None:
         "x": torch.zeros(2, 9, 4),
         "shift_labels": torch.zeros(2, 9),
     }
-    axis = axis_of(batch, annotate({"x": 1, "labels": 1}))
+    axis = axis_of(batch, annotate({"x": 1, "labels": 1}), {"shift_labels": 1})
     assert not axis.refusals
     assert sorted(axis.names.values()) == sorted(batch)
-    # `shift_labels` comes with `labels`, though only the batch's cut makes it.
+    # Only the batch's cut makes `shift_labels`.
     assert [(found.name, found.dim) for found in axis.inputs] == [("labels", 1), ("x", 1), ("shift_labels", 1)]
     nodes = axis.inputs[0].node.graph.find_nodes(op="placeholder")  # symbols' among them
     assert [nodes[found.place] for found in axis.inputs] == [found.node for found in axis.inputs]

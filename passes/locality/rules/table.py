@@ -131,7 +131,9 @@ SORTED = (
 # Never the same on a shard.
 MIXING = (
     refused("nonzero nonzero_static masked_select _unique2 unique_dim unique_consecutive", _PICKS),
-    refused("_local_scalar_dense is_nonzero equal item", _PICKS),
+    refused(
+        "_local_scalar_dense is_nonzero equal item", "reads a number off a tensor, which is another one on a shard"
+    ),
     refused("bincount searchsorted", "counts or compares over all tokens"),
     refused("index_add index_copy index_fill masked_scatter put", "writes token rows by place"),
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 
 from cp_rewrite.passes.predicate.context import Rule, RuleContext
 from cp_rewrite.passes.predicate.symbolic import (
@@ -70,6 +71,11 @@ def _sum(ctx: RuleContext, x: SymTensor, dims: Any = None, keepdim: bool = False
         if name == "sum":
             return SumOver(ctx.converted(x, dtype, place), i, x.shape[d])
         inner = x.at(place)
+        size = x.shape[d]
+        if size.is_Integer and not any(i in term.free_symbols for term in inner.atoms(AppliedUndef)):
+            # Entries of several tensors, as `stack` puts them side by side.
+            entries = [truth(x.at((*outer[:d], sympy.Integer(n), *outer[d:]))) for n in range(int(size))]
+            return sympy.Or(*entries) if name == "any" else sympy.And(*entries)
         held = truth(inner) if name == "any" else sympy.Not(truth(inner))
         hits = compare("gt", SumOver(numeric(held), i, x.shape[d]), ZERO)
         return hits if name == "any" else sympy.Not(hits)
