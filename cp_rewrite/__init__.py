@@ -5,6 +5,7 @@ from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.diagnose.compare_masks import MaskMismatch
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
+from cp_rewrite.integrations.parallelize import parallelize
 from cp_rewrite.planning.plan import Plan, plan
 
 from .backend import backend, context_parallel
@@ -35,6 +36,7 @@ __all__ = [
     "check",
     "context_parallel",
     "explain",
+    "parallelize",
     "plan",
     "sum_gradients",
     "token_mean",

@@ -13,12 +13,15 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, mark_token_dim, number_tokens, token_dim_of
+from cp_rewrite.batch.active import active_plan, mark_part, mark_token_dim, number_tokens, token_dim_of
+from cp_rewrite.batch.targets import with_true_count
+from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
+from cp_rewrite.passes.locality.liveness import live_nodes
 
 from . import passes
 from .arguments import untaken
@@ -182,7 +185,13 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
-    weights, outputs = weight_places(state.graph_module), state.outputs
+    live = live_nodes(state.graph_module, ())
+    places = {
+        state.tokens.names.get(node, ""): place
+        for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder"))
+        if node in live
+    }
+    weights, outputs, parts = weight_places(state.graph_module), state.outputs, state.parts
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
@@ -198,8 +207,11 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
         if unchecked:
             check_masks(unchecked, plan, args)
             unchecked.clear()
+        args = (*with_true_count(plan, places, args),)
         out = compiled(*args, *(plan.tensor(key) for key in keys))
-        for value, dim in zip(out, outputs, strict=True):
+        for value, dim, is_part in zip(out, outputs, parts, strict=True):
+            if isinstance(value, Tensor) and is_part:
+                mark_part(value)
             if isinstance(value, Tensor) and dim is not None:
                 mark_token_dim(value, dim)
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
@@ -221,13 +233,9 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 
 def _gathered(out: Any, sharding: Sharding) -> Any:
     """Outputs whose tokens, by the proof, are this rank's, in global order; others as they are."""
-    if isinstance(out, Tensor):
-        dim = token_dim_of(out)
-        return out if dim is None else sharding.unshard(out, dim)
-    if isinstance(out, Mapping):
-        for key in list(out):
-            cast(dict[str, Any], out)[key] = _gathered(out[key], sharding)
-        return out
-    if isinstance(out, list | tuple):
-        return type(out)(_gathered(value, sharding) for value in out)
-    return out
+
+    def gather(value: Tensor) -> Tensor:
+        dim = token_dim_of(value)
+        return value if dim is None else sharding.unshard(value, dim)
+
+    return map_tensors(gather, out)

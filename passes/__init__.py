@@ -82,6 +82,7 @@ def check_token_locality(state: State) -> State:
         state,
         positions=tuple(report.positions),
         outputs=tuple(report.outputs),
+        parts=tuple(report.parts),
         inserts=(*state.inserts, *report.inserts),
         padded_sums=tuple(node for node in report.padded_sums if node not in masked),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),

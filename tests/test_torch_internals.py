@@ -330,6 +330,21 @@ def test_sources_of_arguments_and_of_modules() -> None:
     assert sorted(argument_names(gm).values()) == ["OUTSIDE", "ids", "rest[0]", "x"]
 
 
+@canary("the objects behind placeholders", "dynamo_internals.input_value, for weights that FSDP shards")
+def test_input_value() -> None:
+    model, found = Model(), dict[int, str]()
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        found.update({id(dynamo_internals.input_value(node)): node.name for node in tensors_of(gm)})
+        return gm.forward
+
+    torch._dynamo.reset()
+    x = torch.ones(2, 3)
+    torch.compile(model, backend=backend, fullgraph=True)(x, {"ids": x + 1}, x + 2)
+    assert all("weight" in found[id(layer.weight)] for layer in model.layers)
+    assert id(x) in found
+
+
 @canary("the sources of numbers that a module holds", "argument_names.module_numbers")
 def test_sources_of_a_modules_numbers() -> None:
     model = Model()

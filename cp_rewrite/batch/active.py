@@ -69,6 +69,8 @@ class ActivePlan:
     """The token dim of each argument that was cut, of those that `shard` made too."""
     number: int = field(default_factory=itertools.count().__next__)
     """Of the batch, in this process."""
+    counted: str | None = None
+    """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By mask, exchange and rank."""
@@ -183,8 +185,7 @@ def active_plan(sharding: Sharding) -> ActivePlan:
 
 def check_no_batch() -> None:
     """Raise inside a batch's block: two batches can't be in flight."""
-    current = _current.get()
-    if current is not None and current[1]:
+    if in_batch():
         raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
 
 
@@ -198,6 +199,16 @@ def token_dim_of(value: Tensor) -> int | None:
     return getattr(value, "_cp_rewrite_token_dim", None)
 
 
+def mark_part(value: Tensor) -> None:
+    """Note that a tensor is this rank's part of a sum over the group."""
+    value._cp_rewrite_part = True  # type: ignore[attr-defined]
+
+
+def is_part(value: Tensor) -> bool:
+    """Whether `mark_part` noted it."""
+    return getattr(value, "_cp_rewrite_part", False)
+
+
 def number_tokens(value: Tensor, plan: ActivePlan) -> None:
     """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
     value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]
@@ -206,6 +217,12 @@ def number_tokens(value: Tensor, plan: ActivePlan) -> None:
 def batch_number(value: Tensor) -> int | None:
     """The batch that a tensor was cut from; None: unknown."""
     return getattr(value, "_cp_rewrite_batch", None)
+
+
+def in_batch() -> bool:
+    """Whether a batch's block is open, of whatever annotation."""
+    current = _current.get()
+    return current is not None and current[1]
 
 
 def last_plan(sharding: Sharding) -> ActivePlan | None:

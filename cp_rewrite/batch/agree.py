@@ -81,7 +81,9 @@ def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
     """Compare a sample of a model's weights and buffers. Raises as `on_graph`."""
     if talks(sharding):
         # Parts of a weight, as of DTensors, differ between ranks by right.
-        whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided and not x.is_meta}
+        # Tensors on the meta device, and the stand-ins of `parallelize`, hold nothing.
+        whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided}
+        whole = {n: x for n, x in whole.items() if not x.is_meta and x.untyped_storage().nbytes()}
         prints = _fingerprints(list(whole.values()))
         _compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
 

@@ -17,6 +17,12 @@ _LARGE = 1 << 20
 """Bytes from which a gradient is summed alone, in place; smaller ones are copied into one tensor first."""
 
 
+def note_summed(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that the gradients of these are summed over the group by other means."""
+    for parameter in parameters:
+        parameter._cp_rewrite_summed = True  # type: ignore[attr-defined]
+
+
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """Sum parameter gradients over the context-parallel group, in place.
@@ -42,6 +48,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
         return
     # A parameter that is listed twice, as tied weights may be, is summed once.
     once = dict.fromkeys(everything)
+    if any(hasattr(parameter, "_cp_rewrite_summed") for parameter in once):
+        raise TypeError("cp.parallelize's model has its gradients summed after each backward: leave out sum_gradients")
     named = [(i, parameter.grad) for i, parameter in enumerate(once) if parameter.grad is not None]
     sparse = next((grad for _, grad in named if grad.layout != torch.strided), None)
     if sparse is not None:

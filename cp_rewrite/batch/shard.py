@@ -23,8 +23,9 @@ from .buffers import buffers_of, fill_cu_seqlens
 from .cut_tokens import cut_tokens
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
+from .targets import COUNT, SHIFTED, count_targets
 
-LABELS = frozenset({"labels", "shift_labels"})
+LABELS = frozenset({"labels", SHIFTED})
 """Arguments of whole numbers that hold IGNORE_INDEX in rows without a token; others hold a copy of another row."""
 
 
@@ -67,7 +68,8 @@ def shard(
             would stall the GPU. Rows may be longer than their lengths' sum; the rest is padding.
         shift_labels: shift labels by one token over the global row before the cut, as a causal language model's loss
             does, and hand over `shift_labels` and, unless the batch has it, `num_items_in_batch` (targets in the whole
-            batch; with accumulated gradients pass that of all batches).
+            batch; with accumulated gradients pass that of all batches). A model whose loss reads the labels as they
+            are, as the graph shows, gets their count instead.
         label_arg: name of the labels.
         drop: names of what the model does not take: it is read and cut as all else, and not handed over.
     Raises:
@@ -97,6 +99,15 @@ def shard(
         yield LocalBatch(kept, plan, sharding.rank)
 
 
+_WRAPPED = {
+    "of class `Logger`": "a model is compiled inside of DDP's wrapper, not the wrapper: "
+    "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
+    "the function `disable`": "if blocks of the model are wrapped by fully_shard: their hooks cut the graph. Let "
+    "cp.parallelize(model, mesh, sharding) wrap the plain model",
+}
+"""What Dynamo says where it meets the wrapper of another parallelism -> what to do."""
+
+
 @contextmanager
 def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generator[None]:
     """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
@@ -109,6 +120,9 @@ def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generato
         raise
     except Exception as error:
         if type(error).__module__.startswith("torch."):
+            for words, note in _WRAPPED.items():
+                if words in str(error):
+                    error.add_note(f"cp_rewrite: {note}")
             offsets = {*packing_args(sharding.packing)} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in offsets}
             for note in unnamed_tokens(given, sharding.tokens, total):
@@ -119,7 +133,7 @@ def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generato
 def _check_drop(drop: Sequence[str], batch: Mapping[str, Any], shift_labels: bool) -> None:
     if isinstance(drop, str):
         raise TypeError(f"drop must hold names of arguments, as in ({drop!r},), got {drop!r}")
-    made = ("shift_labels", "num_items_in_batch") if shift_labels else ()
+    made = (SHIFTED, COUNT) if shift_labels else ()
     unknown = [name for name in drop if name not in batch and name not in made]
     if unknown:
         raise KeyError(f"drop names {unknown}, which the batch does not have; it has {sorted(batch)}")
@@ -129,7 +143,7 @@ def _cut_batch(
     sharding: Sharding, batch: Mapping[str, Any], plan: BatchPlan, label_arg: str, shift_labels: bool
 ) -> tuple[ActivePlan, dict[str, Any]]:
     """(the plan to make active, the values that this rank's model is called with)."""
-    tokens = dict(sharding.tokens) | ({"shift_labels": sharding.tokens.get(label_arg, 0)} if shift_labels else {})
+    tokens = dict(sharding.tokens) | ({SHIFTED: sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
     labels = [name for name in tokens if _is_label(name, values[name], label_arg)]
@@ -139,14 +153,15 @@ def _cut_batch(
             _check_fill(name, values[name])
     if (padding := padding_tokens(plan)) is not None:
         for name in labels:
-            moved = label_arg if shift_labels and name == "shift_labels" else ""
+            moved = label_arg if shift_labels and name == SHIFTED else ""
             check_labels(name, values[name], tokens[name], padding, moved)
     for name, dim in tokens.items():
         values[name] = cut_tokens(values[name], dim, indices if name in labels else filled, IGNORE_INDEX)
-    counted = ("num_items_in_batch",) if shift_labels else ()
+    counted = (COUNT,) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
+    active.counted = label_arg if shift_labels and COUNT not in given else None
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
@@ -249,10 +264,10 @@ def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str
     """Labels one token further to the front, and how many of them are targets."""
     if label_arg not in tokens:
         raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
-    if batch.get("shift_labels") is not None:
+    if batch.get(SHIFTED) is not None:
         raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
     _check_fill(label_arg, batch[label_arg])
     labels, dim = batch[label_arg], tokens[label_arg]
     last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
     shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)
-    return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORE_INDEX).sum()}
+    return {SHIFTED: shifted, COUNT: count_targets(shifted)}

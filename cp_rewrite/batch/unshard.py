@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -61,3 +63,21 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return cut_tokens(grads[0], ctx.dim, ctx.indices, 0), None, None, None
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """`out` with each tensor changed; mappings, as ModelOutput is one, in place."""
+    if isinstance(out, Tensor):
+        return change(out)
+    if isinstance(out, Mapping):
+        for key in list(cast(Mapping[str, Any], out)):
+            cast(dict[str, Any], out)[key] = map_tensors(change, out[key])
+        return cast(Any, out)
+    if isinstance(out, tuple) and hasattr(out, "_fields"):
+        return type(out)(*(map_tensors(change, value) for value in cast(tuple[Any, ...], out)))
+    if isinstance(out, list | tuple):
+        return type(out)(map_tensors(change, value) for value in cast(list[Any], out))
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        fields = {f.name: getattr(out, f.name) for f in dataclasses.fields(out)}
+        return dataclasses.replace(out, **{name: map_tensors(change, value) for name, value in fields.items()})
+    return out

@@ -13,8 +13,10 @@ from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
+from .cost import load_of
 from .intervals import Int
 from .schedule import Schedule, build
+from .tiles import imbalance
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,11 @@ class BatchPlan:
         if mask not in self._schedules:
             self._schedules[mask] = build(self.rows, self.orders, mask)
         return self._schedules[mask]
+
+    def imbalance(self, mask: PackedMask | None = None) -> float:
+        """Work of the rank that has most over the mean of ranks, in kernel tiles of attention under `mask`, by default
+        causal inside of documents."""
+        return imbalance(load_of(self.schedule(mask or PackedMask())).tiles)
 
 
 def plan_batch(

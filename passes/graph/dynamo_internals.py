@@ -83,6 +83,11 @@ def is_of_module(source: Any) -> bool:
     return not _OF_MODULES.isdisjoint(kinds)
 
 
+def input_value(placeholder: fx.Node) -> Any:
+    """The very object that an input of the graph is, while a backend runs."""
+    return placeholder.meta["grapharg"].example
+
+
 def is_random_number(placeholder: fx.Node) -> bool:
     """Whether an input is a number that Python's `random` draws when the function is called."""
     return any(isinstance(link, dynamo.RandomValueSource) for link in _chain(source_of(placeholder)))

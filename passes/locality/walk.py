@@ -44,7 +44,20 @@ from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes, scores_of
 from .mask_sums import mask_sum
 from .run import NodeRunner, Outcome, States, unknown_like
-from .tensor_state import REPLICATED, TABLE_HINT, UNKNOWN, B, Deferred, Dims, Extents, GroupSizes, Order, Rows, T
+from .tensor_state import (
+    REPLICATED,
+    TABLE_HINT,
+    UNKNOWN,
+    B,
+    Deferred,
+    Dims,
+    Extents,
+    GroupSizes,
+    Order,
+    Partial,
+    Rows,
+    T,
+)
 from .trace import Trace
 
 
@@ -60,6 +73,7 @@ class LocalityReport:
         inserts: what leaves such rows out of some of these sums.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
+        parts: whether each output is this rank's part of a sum that one process returns.
         static: the graph was captured for one token count; numbers made from it can only be guessed.
     """
 
@@ -68,6 +82,7 @@ class LocalityReport:
     padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
     inserts: list[Insert] = field(default_factory=list[Insert])
     outputs: list[int | None] = field(default_factory=list[int | None])
+    parts: list[bool] = field(default_factory=list[bool])
     static: bool = False
 
 
@@ -146,6 +161,7 @@ class _Walk:
         self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
         self.regions: dict[Any, States] = {}
         self.outputs: list[int | None] = []
+        self.parts: list[bool] = []
         self.explained: set[fx.Node] = set()
 
     def walk_all(self, gm: fx.GraphModule) -> None:
@@ -157,6 +173,7 @@ class _Walk:
         for leaf in returned.all_input_nodes:
             self.check_output(leaf, self.env.get(leaf, REPLICATED))
         self.outputs = [self.token_dim(leaf) for leaf in outputs_of(gm)]
+        self.parts = [isinstance(leaf, fx.Node) and self.env.get(leaf) == Partial() for leaf in outputs_of(gm)]
 
     def token_dim(self, leaf: Any) -> int | None:
         """The dim of an output that counts this rank's tokens, after that of the batch's rows where it has several."""
@@ -328,8 +345,8 @@ class _Walk:
         if tables:
             positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
         inserts = [insert for each in self.padded_sums.values() for insert in each]
-        sums = list(self.padded_sums)
-        return LocalityReport(self.refusals, positions, sums, inserts, self.outputs, self.extents.static)
+        sums, fixed = list(self.padded_sums), self.extents.static
+        return LocalityReport(self.refusals, positions, sums, inserts, self.outputs, self.parts, fixed)
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:

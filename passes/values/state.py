@@ -70,6 +70,7 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
+        parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         inserts: what is put between nodes and their operands.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
@@ -88,6 +89,7 @@ class State:
     padded_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()
     outputs: tuple[int | None, ...] = ()
+    parts: tuple[bool, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()

@@ -1,0 +1,214 @@
+"""A model for training on many processes: its weights sharded or copied, its tokens cut, its gradients right.
+
+mesh (dp, cp) = (2, 2)      rank 0    1    2    3
+rows of the batch                a    a    b    b
+tokens of them                   a0   a1   b0   b1       `sharding.shard`
+weights, gradients               1/4  2/4  3/4  4/4      FSDP2, over all ranks; DDP: whole on each
+loss                             a    a    b    b
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_rewrite.backend import backend
+from cp_rewrite.batch import agree
+from cp_rewrite.batch.active import in_batch, is_part
+from cp_rewrite.batch.gradients import note_summed
+from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.sharding import Sharding, device_of, require_sharding
+
+from .sharded_forward import SegmentBackend, run_segments_in
+from .twin import Twin
+
+DataParallel = Literal["fsdp", "ddp"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    *,
+    data_parallel: DataParallel = "fsdp",
+    blocks: Sequence[nn.Module] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard a model's weights over a mesh (FSDP2), or copy them (DDP), and make it context-parallel: compiled, proven.
+
+        model = cp.parallelize(model, mesh, sharding)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sharding.shard(batch, shift_labels=True) as local:
+            loss = model(**local).loss     # of the group's whole batch
+        loss.backward()                    # gradients: summed over the group's ranks, averaged over groups
+
+    The whole model is one proven graph. With FSDP it runs in segments, one for each block: its weights are gathered
+    before it and dropped after it, in forward and backward. Outputs that are sums over tokens, as a loss is, come back
+    summed over the group; per-token outputs are this rank's. Outside of a batch's block, under `torch.no_grad()`, the
+    model is the plain one, on whole rows.
+
+    What changes the forward (adapters, gradient checkpointing, dtypes) comes before; the optimizer comes after.
+
+    Args:
+        model: with its weights, on any device, or on `meta`: call `to_empty(device=…)` and set weights and buffers
+            afterwards.
+        mesh: of all processes that train this model: its dims are those of `sharding.mesh` and data-parallel ones.
+        sharding: the annotation, over some dims of `mesh`.
+        data_parallel: `fsdp` shards weights, gradients and optimizer states over all ranks of `mesh`. `ddp` keeps a
+            whole copy on each, and returns DDP's wrapper.
+        blocks: modules whose weights are gathered together; () for none but the model itself. None: the entries of
+            the model's lists of modules (its layers).
+        mp_policy: FSDP's mixed precision. Inputs of blocks are not cast: `cast_forward_inputs` is for the root alone.
+        reshard_after_forward: drop a block's weights after its forward, and gather them again for its backward.
+    Returns:
+        The model itself, changed in place; with `ddp` the wrapper.
+    Raises:
+        TypeError, ValueError: arguments that do not fit; the message names them. RuntimeError: ranks of a group have
+            other weights.
+    """
+    _check(model, mesh, sharding, data_parallel)
+    agree.on_weights(sharding, dict(model.named_parameters()))
+    if data_parallel == "ddp":
+        if blocks or mp_policy is not None:
+            raise ValueError("blocks and mp_policy are FSDP's: leave them out, or data_parallel='fsdp'")
+        wrapped = _with_ddp(model, mesh, sharding)
+    else:
+        chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
+        twin = Twin(model, device_of(sharding), policy.param_dtype)
+        wrapped = _with_fsdp(model, chosen, mesh, sharding, policy, reshard_after_forward)
+        _replace_forward(model, _compiled(twin, chosen, sharding), sharding)
+    note_summed(wrapped.parameters())
+    return wrapped
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The entries of a model's lists of modules that have weights and a forward: its layers. Lists inside of such an
+    entry, as of experts, are not looked at."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                entries = [entry for entry in child.children() if _is_block(entry)]
+                found.extend(entries)
+                if not entries:
+                    visit(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(found))
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
+
+
+def _with_fsdp(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+) -> nn.Module:
+    flat = _flat(mesh)
+    # What crosses from block to block has the dtype that the model gave it.
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=flat, mp_policy=inner, reshard_after_forward=reshard_after_forward)
+        run_segments_in(block)
+    fully_shard(model, mesh=flat, mp_policy=policy)
+    for module in (model, *blocks):
+        # FSDP averages over all ranks; the ranks of a group have parts of one sum.
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(mesh.size() / sharding.world_size)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def _compiled(twin: Twin, blocks: Sequence[nn.Module], sharding: Sharding) -> Callable[..., Any]:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return twin.module(*args, **kwargs)
+
+    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks), fullgraph=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        twin.follow()
+        return compiled(*args, **kwargs)
+
+    return run
+
+
+def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:
+    torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
+    model.to(device_of(sharding))
+    compiled = torch.compile(model.forward, backend=backend(sharding), fullgraph=True)
+    # DDP averages what is accumulated so far over all ranks: it must average, so gradients go in times the ranks that
+    # have parts of one sum.
+    _replace_forward(model, compiled, sharding, factor=sharding.world_size)
+    return DistributedDataParallel(model, process_group=_flat(mesh).get_group())
+
+
+def _flat(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks in one dim: weights are equal on context-parallel ranks too."""
+    return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+
+
+def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Sharding, factor: int = 1) -> None:
+    """Let `run` stand in the place of a model's forward inside of batches' blocks, with its outputs made global and
+    their gradients multiplied by `factor`."""
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not in_batch() and not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return map_tensors(lambda value: _scaled(_global(value, sharding), factor), run(*args, **kwargs))
+
+    model.forward = forward
+
+
+def _global(value: Tensor, sharding: Sharding) -> Tensor:
+    """An output with the value that one process has, if it is a sum over tokens. Its gradient is this rank's part."""
+    if is_part(value) and value.is_floating_point():
+        return token_mean(value, float(sharding.rank == 0), sharding)
+    return value
+
+
+def _scaled(value: Tensor, factor: int) -> Tensor:
+    """The same with `factor` times its gradient: an alias, as other outputs may be computed from the tensor itself."""
+    if factor == 1 or not value.requires_grad:
+        return value
+    alias = value.view_as(value)
+    vars(alias).update(vars(value))  # what is known of its tokens
+    alias.register_hook(lambda grad: None if grad is None else grad * factor)  # pyright: ignore[reportUnknownLambdaType]
+    return alias
+
+
+def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
+        raise ValueError("the model is sharded or copied already: call parallelize on the plain model, once")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
+    if isinstance(require_sharding(sharding).mesh, int):
+        raise ValueError("this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run")
+    if data_parallel not in get_args(DataParallel):
+        raise ValueError(f"data_parallel must be one of {', '.join(get_args(DataParallel))}; got {data_parallel!r}")
+    ours, all_ranks = set(sharding.mesh.mesh.flatten().tolist()), set(mesh.mesh.flatten().tolist())
+    if not ours <= all_ranks:
+        raise ValueError(
+            f"mesh holds ranks {sorted(all_ranks)}, the sharding's {sorted(ours)}: pass the mesh of all processes that "
+            "train this model, its context-parallel dims among them"
+        )

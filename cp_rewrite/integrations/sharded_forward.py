@@ -1,0 +1,114 @@
+"""The forward of a model whose weights FSDP shards, block by block: one proven graph, run in segments.
+
+    Dynamo traces the twin ─ passes prove and rewrite the whole graph ─ cut_graph ─ each segment is compiled
+
+    root.forward ─ root's segment ─ block 0(segment) ─ block 1(segment) ─ … ─ root's segment
+
+Each segment of a block runs inside a call of the block, so that FSDP's hooks gather its weights before and drop them
+after it, in the backward too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+
+from cp_rewrite.backend import Backend
+from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
+from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.regions import outputs_of
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import fake_mode_of
+
+from .segments import ROOT, Segment, cut_graph, examples_of
+from .twin import Twin
+
+
+class SegmentBackend(Backend):
+    """The backend of a twin. Its graphs run on the weights of the model, in the calls of the model's blocks."""
+
+    def __init__(self, sharding: Sharding, twin: Twin, blocks: Sequence[nn.Module]) -> None:
+        super().__init__(sharding)
+        self.twin, self.blocks = twin, tuple(blocks)
+        # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
+        self._units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
+        segments = cut_graph(gm, {node: self._units.get(owner, ROOT) for node, (owner, _) in weights.items()})
+        given, fakes = dict(zip(placeholders, example_inputs, strict=True)), fake_mode_of(gm.graph.nodes)
+        assert fakes is not None, "a graph of a model has tensors"
+        inner = inner_mode(fakes)
+        outputs = outputs_of(gm)
+        calls: list[_Call] = []
+        for i, segment in enumerate(segments):
+            compiled = super()._inner(segment.graph_module, examples_of(segment, given, inner), mode)
+            later = {node for other in segments[i + 1 :] for node in other.inputs} | {*outputs}
+            calls.append(_Call(segment, compiled, weights, later))
+
+        def run(*args: Any) -> list[Any]:
+            values = {node: value for node, value in zip(placeholders, args, strict=True) if node not in weights}
+            for call in calls:
+                inputs = [values[node] for node in call.inputs]
+                for node in call.done:
+                    del values[node]
+                out = call(*inputs) if call.unit == ROOT else self.blocks[call.unit - 1](call, *inputs)
+                values.update(zip(call.outputs, out, strict=True))
+            return [values[node] if isinstance(node, fx.Node) else node for node in outputs]
+
+        return run
+
+    def _owner(self, node: fx.Node) -> tuple[nn.Module, str]:
+        """The module of the model that holds a weight of the twin, and the weight's name there."""
+        value = input_value(node)
+        if id(value) not in self.twin.owners:
+            raise ValueError(
+                f"{node.name} is a weight that no module of the model holds: make it a parameter of a module before "
+                "parallelize"
+            )
+        return self.twin.owners[id(value)][1:]
+
+
+class _Call:
+    """A compiled segment. Called with its inputs but for weights, which it reads off the model's modules itself.
+
+    `inputs`: those. `done`: those of them that nothing behind it reads.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        compiled: Callable[..., Any],
+        weights: Mapping[fx.Node, tuple[nn.Module, str]],
+        later: Collection[Any],
+    ) -> None:
+        self.unit, self.outputs, self._compiled = segment.unit, segment.outputs, compiled
+        self._weights = [weights.get(node) for node in segment.inputs]
+        self.inputs = [node for node in segment.inputs if node not in weights]
+        self.done = [node for node in self.inputs if node not in later]
+
+    def __call__(self, *inputs: Any) -> Any:
+        rest = iter(inputs)
+        return self._compiled(*(w[0]._parameters[w[1]] if w is not None else next(rest) for w in self._weights))
+
+
+def run_segments_in(block: nn.Module) -> None:
+    """Let a block run what it is called with, where that is a segment."""
+    plain = block.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return args[0](*args[1:]) if args and isinstance(args[0], _Call) else plain(*args, **kwargs)
+
+    block.forward = forward
