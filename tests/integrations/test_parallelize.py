@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
@@ -269,3 +271,23 @@ def test_half_precision_weights(pair: Pool) -> None:
     for loss, dtypes in pair.run(2, half_precision):
         assert loss == pytest.approx(float(expected), rel=1e-2)
         assert dtypes == {torch.float32}
+
+
+def wrapped_already(mesh: DeviceMesh) -> list[str]:
+    """What is said of a compiled DDP, and of blocks that were sharded before the model was compiled."""
+    sharding, batch, notes = annotate(mesh), make_batch([[13, 1, 7, 11]]), list[str]()
+    by_blocks: Any = build_model("llama")
+    for layer in by_blocks.model.layers:
+        fully_shard(layer, mesh=mesh)
+    for model in (DistributedDataParallel(build_model("llama")), fully_shard(by_blocks, mesh=mesh)):
+        run = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+        with pytest.raises(Unsupported) as raised, sharding.shard(batch, shift_labels=True) as local:
+            run(**local)
+        notes.append(" ".join(raised.value.__notes__))
+    return notes
+
+
+def test_models_that_are_wrapped_already(pair: Pool) -> None:
+    for ddp, fsdp in pair.run(2, wrapped_already):
+        assert "data_parallel='ddp'" in ddp
+        assert "wrap the plain model" in fsdp
