@@ -9,6 +9,7 @@
     RunningSum(input_ids(b, j - 1) == 2)   EndOfDocument  an Ordinal
     SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
     cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
+    RunningMax(j where a document starts)  any          the same
 
 Any other term stays what it is, with a Trouble that says why.
 """
@@ -31,9 +32,10 @@ from cp_rewrite.sharding import Sharding
 
 from .context import Leaf
 from .offsets import Offsets
-from .symbolic import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver
+from .symbolic import ONE, TOKENS, Expr, RepeatIndex, RunningMax, RunningSum, Select, SumOver, outer_select
 from .terms import GENERATORS, Pair, Trouble, maximal_terms, relations
 from .worlds import (
+    BOTH,
     CK,
     CQ,
     END_K,
@@ -198,8 +200,8 @@ class Reader:
         if leaf.trouble:
             return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
         if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
-            start = self._offsets.document_start(term)
-            detail = f"`{term}` reads {leaf.name!r} at no document's start"
+            start = self._offsets.document_bound(term)
+            detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
         if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
             side = self._token_of(term, leaf)
@@ -276,8 +278,10 @@ class Reader:
         """A generator that numbers documents, or that is one number for the whole row; None for any other."""
         if isinstance(term, RunningSum):
             return self._running_sum(term)
+        if isinstance(term, RunningMax):
+            return self._running_max(term)
         if isinstance(term, SumOver):
-            return self._count_of_offsets(term)
+            return {BOTH: ONE} if self._offsets.holds_both(term) else self._count_of_offsets(term)
         side = self.pair.side(term.args[3]) if isinstance(term, RepeatIndex) else None
         if side is None or not self._offsets.are_lengths(term):
             return None
@@ -306,6 +310,22 @@ class Reader:
             return None  # it might fall inside padding, back to an earlier document's number
         return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
 
+    def _running_max(self, term: Any) -> Linear | None:
+        """A running maximum of the index at documents' first tokens, 0 elsewhere, is where the document starts."""
+        inner, j, at = cast(tuple[Any, Any, Any], term.args)
+        side, choice = self.pair.side(at), outer_select(inner)
+        if side is None or choice is None:
+            return None
+        condition: Any = choice.args[0]
+        values = [sympy.expand(inner.xreplace({choice: value})) for value in choice.args[1:]]
+        if values not in ([j, 0], [0, j]):
+            return None
+        sub = Reader(self.sharding, self.leaves, Pair(j, j - 1, self.pair.batch), self.token_size)
+        at_start = [sub.truths(condition, Cell(world, (1, 1))) for world in (World.ADJACENT, World.SAME)]
+        if at_start != [frozenset({values[0] == j}), frozenset({values[0] != j})]:
+            return None
+        return {side[0]: ONE, side[1]: -ONE}
+
     @property
     def _padded(self) -> bool:
         return isinstance(self.sharding.packing, CuSeqlens) and self.sharding.packing.padded_arg is not None
@@ -316,7 +336,7 @@ class Reader:
         if found is None:
             return None
         # Offset 0 counts for every token, and the last one only tells the last document from what follows it.
-        if found.first > 1 or sympy.expand(found.last - found.size + 2).is_negative is not False:
+        if found.first > 1 or not found.counts_starts:
             return None
         without_end = sympy.expand(found.last - found.size + 1) != 0
         if found.at_token:

@@ -20,6 +20,10 @@ Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 END_Q, END_K, START_Q, START_K = sympy.symbols("ENDq ENDk STARTq STARTk", integer=True)
 """The query's and the key's token less the one that ends (starts) documents: 0 at no other token of a document than its
 last (first), and there where another document follows (precedes)."""
+LQ, LK = sympy.symbols("LQ LK", integer=True)
+"""Tokens from the query (key) to the end of its document, itself among them."""
+BOTH = sympy.Symbol("BOTH", integer=True)
+"""How many documents hold query and key: 0 or 1."""
 CQ, CK = sympy.symbols("CQ CK", integer=True)
 """The number of the query's and of the key's chunk, see `Chunks`."""
 STARTS = sympy.Symbol("S", integer=True)
@@ -116,7 +120,7 @@ def turning_points(linear: Linear) -> set[int]:
 
     Only where it is made of indices alone, or of positions of one document alone; {} for anything else.
     """
-    reduced = _reduce(linear, World.SAME, ())
+    reduced = _reduce(linear, Cell(World.SAME, EVERYTHING), ())
     if set(reduced) - {D, ONE} or not reduced.get(D):
         return set()
     root = -reduced.get(ONE, sympy.S.Zero) / reduced[D]
@@ -131,7 +135,7 @@ def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> b
     ordinals = tuple(ordinals)
     spans = _spans(cell, ordinals)
     low, high = EVERYTHING
-    for form in (linear, _in_chunks(_reduce(linear, cell.world, ordinals), cell)):
+    for form in (linear, _in_chunks(_reduce(linear, cell, ordinals), cell)):
         form_low, form_high = _bounds(form, spans)
         low, high = max(low, form_low), min(high, form_high)
         if _is_multiple_of_nonzero(form, cell) and op in ("Equality", "Unequality"):
@@ -157,17 +161,22 @@ def _compare(op: str, low: float, high: float) -> bool | None:
 
 _APART, _IDS, _CHUNKS = sympy.symbols("starts ids chunks", integer=True)
 """start(query's document) - start(key's document); id(query's document) - id(key's document); CQ - CK."""
+_BEFORE, _BEHIND = sympy.symbols("before behind", integer=True)
+"""start(query's document) - K, of an earlier key; K - end(query's document), of a later one. The key may be padding."""
 _RQ, _RK = sympy.symbols("RQ RK", integer=True)
 """The token's place in its chunk."""
 
 
-def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal]) -> Linear:
+def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
     """`linear` without the query's symbols: each is the key's and a difference, which the world may know.
 
     K - Q       ->  -D                in all worlds
     PQ - PK     ->  D                 of one document; D - starts of two
+    PQ          ->  D - before        of two, the key's the earlier one
+    LQ          ->  LK - D            of one document; -D - behind of two, the key's the later one
     IQ - IK     ->  0                 of one document; ids of two
     """
+    world, (low, high) = cell.world, cell.span
     out: Linear = {}
 
     def add(term: Expr, coefficient: Expr) -> None:
@@ -180,6 +189,15 @@ def _reduce(linear: Linear, world: World, ordinals: Iterable[Ordinal]) -> Linear
             add(D, c)
         elif term == PQ and world is World.ADJACENT:
             continue
+        elif term == LQ and world is World.SAME:
+            add(LK, c)
+            add(D, -c)
+        elif term == LQ and world is World.DIFFERENT and high < 0:
+            add(_BEHIND, -c)
+            add(D, -c)
+        elif term == PQ and world is World.DIFFERENT and low > 0 and PK not in linear:
+            add(D, c)
+            add(_BEFORE, -c)
         elif term == PQ and world in (World.SAME, World.DIFFERENT):
             add(PK, c)
             add(D, c)
@@ -236,11 +254,13 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
         inside: Span = (0, cell.chunks.size - 1)
         later = EVERYTHING if cell.together is None else (0, 0) if cell.together else apart
         spans |= {CQ: row, CK: row, _RQ: inside, _RK: inside, _CHUNKS: later}
+    spans |= {_BEFORE: (1, math.inf), _BEHIND: row}
     if cell.world is World.SAME:
+        spans |= {LQ: (1, math.inf), LK: (1, math.inf), BOTH: (1, 1)}
         spans |= {PQ: (max(0, low), math.inf), PK: (max(0, -high), math.inf), IQ: row, IK: row}
         spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING
     elif cell.world is World.DIFFERENT:
-        spans |= {IQ: row}
+        spans |= {IQ: row, LQ: (1, math.inf), BOTH: (0, 0)}
     elif cell.world is World.ADJACENT:
         spans |= {PQ: (0, 0), STARTS: (1, math.inf), END_K: (0, 0), START_Q: (0, 0)}
     elif cell.world is World.IN_PADDING:

@@ -170,6 +170,18 @@ WRONG_IDS: list[tuple[str, Atom]] = [
     ("cumsum(counted > 0)", lambda b: (b["counted_ids"] > 0).cumsum(1)),
     ("cumsum(counted changes to tokens)", lambda b: F.pad(rises(b["counted_ids"]), (1, 0)).cumsum(1)),
 ]
+STARTS: dict[str, list[tuple[str, Atom]]] = {
+    "position_ids": [
+        ("i - pos", lambda b: index(b) - b["position_ids"]),
+        ("cummax", lambda b: torch.where(b["position_ids"] == 0, index(b), 0).cummax(1).values),
+        ("cummax of second", lambda b: torch.where(b["position_ids"] == 1, index(b), 0).cummax(1).values),
+    ],
+    "cu_seqlens": [
+        ("cu[ids]", lambda b: b["cu_seqlens"][torch.searchsorted(b["cu_seqlens"], index(b), right=True) - 1]),
+        ("cu[left ids]", lambda b: b["cu_seqlens"][torch.searchsorted(b["cu_seqlens"], index(b)) - 1]),
+    ],
+    "doc_ids": [("cummax", lambda b: (F.pad(b["doc_ids"].diff() != 0, (1, 0)) * index(b)).cummax(1).values)],
+}
 CHUNKS: list[tuple[str, Atom]] = [
     ("i // 4", lambda b: index(b) // 4),
     ("i - i % 5", lambda b: index(b) - index(b) % 5),
@@ -204,6 +216,19 @@ def triangle(upper: bool, diagonal: int, b: Batch) -> Tensor:
 def one_side(name: str, query: bool, b: Batch) -> Tensor:
     x = b[name] > 2
     return x[:, None, :, None] if query else x[:, None, None, :]
+
+
+def bound_atom(start: Atom, n: int, b: Batch) -> Tensor:
+    """Keys from the query's `start + n` on."""
+    at = start(b) + n
+    return index(b) >= (at[:, None, :, None] if at.ndim > 1 else at[:, None])
+
+
+def members(first: int, b: Batch) -> Tensor:
+    """Whether one of the documents from `first` on holds query and key."""
+    cu, i = b["cu_seqlens"][first:], index(b)
+    held = (i >= cu[:-1, None]) & (i < cu[1:, None])
+    return (held[:, :, None] & held[:, None, :]).any(0)
 
 
 def counted_above(query: bool, n: int, b: Batch) -> Tensor:
@@ -242,6 +267,13 @@ def atoms(packing: Packing, wrong: bool) -> st.SearchStrategy[Expression]:
             for sign, op in ORDER
             for n in (-2, 0, 1)
         ]
+    order += [
+        Expression(f"(k >= {name} + {n})", partial(bound_atom, at, n))
+        for name, at in STARTS.get(packing.arg, [])
+        for n in (-1, 0, 1)
+    ]
+    if packing == OFFSETS:
+        order += [Expression(f"members[{n}:]", partial(members, n)) for n in (0, 0, 1)]
     if packing == COUNTED:
         order += [
             Expression(f"counted[{s}] > {n}", partial(counted_above, s == "q", n)) for s in "qk" for n in (-1, 0, 1)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from cp_rewrite import PackedMask
+from cp_rewrite import PackedMask, Reason
 from tests.passes.mask_spellings.base import CAUSAL, FULL, OFFSETS, Spelling, add_to, causal, equal_1d, index
 
 SPELLINGS: list[Spelling] = []
@@ -70,3 +70,90 @@ def offsets_marks(**b: Tensor) -> Tensor:
     marks[b["cu_seqlens"][1:-1]] = 1
     d = i[:, None] - i[None, :]
     return equal_1d(marks.cumsum(0)) & (d >= 0) & (d < 6)
+
+
+def member(b: dict[str, Tensor]) -> Tensor:
+    """(N, T): which document holds which token."""
+    cu, i = b["cu_seqlens"], index(b)
+    return (i >= cu[:-1, None]) & (i < cu[1:, None])
+
+
+@spelling(OFFSETS, CAUSAL)
+def offsets_bound_on_keys(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    start = cu[torch.searchsorted(cu, i, right=True) - 1]
+    return (i[None, :] >= start[:, None]) & causal(b)
+
+
+@spelling(OFFSETS, FULL)
+def offsets_bounds_on_both_sides(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    ids = torch.bucketize(i, cu, right=True) - 1
+    return (i[None, :] >= cu[ids][:, None]) & (i[None, :] < cu[ids + 1][:, None])
+
+
+@spelling(OFFSETS, PackedMask(causal=False, window=(0, None)))
+def offsets_bound_by_repeated_ends(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    ids = torch.repeat_interleave(torch.arange(cu.numel() - 1), cu.diff(), output_size=i.numel())
+    return (i[None, :] < cu[ids + 1][:, None]) & (i[None, :] >= i[:, None])
+
+
+@spelling(OFFSETS, CAUSAL)
+def offsets_members(**b: Tensor) -> Tensor:
+    held = member(b)
+    return (held[:, :, None] & held[:, None, :]).any(0) & causal(b)
+
+
+@spelling(OFFSETS, FULL)
+def offsets_members_counted(**b: Tensor) -> Tensor:
+    held = member(b)
+    return (held[:, :, None] & held[:, None, :]).sum(0) > 0
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_bound_of_the_next(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    start = cu[torch.searchsorted(cu, i, right=True)]
+    return (i[None, :] >= start[:, None]) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_bound_one_too_few(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    start = cu[torch.searchsorted(cu, i, right=True) - 1]
+    return (i[None, :] > start[:, None]) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_bound_one_too_many(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    ids = torch.bucketize(i, cu, right=True) - 1
+    return (i[None, :] >= cu[ids][:, None]) & (i[None, :] <= cu[ids + 1][:, None])
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_bound_of_the_first_documents(**b: Tensor) -> Tensor:
+    """Later ones are one document."""
+    cu, i = b["cu_seqlens"], index(b)
+    start = cu[torch.searchsorted(cu[:-2], i, right=True) - 1]
+    return (i[None, :] >= start[:, None]) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_members_of_the_next(**b: Tensor) -> Tensor:
+    held = member(b)
+    return (held[1:, :, None] & held[:-1, None, :]).any(0) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_members_of_all_but_one(**b: Tensor) -> Tensor:
+    held = member(b)[1:]
+    return (held[:, :, None] & held[:, None, :]).any(0) & causal(b)
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_members_with_the_end(**b: Tensor) -> Tensor:
+    cu, i = b["cu_seqlens"], index(b)
+    held = (i >= cu[:-1, None]) & (i <= cu[1:, None])
+    return (held[:, :, None] & held[:, None, :]).any(0) & causal(b)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_rewrite import PackedMask
-from tests.passes.mask_spellings.base import CAUSAL, POSITIONS, Spelling, add_to, causal, index, same
+from cp_rewrite import PackedMask, Reason
+from tests.passes.mask_spellings.base import CAUSAL, FULL, POSITIONS, Spelling, add_to, causal, index, same
 
 SPELLINGS: list[Spelling] = []
 spelling = functools.partial(add_to, SPELLINGS)
@@ -58,6 +58,50 @@ def positions_window(**b: Tensor) -> Tensor:
     p = b["position_ids"]
     q, k = p[:, None, :, None], p[:, None, None, :]
     return same((p == 0).cumsum(1)) & (k <= q) & (k > q - 3)
+
+
+@spelling(POSITIONS, CAUSAL)
+def positions_no_farther_than_the_start(**b: Tensor) -> Tensor:
+    i = index(b)
+    return (i[:, None] - i[None, :] <= b["position_ids"][:, None, :, None]) & causal(b)
+
+
+@spelling(POSITIONS, CAUSAL)
+def positions_latest_start(**b: Tensor) -> Tensor:
+    i = index(b)
+    start = torch.where(b["position_ids"] == 0, i, 0).cummax(-1).values
+    return (i[None, :] >= start[:, None, :, None]) & causal(b)
+
+
+@spelling(POSITIONS, FULL)
+def positions_same_latest_start(**b: Tensor) -> Tensor:
+    return same(((b["position_ids"] == 0) * index(b)).cummax(1).values)
+
+
+@spelling(POSITIONS, Reason.MASK_NOT_PACKED)
+def positions_one_before_the_start(**b: Tensor) -> Tensor:
+    i = index(b)
+    return (i[:, None] - i[None, :] <= b["position_ids"][:, None, :, None] + 1) & causal(b)
+
+
+@spelling(POSITIONS, Reason.MASK_NOT_PACKED)
+def positions_of_the_key(**b: Tensor) -> Tensor:
+    i = index(b)
+    return (i[:, None] - i[None, :] <= b["position_ids"][:, None, None, :]) & causal(b)
+
+
+@spelling(POSITIONS, Reason.MASK_NOT_PACKED)
+def positions_latest_second_token(**b: Tensor) -> Tensor:
+    i = index(b)
+    start = torch.where(b["position_ids"] == 1, i, 0).cummax(-1).values
+    return (i[None, :] >= start[:, None, :, None]) & causal(b)
+
+
+@spelling(POSITIONS, Reason.MASK_NOT_PACKED)
+def positions_latest_start_but_its_own(**b: Tensor) -> Tensor:
+    i = index(b)
+    start = torch.where(b["position_ids"] == 0, i + 1, 0).cummax(-1).values
+    return (i[None, :] >= start[:, None, :, None]) & causal(b)
 
 
 @spelling(POSITIONS, PackedMask(packed=False))
