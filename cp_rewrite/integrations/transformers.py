@@ -79,9 +79,8 @@ class ContextParallelMixin(_Base):
         with self._switch.set(loss_only=self._switch.loss_only or not return_outputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def get_cp_size(self) -> int:
-        """For the Trainer's total batch size, which it divides by this."""
-        return super().get_cp_size() * self.sharding.world_size
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return super().get_total_train_batch_size(args) // self.sharding.world_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return super().floating_point_ops(inputs) // self.sharding.world_size

@@ -253,7 +253,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
     elif name == "permute":
         known = dims in ((0, 1, 3, 2), ((0, 1, 3, 2),), ([0, 1, 3, 2],))
     else:
-        known = name == "getattr" and dims == ("mT",)
+        known = name == "mT" or (name == "getattr" and dims == ("mT",))  # an op of its own in newer torch
     if not known or not isinstance(node.args[0], fx.Node):
         raise _Differs(node, "write the keys' transpose as k.transpose(-2, -1)")
     return node.args[0]
