@@ -6,8 +6,10 @@ nothing is added to a step.
     same machine     the process is there, or it is not
     other machine    its counter in the store moves, or has stood still for `SILENT_S`
 
-A process that ends says how: `done`, or the error that ended it. What is found goes to stderr at once; a process whose
-main thread then stands still for `GRACE_S`, as in a collective that waits for the dead rank, is ended with code 1.
+A process that ends says how: `done`, or the error that ended it. One that leaves a batch with an error says so at once,
+and takes it back when it cuts the next: it may live on, and others would wait for it inside a collective. That says
+nothing to ranks that left the batch with an error too. What is found goes to stderr; a process whose main thread then
+stands still for `GRACE_S`, as in a collective that waits for the dead rank, is ended with code 1.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cp_rewrite.sharding import Sharding
@@ -27,6 +31,7 @@ PERIOD_S = 2.0
 SILENT_S = 25.0
 GRACE_S = 25.0
 _DONE = "done"
+_LEFT = "left a batch: "
 
 _watched: dict[str, Heartbeat] = {}
 
@@ -37,6 +42,18 @@ def watch(sharding: Sharding) -> None:
     if name not in _watched:
         _watched[name] = Heartbeat(store_of(sharding.group).clone(), sharding.rank, sharding.world_size)
         _watched[name].start()
+    _watched[name].leave_batch(None)
+
+
+@contextmanager
+def in_batch(sharding: Sharding) -> Generator[None]:
+    """Tell the others when this rank leaves the block with an error, if they are watched."""
+    try:
+        yield
+    except Exception as error:
+        if sharding.check_batches and sharding.group_name in _watched:
+            _watched[sharding.group_name].leave_batch(error)
+        raise
 
 
 class Heartbeat:
@@ -56,16 +73,28 @@ class Heartbeat:
         self.me = f"{socket.gethostname()}:{os.getpid()}"
         self._stop = threading.Event()
         self._told = False
+        self._left = ""
+        """How this rank left its last batch, if with an error."""
 
     def start(self) -> None:
         self.store.set(self._key("who", self.rank), self.me)
         threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True).start()
         atexit.register(self._leave)
 
+    def leave_batch(self, error: Exception | None) -> None:
+        """Say how this rank left a batch, if it was not said; None: it is in the next one."""
+        left = "" if error is None else f"{_LEFT}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if left != self._left:
+            self._left = left
+            with suppress(Exception):  # the store may be gone, and the error is what the user must see
+                self.store.set(self._key("end", self.rank), left)
+
     def dead(self) -> str | None:
         """What is known of a rank that died or failed, in words; None: all are there, or ended well."""
         for other in list(self.others):
             ended = self._read("end", other)
+            if self._left and ended.startswith(_LEFT):
+                continue
             if ended == _DONE:
                 del self.others[other]
             elif ended or not self._lives(other):
@@ -97,7 +126,8 @@ class Heartbeat:
             if found is None:  # or a machine that was only slow is back
                 main = _Stillness()
                 continue
-            self._tell(found)
+            if f" {_LEFT}" not in found or main.seconds() > 2 * PERIOD_S:  # or it may be about to leave the batch too
+                self._tell(found)
             if main.seconds() > GRACE_S:
                 os._exit(1)  # no Python error reaches a thread inside a collective
 

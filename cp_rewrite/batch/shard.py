@@ -94,7 +94,7 @@ def shard(
     agree.on_batch(sharding, plan, batch)
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
-    with activate(active), _noted(sharding, batch, plan.rows[0].total):
+    with activate(active), heartbeat.in_batch(sharding), _noted(sharding, batch, plan.rows[0].total):
         kept = {name: value for name, value in values.items() if name not in drop}
         yield LocalBatch(kept, plan, sharding.rank)
 

@@ -122,7 +122,7 @@ def deviation(model: Any, h: Tensor, b: Batch) -> Tensor:
 
 def standardised(model: Any, h: Tensor, b: Batch) -> Tensor:
     x = b["features"] * model.scale
-    return ((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))[..., 0]
+    return ((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))[..., 0] * model.scale
 
 
 def angle(model: Any, h: Tensor, b: Batch) -> Tensor:
