@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cp", type=int, help="ranks that share a row; all, unless given")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulation", type=int, default=2, help="rows of each group for one optimizer step")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens per packed row")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per packed row")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
