@@ -68,7 +68,9 @@ def facts(state: State) -> dict[str, Any]:
         "sites": [f"{site.node.name}: {site.mask}" for site in state.sites],
         "positions": [f"{found.node.name}: {found.kind}" for found in state.positions],
         "sums that fill would change": [node.name for node in state.padded_sums],
+        "inserts": [f"{insert.operand.name}, for {insert.node.name}" for insert in state.inserts],
         "token dims of outputs": list(state.outputs),
+        "outputs that are parts of sums": list(state.parts),
         "decisions": [f"{decision.exchange_name}, {decision.kernel}" for decision in state.decisions],
         "masks to compare": [str(recorded.mask) for recorded in state.masks],
         "plan inputs": len(state.inputs),
@@ -138,15 +140,16 @@ match_attention
     sites: [] -> ['y: same document & causal']
 check_token_locality
     positions: [] -> ['arange: arange']
-    sums that fill would change: [] -> ['sum_1']
+    inserts: [] -> ['exp, for sum_1']
     token dims of outputs: [] -> [1, None, None]
+    outputs that are parts of sums: [] -> [False, True, True]
 plan_sites
     decisions: [] -> ['needed, reference']
 record_masks
     masks to compare: [] -> ['same document & causal']
 rewrite_sites
-    plan inputs: 0 -> 12
-    nodes: 26 -> 46
+    plan inputs: 0 -> 13
+    nodes: 26 -> 50
 verify_graph""",
         )
 
