@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, mark_part, mark_token_dim, number_tokens, token_dim_of
+from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.batch.targets import with_true_count
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.diagnose.compare_masks import check_masks
@@ -183,6 +184,8 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
+    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.right != 0]
+    readers = PaddingReaders(*(tuple(source_line(node) for node in nodes) for nodes in (state.gap_sums, ahead)))
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
     live = live_nodes(state.graph_module, ())
@@ -199,6 +202,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             plan.check_tokens(name, args[place], dim, args[place].shape[dim])
         if sums:
             plan.check_full(sums)
+        plan.check_padding(readers)
         if conditions and plan.missing:
             conditions.check(args, plan.plan.rows[0].total)
         if weights:

@@ -85,6 +85,7 @@ def check_token_locality(state: State) -> State:
         parts=tuple(report.parts),
         inserts=(*state.inserts, *report.inserts),
         padded_sums=tuple(node for node in report.padded_sums if node not in masked),
+        gap_sums=tuple(report.gap_sums),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 

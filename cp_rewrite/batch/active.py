@@ -23,6 +23,7 @@ from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
 from cp_rewrite.sharding import Sharding, split_exchange
 
 from .buffers import buffers_of
+from .padding import PaddingReaders
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,12 @@ class ActivePlan:
                 f"counted: pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} "
                 "tokens, or mask the sum"
             )
+
+    def check_padding(self, readers: PaddingReaders) -> None:
+        """Raise where a line of the model reads this batch's tokens of no document."""
+        if self.sharding.capacity is not None:
+            buffers_of(self.sharding).padding_readers.add(readers)  # a step that is replayed checks nothing
+        readers.check(self.sharding, self.plan, self.batch)
 
     def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:
         """Raise unless a call's argument, of `size` tokens at `dim`, can be this rank's part of this batch."""

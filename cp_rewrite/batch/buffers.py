@@ -13,6 +13,8 @@ from torch import Tensor
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.sharding import Sharding
 
+from .padding import PaddingReaders
+
 
 class Buffers:
     """The tensors of one annotation, by key, and the plain values that its batches share."""
@@ -20,6 +22,8 @@ class Buffers:
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
         self._values: dict[str, Any] = {}
+        self.padding_readers: set[PaddingReaders] = set()
+        """Of the graphs that ran: a captured step runs on in batches that it can't check."""
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # an annotation is copied and pickled without them

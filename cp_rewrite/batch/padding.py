@@ -1,13 +1,19 @@
-"""Tokens of no document: no attention reaches them, so no target may stand on one."""
+"""Tokens of no document. Attention leaves them out, whatever the model's mask says of them: nothing may count them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.packing import PositionIds
 from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.sharding import Sharding
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
@@ -49,3 +55,46 @@ def check_labels(name: str, labels: Tensor, dim: int, padding: NDArray[np.bool_]
             f"to nothing here, whatever the model's mask says. Set {source or name}{given} to {IGNORE_INDEX}, or give "
             "padding a document of its own"
         )
+
+
+@dataclass(frozen=True)
+class PaddingReaders:
+    """Lines of a model that are the same on ranks only for batches whose padding is none, or apart.
+
+    Args:
+        sums: what takes in the values that attention gave to tokens of no document.
+        ahead: attention whose queries see keys after them.
+    """
+
+    sums: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+
+    def check(self, sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> None:
+        """Raise where a batch has padding that one of the lines reads, on every rank.
+
+        Raises:
+            ValueError: it names the first such line.
+        """
+        count = sum(row.total - int(row.lengths.sum()) for row in plan.rows)
+        if count and self.sums:
+            raise ValueError(
+                f"{self.sums[0]} takes in all tokens, but {count} of this batch are padding: they belong to no "
+                "document and attend to nothing here, whatever the model's mask says. Leave them out of the sum (by "
+                "labels != -100, or document ids >= 0), or give padding a document of its own"
+            )
+        if count and self.ahead and (row := _joined_padding(sharding, plan, batch)) is not None:
+            raise ValueError(
+                f"{self.ahead[0]} sees tokens after its own, and in row {row} positions go on behind the lengths, so "
+                "that a document sees padding there: let positions of padding start at 0"
+            )
+
+
+def _joined_padding(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> int | None:
+    """The first row in which positions make padding the end of a document; None: in none, or they are on a GPU."""
+    packing = sharding.packing
+    value = batch.get(packing.arg)
+    if not isinstance(packing, PositionIds) or not isinstance(value, Tensor) or value.device.type != "cpu":
+        return None
+    positions = value.movedim(sharding.tokens[packing.arg], -1).reshape(len(plan.rows), -1)
+    ends = [int(row.lengths.sum()) for row in plan.rows]  # padding is at the end of lengths
+    return next((i for i, end in enumerate(ends) if end < positions.shape[1] and positions[i, end] != 0), None)

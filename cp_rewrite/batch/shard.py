@@ -165,6 +165,8 @@ def _cut_batch(
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
         active.refill()
+        for readers in tuple(buffers_of(sharding).padding_readers):
+            active.check_padding(readers)
     for name, dim in tokens.items():
         number_tokens(values[name], active)
         mark_token_dim(values[name], dim)

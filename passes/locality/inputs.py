@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cp_rewrite.batch.padding import IGNORE_INDEX
 from cp_rewrite.batch.shard import LABELS
-from cp_rewrite.packing import CuSeqlens
+from cp_rewrite.packing import CuSeqlens, DocumentIds
 from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .tensor_state import REPLICATED, UNKNOWN, B, Dim, Extents, Rows, T, TensorState
+from .tensor_state import REPLICATED, UNKNOWN, AtMost, B, Dim, Extents, Number, Rows, T, TensorState
 
 
 def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:
@@ -41,7 +41,7 @@ def input_state(
         return UNKNOWN, Refusal(Reason.DROPOUT, detail, node)
     found = tokens.input(node)
     if found is not None:
-        return _token_rows(found, extents), None
+        return _token_rows(found, extents, sharding), None
     if any(refusal.node is node for refusal in tokens.refusals):
         return UNKNOWN, None
     packing = sharding.packing
@@ -57,10 +57,24 @@ def input_state(
     return REPLICATED, None
 
 
-def _token_rows(found: TokenInput, extents: Extents) -> Rows:
+def _token_rows(found: TokenInput, extents: Extents, sharding: Sharding) -> Rows:
+    """Rows of an argument that `shard` cuts, or of a block's, which is computed."""
+    cut = found.name in sharding.tokens or found.name not in sharding.block_tokens
     dims: list[Dim] = [None] * found.value.ndim
     dims[found.dim] = (T,)
     if found.dim and extents.batch != 1:
         dims[found.dim - 1] = (B,)
     label = found.name in LABELS and not found.value.is_floating_point()
-    return Rows(tuple(dims), pad=IGNORE_INDEX if label else None)
+    # A named argument that needs a gradient was computed too.
+    attended, gap = not cut or found.value.requires_grad, _gap(found, sharding) if cut else None
+    return Rows(tuple(dims), pad=IGNORE_INDEX if label else None, gap=gap, attended=attended)
+
+
+def _gap(found: TokenInput, sharding: Sharding) -> Number | None:
+    """What an argument holds at tokens of no document: `shard` sees to it that none is a target."""
+    if found.name in LABELS and not found.value.is_floating_point():
+        return IGNORE_INDEX
+    packing = sharding.packing
+    if isinstance(packing, DocumentIds) and found.name == packing.arg:
+        return AtMost(packing.padding)
+    return None

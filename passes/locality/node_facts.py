@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cp_rewrite.refusal import Reason
 
-from .tensor_state import REPLICATED, Extents, Factor, Order, TensorState
+from .tensor_state import REPLICATED, Extents, Factor, Order, Rows, TensorState
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Events:
         used: nodes that make positions whose values were used.
         indexed: nodes that make positions which only name every row of a shard in turn.
         table: the dim of the node's first operand, a table, that it takes the first T rows of.
-        unmasked: a sum over tokens took in the rows of padding tokens, whatever they hold.
+        unmasked: a sum over tokens took in the rows that fill a rank up, whatever they hold.
+        gaps: a sum over tokens took in rows of tokens of no document, which hold something else than on one process.
     """
 
     refusals: list[Found] = field(default_factory=list[Found])
@@ -39,6 +41,7 @@ class Events:
     indexed: list[fx.Node] = field(default_factory=list[fx.Node])
     table: int | None = None
     unmasked: bool = False
+    gaps: bool = False
 
 
 class NodeFacts:
@@ -81,6 +84,20 @@ class NodeFacts:
     def set_state(self, tensor: Tensor, state: TensorState) -> None:
         self.states[id(tensor)] = (tensor, state)
 
+    @contextmanager
+    def in_gaps(self) -> Generator[Events]:
+        """Inside, rules see what rows of tokens of no document hold in place of what rows hold that fill a rank up.
+
+        Yields what they note.
+        """
+        states, events = self.states, self.events
+        self.states = {key: (x, _in_gap(state)) for key, (x, state) in states.items()}
+        self.events = Events()
+        try:
+            yield self.events
+        finally:
+            self.states, self.events = states, events
+
     def has_gradient(self, tensor: Tensor) -> bool:
         return id(tensor) in self._gradients
 
@@ -96,3 +113,7 @@ class NodeFacts:
         """The order that the sort which runs now puts rows of `axis` into."""
         self.orders += 1
         return Order(self.orders, axis)  # type: ignore[arg-type]
+
+
+def _in_gap(state: TensorState) -> TensorState:
+    return replace(state, pad=state.gap) if isinstance(state, Rows) else state

@@ -25,7 +25,16 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import expression, simplified
 
 Size = int | sympy.Expr
-Number = float | int | bool
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A whole number up to this one, no more is known: the id of a token of no document."""
+
+    bound: int
+
+
+Number = float | int | bool | AtMost
 
 
 class Axis(Enum):
@@ -57,12 +66,18 @@ Dims = tuple[Dim, ...]
 class Rows:
     """A tensor with one token dim.
 
+    Two kinds of rows are no tokens of documents: those that fill a rank up (`pad`), which are no tokens of the batch
+    either, and tokens of the batch that its packing leaves out (`gap`, `attended`).
+
     Args:
         dims: the axes in each dim. T stands in exactly one.
-        pad: the value in every row of padding tokens, when it is known; None when not.
+        pad: the value in every row that fills a rank up, when it is known; None when not.
         iota: the node that made it, when the tensor is still `arange` over its token dim.
         places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
         key: the tensor holds the very values that its rows are sorted by.
+        gap: the value in every row of a token of no document, when it is known; None when not.
+        attended: rows of tokens of no document hold something else than in the one-process program, since attention
+            leaves such tokens out, whatever the model's mask says of them.
     """
 
     dims: Dims
@@ -70,6 +85,8 @@ class Rows:
     iota: fx.Node | None = None
     places: tuple[Factor, ...] | None = None
     key: bool = False
+    gap: Number | None = None
+    attended: bool = False
 
     @property
     def token_dim(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,15 +11,12 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.refusal import Reason
-from cp_rewrite.torch_internals import TorchDispatchMode, memory_id
-
-from .call import Call, check_sizes
-from .node_facts import NodeFacts
-from .rules.rule import Rule, States, Takes
-from .rules.table import find_rule
-from .rules.vouched import vouched_name, vouched_state
-from .tensor_state import (
+from cp_rewrite.passes.locality.call import Call, check_sizes
+from cp_rewrite.passes.locality.node_facts import NodeFacts
+from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
+from cp_rewrite.passes.locality.rules.table import find_rule
+from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
+from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     UNKNOWN,
@@ -30,6 +28,8 @@ from .tensor_state import (
     Rows,
     TensorState,
 )
+from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import TorchDispatchMode, memory_id
 
 
 class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
@@ -102,10 +102,15 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             return REPLICATED
         if Takes.SUMS not in takes and any(isinstance(state, Partial) for state in states):
             raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
-        new = [vouched_state(call, out) for out in call.outs] if vouched else _apply(rule, call)
+
+        def give() -> Sequence[TensorState]:
+            new = [vouched_state(call, out) for out in call.outs] if vouched else _apply(rule, call)
+            return new if isinstance(new, Sequence) else [new] * len(call.outs)
+
+        new = give()
         if vouched or Takes.POSITIONS not in takes:
-            use_lost_positions(call, new if isinstance(new, Sequence) else [new])
-        return new
+            use_lost_positions(call, new)
+        return join_gaps(call, new, give)
 
     def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
         """An op that writes into its arguments gives them, and what shares their memory, its result's state.
@@ -138,6 +143,30 @@ def _apply(rule: Rule | None, call: Call) -> States:
         how = " with out=" if "out" in call.kwargs else ""
         raise Mixes(f"{vouched_name(call.func)}{how} has no rule", Reason.NO_LOCALITY_RULE)
     return rule.gives(call)
+
+
+def join_gaps(
+    call: Call, new: Sequence[TensorState], again: Callable[[], Sequence[TensorState]]
+) -> Sequence[TensorState]:
+    """A rule's results with what rows of tokens of no document hold, for which the rule is asked `again`.
+
+    labels != -100        gap 0
+    logits                attended
+    logits * that         gap 0: the same on one process, and in a sum
+    logits.sum()          refused for batches that have such tokens
+    """
+    operands = [rows for x in call.tensors if (rows := call.rows(x))]
+    attended = any(rows.attended for rows in operands)
+    there = new
+    if any(rows.pad != rows.gap for rows in operands) or (attended and any(isinstance(s, Partial) for s in new)):
+        with call.facts.in_gaps() as events:
+            there = again()
+        call.facts.events.gaps |= attended and events.unmasked
+    gaps = [state.pad if isinstance(state, Rows) else None for state in there]
+    return [
+        replace(state, gap=gap, attended=attended and gap is None) if isinstance(state, Rows) else state
+        for state, gap in zip(new, gaps, strict=True)
+    ]
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
@@ -185,7 +214,7 @@ def written_state(
     if same or UNKNOWN in (new, state):
         return new if same else UNKNOWN
     if isinstance(new, Rows) and isinstance(before, Rows) and isinstance(state, Rows) and new.dims == before.dims:
-        return Rows(state.dims)
+        return Rows(state.dims, attended=new.attended or state.attended)
     if new == before == REPLICATED:
         return state
     raise Mixes("writes token rows through a view into a tensor that is not cut like them")

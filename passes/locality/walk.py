@@ -33,18 +33,11 @@ from cp_rewrite.passes.graph.operands import (
 )
 from cp_rewrite.passes.graph.regions import outputs_of, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.values.insert import Insert
-from cp_rewrite.passes.values.position import PositionGenerator
-from cp_rewrite.passes.values.site import Site
-from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
-
-from .inputs import input_state, read_extents
-from .liveness import is_attention, live_nodes, scores_of
-from .mask_sums import mask_sum
-from .run import NodeRunner, Outcome, States, unknown_like
-from .tensor_state import (
+from cp_rewrite.passes.locality.inputs import input_state, read_extents
+from cp_rewrite.passes.locality.liveness import is_attention, live_nodes, scores_of
+from cp_rewrite.passes.locality.mask_sums import mask_sum
+from cp_rewrite.passes.locality.run import NodeRunner, Outcome, States, unknown_like
+from cp_rewrite.passes.locality.tensor_state import (
     REPLICATED,
     TABLE_HINT,
     UNKNOWN,
@@ -58,7 +51,13 @@ from .tensor_state import (
     Rows,
     T,
 )
-from .trace import Trace
+from cp_rewrite.passes.locality.trace import Trace
+from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.site import Site
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class LocalityReport:
         padded_sums: nodes that sum over tokens whatever rows without a token hold: right only where no rank has such
             rows, or with the inserts.
         inserts: what leaves such rows out of some of these sums.
+        gap_sums: nodes that take in what tokens of no document hold after attention: right only when no batch has any.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
@@ -81,6 +81,7 @@ class LocalityReport:
     positions: list[PositionGenerator] = field(default_factory=list[PositionGenerator])
     padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
     inserts: list[Insert] = field(default_factory=list[Insert])
+    gap_sums: list[fx.Node] = field(default_factory=list[fx.Node])
     outputs: list[int | None] = field(default_factory=list[int | None])
     parts: list[bool] = field(default_factory=list[bool])
     static: bool = False
@@ -159,6 +160,7 @@ class _Walk:
         self.indexed: set[fx.Node] = set()
         self.tables: dict[fx.Node, int] = {}
         self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
+        self.gap_sums: dict[fx.Node, None] = {}
         self.regions: dict[Any, States] = {}
         self.outputs: list[int | None] = []
         self.parts: list[bool] = []
@@ -278,6 +280,8 @@ class _Walk:
             inserts = mask_sum(node, self.runner)
             # A region that is entered twice: what it is given may have its tokens in other dims.
             self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
+        if events.gaps:
+            self.gap_sums[node] = None
         return outcome.states
 
     def refuse(self, node: fx.Node, reason: Reason, detail: str) -> States:
@@ -310,7 +314,10 @@ class _Walk:
                 self.refuse(site.node, Reason.TOKEN_MIXING, detail)
         if site.sinks is not None and self.env.get(site.sinks, REPLICATED) is not REPLICATED:
             self.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
-        return Rows(dims)
+        attended = any(isinstance(state := self.env.get(x), Rows) and state.attended for x in site.operands)
+        if attended and not site.mask.packed:  # tokens of documents see those of none
+            self.gap_sums[site.node] = None
+        return Rows(dims, attended=attended or site.mask.packed)
 
     def visit_region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
         """A nested region, run on its operands; the same for operands of the same states."""
@@ -345,8 +352,8 @@ class _Walk:
         if tables:
             positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
         inserts = [insert for each in self.padded_sums.values() for insert in each]
-        sums, fixed = list(self.padded_sums), self.extents.static
-        return LocalityReport(self.refusals, positions, sums, inserts, self.outputs, self.parts, fixed)
+        sums, fixed = (list(self.padded_sums), inserts, list(self.gap_sums)), self.extents.static
+        return LocalityReport(self.refusals, positions, *sums, self.outputs, self.parts, fixed)
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:

@@ -72,6 +72,7 @@ class State:
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
+        gap_sums: what takes in the values that tokens of no document have after attention.
         inserts: what is put between nodes and their operands.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
@@ -87,6 +88,7 @@ class State:
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     positions: tuple[PositionGenerator, ...] = ()
     padded_sums: tuple[fx.Node, ...] = ()
+    gap_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()

@@ -17,7 +17,6 @@ QUICK = frozenset(
 
 OPEN = frozenset(
     {
-        "test_padding_reaches_no_result",
         "test_sum_over_ranks_of_a_part_is_the_whole",
         "test_mutant_keeps_the_promise",
     }

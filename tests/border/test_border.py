@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from tests.border import draws, fill, padding, state
 from tests.border.forks import Failure, Forks
-from tests.border.model import TOKENS, VOCAB, Batch, Model, cross_entropy, pack
+from tests.border.model import HEADS, TOKENS, VOCAB, WIDTH, Batch, Model, cross_entropy, pack
 from tests.border.outcome import KEPT, Case, Kind, Outcome, observe
 
 
@@ -47,6 +47,48 @@ def test_labels_of_padding_are_an_error(forks: Forks, way: str) -> None:
 def test_padding_that_counts_nowhere_is_right(forks: Forks, loss: str) -> None:
     outcome = observe(forks, padding.make, "ids_at_end", loss)
     assert outcome.kind is Kind.RIGHT, str(outcome)
+
+
+def positions_of_document(b: Batch) -> Tensor:
+    """The whole document, and with it padding whose positions go on."""
+    ids = (b["position_ids"] == 0).cumsum(1)
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
+
+
+def whole_row(b: Batch) -> Tensor:
+    index = torch.arange(b["input_ids"].shape[1])
+    return (index[:, None] >= index[None, :])[None, None]
+
+
+def more_attention(model: Any) -> None:
+    model.qkv_of_all = nn.Linear(WIDTH, 3 * WIDTH)
+
+
+def attend_to_all(model: Any, h: Tensor, b: Batch) -> Tensor:
+    """Tokens of documents see what attention within documents gave to padding."""
+    q, k, v = model.qkv_of_all(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return h + F.scaled_dot_product_attention(q, k, v, attn_mask=whole_row(b)).transpose(1, 2).flatten(2)
+
+
+def seen_padding(how: str) -> Case:
+    if how == "whole_row_behind_documents":
+        return Case(lambda: Model(mix=attend_to_all, extra=more_attention), [pack((5, 4), 5)])
+    rest = [0, 1, 2, 3, 4] if how == "positions_start_again" else [4, 5, 6, 7, 8]
+    given: Any = padding.WAYS["lengths_one_document"].given
+    return Case(lambda: Model(mask=positions_of_document), [padding.by_positions(rest)], **given)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("whole_row_behind_documents", Kind.RAISED),
+        ("positions_go_on", Kind.RAISED),
+        ("positions_start_again", Kind.RIGHT),
+    ],
+)
+def test_padding_that_documents_see(forks: Forks, how: str, kind: Kind) -> None:
+    outcome = observe(forks, seen_padding, how)
+    assert outcome.kind is kind, str(outcome)
 
 
 def attention_alone(model: Model, h: Tensor, b: Batch) -> Tensor:

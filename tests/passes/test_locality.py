@@ -291,19 +291,62 @@ def test_sums_over_padding_are_refused_or_reported() -> None:
     assert len(report.padded_sums) == 1
 
 
+class Summed(PackedModel):
+    """One more sum over all tokens, of what each of them has."""
+
+    def __init__(self, each: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.each = each
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
+    ) -> Any:
+        self.doc_ids = doc_ids
+        return super().forward(input_ids, position_ids, doc_ids, labels, num_items)
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        more = self.each(logits, labels, self.doc_ids)
+        return super().loss(logits, labels, num_items) + more.sum() / num_items
+
+
+SUMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "all": (lambda x, labels, ids: x.logsumexp(-1), True),
+    "other label": (lambda x, labels, ids: x.logsumexp(-1) * (labels != 7), True),
+    "one id of padding": (lambda x, labels, ids: x.logsumexp(-1) * (ids != -1), True),
+    "ids of padding too": (lambda x, labels, ids: x.logsumexp(-1) * (ids >= -1), True),
+    "ids that wrap": (lambda x, labels, ids: x.logsumexp(-1).masked_fill(ids.short() < 0, 0.0), True),
+    "padding alone": (lambda x, labels, ids: torch.where(ids < 0, x.sum(-1), 0.0), True),
+    "labels": (lambda x, labels, ids: x.logsumexp(-1) * (labels != -100), False),
+    "ids": (lambda x, labels, ids: x.logsumexp(-1) * (ids >= 0), False),
+    "ids as int": (lambda x, labels, ids: x.logsumexp(-1) * (ids.int() > -1) * 2, False),
+    "filled": (lambda x, labels, ids: x.logsumexp(-1).masked_fill(ids < 0, 0.0), False),
+    "and": (lambda x, labels, ids: ((x.argmax(-1) == labels) & (ids >= 0)).float(), False),
+    "ones": (lambda x, labels, ids: torch.ones_like(x[..., 0]), False),
+    "unattended": (lambda x, labels, ids: ids.float(), False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_tokens_of_no_document_are_reported(name: str) -> None:
+    each, counts = SUMS[name]
+    report = judge(Summed(each), padded_sums=True).locality
+    assert not report.refusals
+    assert [node.target for node in report.gap_sums] == ["sum"] * counts
+
+
 class SummedBlock(nn.Module):
     def forward(self, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
         return hidden_states.sum() + 0 * input_ids.sum()
 
 
-def test_padding_rows_of_a_blocks_arguments_hold_anything() -> None:
+def test_a_blocks_arguments_were_attended() -> None:
     batch = {"input_ids": torch.ones(1, 14, dtype=torch.long), "hidden_states": torch.ones(1, 14, WIDTH)}
     blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
     report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"], padded_sums=True).locality
-    assert any("hidden_states.sum()" in (node.stack_trace or "") for node in report.padded_sums)
+    assert len(report.padded_sums) == 2
+    assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.gap_sums] == [True]
     given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
-    report = judge(SummedBlock(), batch, given, padded_sums=True).locality
-    assert [node.target for node in report.padded_sums] == ["sum"]
+    assert not judge(SummedBlock(), batch, given, padded_sums=True).locality.gap_sums
 
 
 class CountedInPython(PackedModel):

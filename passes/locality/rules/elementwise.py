@@ -13,6 +13,7 @@ from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
+    AtMost,
     Mixes,
     Number,
     Partial,
@@ -88,7 +89,7 @@ def padding(call: Call) -> Number | None:
         value = call.arg("value")
         filled = pad_of(call, value) if isinstance(value, Tensor) else value
         return None if values[1] is None else filled if values[1] else values[0]
-    if call.name == "mul" and 0 in values:
+    if call.name in ("mul", "bitwise_and", "logical_and") and 0 in values:
         return 0
     if call.name == "div" and values[0] == 0 and not any(call.rows(x) for x in call.tensors[1:]):
         return 0
@@ -110,10 +111,33 @@ def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
     operands = [next(given) if isinstance(a, Tensor) else a for a in call.args]
     if function is None or call.kwargs.keys() - {"dtype", "device", "layout", "non_blocking", "memory_format"}:
         return None
+    if operands and isinstance(operands[0], AtMost):
+        return _on_at_most(call.name, operands[0], operands[1:], call.outs[0].dtype)
     if not all(isinstance(operand, int | float) for operand in operands):
         return None
     result = function(*operands)
     return _as_dtype(result, call.outs[0].dtype)
+
+
+def _on_at_most(name: str, x: AtMost, others: Sequence[Any], dtype: torch.dtype) -> Number | None:
+    """`ids >= 0` and the like, where all numbers up to a bound give the same answer."""
+    if name in ("_to_copy", "clone"):
+        return x if dtype.is_floating_point or dtype in (torch.int32, torch.int64) else None
+    if name not in _OF_AT_MOST or not others or not isinstance(others[0], int | float):
+        return None
+    above, answer = _OF_AT_MOST[name]
+    return answer if others[0] > x.bound or (not above and others[0] == x.bound) else None
+
+
+_OF_AT_MOST: dict[str, tuple[bool, bool]] = {
+    "ge": (True, False),
+    "eq": (True, False),
+    "ne": (True, True),
+    "lt": (True, True),
+    "gt": (False, False),
+    "le": (False, True),
+}
+"""A number up to a bound, compared with n -> (must n be above the bound, or may it be the bound; the answer then)."""
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Number | None:

@@ -10,6 +10,7 @@ from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
+    AtMost,
     B,
     Deferred,
     Dim,
@@ -52,6 +53,8 @@ def reduce(call: Call) -> States:
         call.refuse_axis(state, dim, "reduces over")
     rest = tuple(None if i in dims else dim for i, dim in enumerate(state.dims) if keep or i not in dims)
     unchanged = state.pad if call.name in ("amax", "amin", "max", "min", "mean", "any", "all") else None
+    if call.name in ("any", "all"):
+        unchanged = None if state.pad is None or isinstance(state.pad, AtMost) else bool(state.pad)
     pad = 0 if call.name == "sum" and state.pad == 0 else unchanged
     return Rows(checked(rest), pad=pad if len(call.outs) == 1 else None)
 
