@@ -92,8 +92,8 @@ class PaddingReaders:
 def _joined_padding(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> int | None:
     """The first row in which positions make padding the end of a document; None: in none, or they are on a GPU."""
     packing = sharding.packing
-    value = batch.get(packing.arg)
-    if not isinstance(packing, PositionIds) or not isinstance(value, Tensor) or value.device.type != "cpu":
+    value: Any = batch.get(packing.arg) if isinstance(packing, PositionIds) else None
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
         return None
     positions = value.movedim(sharding.tokens[packing.arg], -1).reshape(len(plan.rows), -1)
     ends = [int(row.lengths.sum()) for row in plan.rows]  # padding is at the end of lengths
