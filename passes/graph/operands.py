@@ -90,10 +90,18 @@ def times_constant(node: Any) -> tuple[float | None, fx.Node | None]:
     product = name in ("mul", "multiply")
     if product and constant(left) is not None:
         left, right = right, left
-    c = constant(right)
+    c = constant(right) or _filled(right)
     if not c or not isinstance(left, fx.Node):
         return None, None
     return (c if product else 1 / c), left
+
+
+def _filled(node: Any) -> float | None:
+    """The number that a 0-d tensor is made of, as its dtype holds it: `torch.full([], 8 ** 0.5)`."""
+    if op_name(node) not in ("full", "tensor", "scalar_tensor") or shape_of(node) != ():
+        return None
+    c = constant(node.args[-1]) if len(node.args) else None
+    return None if c is None else float(torch.tensor(c, dtype=value_of(node).dtype))
 
 
 def check_operands(

@@ -146,6 +146,8 @@ def _unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
         if op_name(top) == "getitem" and top.args[1] != 0:
             break
         top = top.args[0]
+    if not chain:  # a mask, perhaps
+        return node, []
     raise _Differs(node, "something else than their own maximum is taken off the logits")
 
 
@@ -170,7 +172,7 @@ def _find_scores(node: Any) -> tuple[list[fx.Node], fx.Node, float, float] | Non
     if found is not None:
         return [node], *found
     name, operands = op_name(node), node.args
-    if name == "masked_fill" or _is_copy(node):
+    if name == "masked_fill" or _is_copy(node) or (name in ("sub", "subtract") and not node.kwargs):
         operands = operands[:1]
     elif name == "where":
         operands = operands[1:]

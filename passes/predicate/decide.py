@@ -196,7 +196,8 @@ def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> l
 def _keeps_padding(reader: Reader, value: Value, spans: Sequence[Span]) -> bool:
     """Whether a query may see padding that follows its document: where a numbering gives padding the number of the
     document before it, and the mask lets queries see keys to their right."""
-    merged = isinstance(reader.sharding.packing, CuSeqlens) and any(o.with_padding for o in reader.ordinals.values())
+    numbered = reader.skips_end or any(o.with_padding for o in reader.ordinals.values())
+    merged = isinstance(reader.sharding.packing, CuSeqlens) and numbered
     right = [span for span in spans if span[1] < 0]
     return merged and any(_kept(reader, value, Cell(World.PADDING, span)) is not False for span in right)
 

@@ -135,6 +135,11 @@ class Offsets:
                 return {side[0]: sympy.S.One, LQ if side[0] == Q else LK: sympy.S.One}
         return None
 
+    def merges_padding(self, term: Any) -> bool:
+        """Whether a document's bound is that of the padding behind it too: the last offset ends no document there."""
+        counts = [self.counted(number) for number in maximal_terms(term.args[0]) if isinstance(number, SumOver)]
+        return self._padded or any(found is None or sympy.expand(found.last - found.size) != -1 for found in counts)
+
     @property
     def _padded(self) -> bool:
         """Whether documents end before the next offset."""

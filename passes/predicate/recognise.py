@@ -70,7 +70,7 @@ class Reader:
         ordinals: the numberings found so far, by the term with its token left open.
         troubles: the terms that can't be read, each with the reason.
         chunks: the chunks whose numbers were read.
-        skips_end: marks of document starts were read that leave out where the last document ends.
+        skips_end: marks of document starts, or the key's start, were read with the last document's end left out.
     """
 
     sharding: Sharding
@@ -201,6 +201,7 @@ class Reader:
             return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
         if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
             start = self._offsets.document_bound(term)
+            self.skips_end |= start is not None and PK in start and self._offsets.merges_padding(term)
             detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
         if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:

@@ -109,6 +109,12 @@ def pairwise(x: Tensor, y: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> Te
     return op(q, k)[:, None] if x.ndim > 1 else op(q, k)
 
 
+def last_start(b: Batch) -> Tensor:
+    """Where the last document up to each token starts; of the row's padding, the last document."""
+    cu = b["cu_seqlens"]
+    return cu[torch.bucketize(index(b), cu[:-1], right=True) - 1]
+
+
 def before(marks: Tensor) -> Tensor:
     """Marks in front of each token; at the first one, of the whole row."""
     return marks.cumsum(1)[:, torch.arange(marks.shape[1]) - 1]
@@ -134,6 +140,8 @@ RIGHT_IDS: dict[str, list[tuple[str, Atom]]] = {
         ("searchsorted(right)", lambda b: torch.searchsorted(b["cu_seqlens"], index(b), right=True)),
         ("bucketize(cu[1:])", lambda b: torch.bucketize(index(b), b["cu_seqlens"][1:], right=True)),
         ("bucketize(cu[1:-1])", lambda b: torch.bucketize(index(b), b["cu_seqlens"][1:-1], right=True)),
+        ("cu[bucketize(cu)]", lambda b: b["cu_seqlens"][torch.bucketize(index(b), b["cu_seqlens"], right=True) - 1]),
+        ("cu[bucketize(cu[:-1])]", last_start),
         ("sum(cu <= i)", lambda b: (b["cu_seqlens"] <= index(b)[:, None]).sum(-1)),
     ],
     "counted_ids": [

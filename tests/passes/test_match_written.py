@@ -81,6 +81,18 @@ def two_masks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.softmax(scores, dim=-1).type_as(v) @ v
 
 
+def taken_off(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.5 - (1 - keep.to(q.dtype)) * 1e10).softmax(-1) @ v
+
+
+def over_a_tensor(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """As GPT-2 scales, and masks."""
+    scores = q @ k.mT
+    scores = scores / torch.full([], v.size(-1) ** 0.5, dtype=scores.dtype, device=scores.device)
+    least = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device)
+    return torch.where(keep, scores, least).softmax(-1).type(v.dtype) @ v
+
+
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
     scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + torch.where(keep, 0.0, torch.finfo(q.dtype).min)
     column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
@@ -93,7 +105,7 @@ def checkpointed_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Ten
     return checkpoint(with_sinks, q, k, v, keep, sinks, use_reentrant=False)  # type: ignore[return-value]
 
 
-SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks, with_sinks)
+SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks, taken_off, over_a_tensor, with_sinks)
 
 
 @pytest.mark.parametrize("attend", SPELLINGS)
@@ -198,6 +210,23 @@ def less_the_mean(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (scores - scores.amax(-2, keepdim=True)).masked_fill(~keep, -math.inf).softmax(-1) @ v
 
 
+def taken_off_the_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return ((1 - keep.to(q.dtype)) * -1e10 - q @ k.mT).softmax(-1) @ v
+
+
+def less_itself(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return (scores - scores * (1 - keep.to(q.dtype))).softmax(-1) @ v
+
+
+def taken_off_twice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return torch.sub(q @ k.mT, 1 - keep.to(q.dtype), alpha=1e10).softmax(-1) @ v
+
+
+def over_a_tensor_of_two(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT / torch.tensor([1.0, 2.0, 1.0, 2.0])[:, None, None]).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
 def added_twice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.add(q @ k.mT, torch.where(keep, 0.0, -1.0), alpha=-math.inf).softmax(-1) @ v
 
@@ -241,10 +270,19 @@ def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Te
     "attend",
     [scores_without_gradient, mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries,
      scaled_after_mask, capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
-     mixed_dtypes, negative_scale, heads_mixed, column_per_token, first_column_dropped_sinks],
+     taken_off_the_mask, less_itself, taken_off_twice, over_a_tensor_of_two, mixed_dtypes, negative_scale,
+     heads_mixed, column_per_token, first_column_dropped_sinks],
 )  # fmt: skip
 def test_anything_else_is_refused(attend: Any) -> None:
     assert reasons(Written(attend)) == {Reason.KERNEL}
+
+
+@pytest.mark.parametrize("low", [100.0, -1e10])
+def test_what_is_taken_off_must_drop_keys(low: float) -> None:
+    def weakly(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT - (1 - keep.to(q.dtype)) * low).softmax(-1) @ v
+
+    assert reasons(Written(weakly)) == {Reason.MASK_NOT_PACKED}
 
 
 def test_dropout_is_refused() -> None:

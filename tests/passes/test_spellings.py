@@ -33,7 +33,7 @@ each spelling means with brute force."""
 
 
 class Block(nn.Module):
-    """Embedding, one attention with 4 query and 2 key/value heads, and a head that scores every token."""
+    """Embedding, one attention with 4 query and 2 key/value heads, and the sum of a score of every token."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], 1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(**batch), enable_gqa=True)
         x = x + y.transpose(1, 2).flatten(2)
-        return self.out(torch.tanh(x)).squeeze(-1) * batch["weights"]
+        return (self.out(torch.tanh(x)).squeeze(-1) * batch["weights"]).sum()
 
 
 def make_model(name: str) -> Block:
@@ -77,7 +77,7 @@ def sharded_gradients(mesh: DeviceMesh, name: str, ways: list[tuple[Any, Any]]) 
         compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
         model.zero_grad()
         with sharding.shard(batch) as local:
-            loss = compiled(**local).sum()
+            loss = compiled(**local)
         loss.backward()
         cp.sum_gradients(model.parameters(), sharding)
         total = loss.detach().clone()
@@ -90,7 +90,7 @@ def sharded_gradients(mesh: DeviceMesh, name: str, ways: list[tuple[Any, Any]]) 
 
 def check(pool: Pool, name: str, world_size: int, ways: list[tuple[str, str]]) -> None:
     model = make_model(name)
-    loss = model(**global_batch(name, 0)).sum()
+    loss = model(**global_batch(name, 0))
     loss.backward()
     expected = {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     for way, result in zip(ways, pool.run(world_size, sharded_gradients, name, ways)[0], strict=True):

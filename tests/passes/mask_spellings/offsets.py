@@ -99,6 +99,25 @@ def offsets_bound_by_repeated_ends(**b: Tensor) -> Tensor:
     return (i[None, :] < cu[ids + 1][:, None]) & (i[None, :] >= i[:, None])
 
 
+@spelling(OFFSETS, FULL)
+def offsets_starts_equal(**b: Tensor) -> Tensor:
+    cu = b["cu_seqlens"]
+    return equal_1d(cu[torch.bucketize(index(b), cu, right=True) - 1])
+
+
+@spelling(OFFSETS, CAUSAL)
+def offsets_starts_equal_and_causal(**b: Tensor) -> Tensor:
+    cu = b["cu_seqlens"]
+    return equal_1d(cu[torch.bucketize(index(b), cu[:-1], right=True) - 1]).tril()
+
+
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_starts_equal_in_the_tail(**b: Tensor) -> Tensor:
+    """Padding at the row's end has the start of the last document."""
+    cu = b["cu_seqlens"]
+    return equal_1d(cu[torch.bucketize(index(b), cu[:-1], right=True) - 1])
+
+
 @spelling(OFFSETS, CAUSAL)
 def offsets_members(**b: Tensor) -> Tensor:
     held = member(b)
