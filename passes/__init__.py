@@ -116,7 +116,7 @@ def run_passes(state: State) -> State:
         start, ops = time.perf_counter(), len(state.graph_module.graph.nodes)
         state = run_pass(state)
         grown = len(state.graph_module.graph.nodes) - ops
-        log.info("%s: %.1f ms, %+d ops", run_pass.__name__, 1e3 * (time.perf_counter() - start), grown)
+        log.debug("%s: %.1f ms, %+d ops", run_pass.__name__, 1e3 * (time.perf_counter() - start), grown)
     return state
 
 

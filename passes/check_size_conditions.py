@@ -32,7 +32,8 @@ def check_size_conditions(state: State) -> State:
             continue
         conditions[condition] = where
         if not decide(mode.shape_env, condition.subs({size: world_size * size for size in tokens})):
-            detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
+            said = str(condition) if len(str(condition)) < 80 else "a condition on whole chunks of tokens"
+            detail = f"`{where}` needs {said}, which holds for a shard's tokens but not for the row's"
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
     found = SizeConditions(conditions, sizes, _places(state)) if conditions else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))

@@ -110,7 +110,9 @@ def explain(
         unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
         with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
             try:
-                torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
+                # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.
+                with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+                    torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
             except _Captured:
                 return found[0]
         raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")

@@ -1,6 +1,6 @@
 """What a compile and a run show of themselves: counters, trace artifacts, NVTX ranges; and what compile caches key on.
 
-TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference
+TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference (DEBUG)
 torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges
 TORCH_TRACE=folder                          tlparse shows the artifacts cp_rewrite_before, _after, _refused
 nsys profile -t nvtx,cuda                   ranges cp_rewrite::exchange, ::attention, forward and backward

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
+from .advice import advice
 from .node_facts import NodeFacts
-from .tensor_state import MEAN_HINT, REPLICATED, SHIFT_HINT, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has
+from .tensor_state import MEAN_HINT, REPLICATED, UNKNOWN, Extents, Mixes, Rows, Size, T, TensorState, has
 
 DYNAMIC_HINT = (
     "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "
@@ -105,7 +106,8 @@ class Call:
             return
         if not has(axis, T):
             raise Mixes(f"{self.name} {verb} the batch dim while rows of the batch are cut in different orders")
-        raise Mixes(f"{self.name} {verb} the token dim (dim {dim}); if this shifts labels, {SHIFT_HINT}")
+        what = f"{self.name} {verb}"
+        raise Mixes(f"{what} the token dim (dim {dim}){advice(self.facts.node, what, self.first)}")
 
     def check_numbers(self, *values: Any) -> None:
         """These numbers, or all of the arguments, may not be made from the token count."""

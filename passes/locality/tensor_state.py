@@ -188,10 +188,10 @@ class Extents:
         rows = [i for i, size in enumerate(sizes) if size == self.tokens and size != 1]
         flat = [i for i, size in enumerate(sizes) if size == self.tokens * self.batch and self.batch != 1]
         if len(rows) + len(flat) > 1:
-            raise Mixes(f"a tensor of shape ({', '.join(map(str, sizes))}) has the token count in two dims")
+            raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has the token count in two dims")
         if not rows and not flat:
             if any(isinstance(size, sympy.Expr) and self.tokens in size.free_symbols for size in sizes):
-                raise Mixes(f"a tensor of shape ({', '.join(map(str, sizes))}) has a size made from the token count")
+                raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has a size made from the token count")
             return None
         dims: list[Dim] = [None] * len(sizes)
         if flat:
@@ -202,6 +202,11 @@ class Extents:
         if batch:
             dims[batch[-1]] = (B,)
         return tuple(dims)
+
+
+def short(size: Any) -> str:
+    """A size as a person reads it: one with floors and remainders fills a page."""
+    return text if len(text := str(size)) < 40 else "…"
 
 
 def has(dim: Dim, axis: Axis) -> bool:
@@ -279,7 +284,7 @@ def _take(factors: list[tuple[Factor, Size]], size: Size) -> Dim:
             factors.append((rest, rest))
             left = 1
         else:
-            raise Mixes(f"a view cuts the {_name(factor)} dim into pieces ({extent} as {size})")
+            raise Mixes(f"a view cuts the {_name(factor)} dim into pieces ({short(extent)} as {short(size)})")
     return tuple(taken) if any(isinstance(factor, Axis | Order) for factor in taken) else None
 
 

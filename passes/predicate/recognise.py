@@ -361,7 +361,9 @@ class Reader:
                 return trouble
         what = {RunningSum: "a running sum", RunningMax: "a running maximum", SumOver: "a count (sum, any or all)"}
         name = what.get(term.func, "a repeated index")
-        detail = f"{name} over tokens does not number the documents of {self.sharding.packing}: it adds up `{inner}`"
+        detail = f"{name} over tokens does not number the documents of {self.sharding.packing}"
+        if len(str(inner)) < 60:
+            detail += f": it adds up `{inner}`"
         if isinstance(self.sharding.packing, EndOfDocument | StartOfDocument):
             detail += "; EndOfDocument's token is a document's last one, StartOfDocument's its first"
         return Trouble(Reason.MASK_NOT_PACKED, detail)

@@ -263,6 +263,47 @@ def test_repeated_layers_are_folded() -> None:
     assert "DROPOUT" in said
 
 
+@torch.library.custom_op("border::flash_attn_rows", mutates_args=())
+def flash_attn_rows(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("border::selective_scan", mutates_args=())
+def selective_scan(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+for made in (flash_attn_rows, selective_scan):
+    made.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        (lambda m, h, b: flash_attn_rows(h), "is attention, by its name"),
+        (lambda m, h, b: selective_scan(h), "is a scan over tokens, by its name"),
+        (lambda m, h, b: h.cumsum(1), "a scan over tokens (linear attention"),
+        (lambda m, h, b: F.conv1d(h.mT, torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH).mT, "a convolution over"),
+        (lambda m, h, b: F.avg_pool1d(h.mT, 3, 1, 1).mT, "pooling over tokens"),
+        (lambda m, h, b: h + F.pad(h, (0, 0, 1, -1)), "a shift over tokens"),
+        (lambda m, h, b: h + b["doc_ids"].cumsum(1)[..., None], "make it from the global row"),
+    ],
+)
+def test_hint_fits_the_op(mix: Callable[[Any, Tensor, Batch], Tensor], says: str) -> None:
+    (found,) = refusals(Model(mix=mix))
+    assert says in found.detail
+    assert all(word not in str(found) for word in ("shift_labels", "local_ops"))
+
+
+def test_shift_of_labels_is_offered_where_labels_are_shifted() -> None:
+    def shifts(model: Model, logits: Tensor, b: Batch) -> Tensor:
+        labels = F.pad(b["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / b["num_items"]
+
+    (found,) = refusals(Model(shifts))
+    assert "shift_labels=True" in found.detail
+
+
 # The exception itself.
 
 

@@ -133,7 +133,8 @@ def test_a_refusal_names_the_users_line_and_the_fix() -> None:
     assert refusal.reason is cp.Reason.TOKEN_MIXING
     assert "test_locality.py" in refusal.where
     assert "h + h[:, :1]" in refusal.where
-    assert "shift_labels=True" in refusal.detail
+    assert "a choice by their place" in refusal.detail
+    assert "shift_labels" not in refusal.detail
 
 
 def test_one_refusal_does_not_bring_others() -> None:

@@ -58,11 +58,11 @@ def rows(
     return Rule(ops, on_rows(gives, mixes, others), takes)
 
 
-def refused(ops: str, why: str) -> Rule:
+def refused(ops: str, why: str, reason: Reason = Reason.TOKEN_MIXING) -> Rule:
     """The rule of ops that are never the same on a shard."""
 
     def gives(call: Call) -> TensorState:
-        raise Mixes(f"{call.name} {why}")
+        raise Mixes(f"{call.name} {why}", reason)
 
     return Rule(ops, gives)
 

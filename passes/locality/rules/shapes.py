@@ -166,8 +166,10 @@ def pad(call: Call) -> TensorState:
             raise Mixes("pads a sum over the shard's tokens, on every rank, by something else than 0")
         return state
     for i in range(len(amounts) // 2):  # from the last dim on: (before, after)
-        if any(amounts[2 * i : 2 * i + 2]):
-            call.refuse_axis(state, call.first.ndim - 1 - i, "pads")
+        pair = [call.extents.size(amount) for amount in amounts[2 * i : 2 * i + 2]]
+        if pair != [0, 0]:
+            verb = "pads" if all(isinstance(amount, int) for amount in pair) else "fills whole chunks along"
+            call.refuse_axis(state, call.first.ndim - 1 - i, verb)
     return plain(state)
 
 

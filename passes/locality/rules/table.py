@@ -23,7 +23,9 @@ from functools import lru_cache
 
 import torch
 
+from cp_rewrite.passes.locality.advice import kind_by_name
 from cp_rewrite.passes.locality.call import op_name
+from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
@@ -146,4 +148,10 @@ _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 @lru_cache(maxsize=4096)
 def find_rule(func: OpOverload) -> Rule | None:
     """The rule of an op; None where it has none."""
-    return _BY_NAME.get(op_name(func), POINTWISE if torch.Tag.pointwise in func.tags else None)
+    name = op_name(func)
+    if name in _BY_NAME or torch.Tag.pointwise in func.tags:
+        return _BY_NAME.get(name, POINTWISE)
+    kind = kind_by_name(name)
+    if kind == "attention":
+        return refused(name, "is attention, by its name", Reason.UNREAD_ATTENTION)
+    return refused(name, f"is {kind} over tokens, by its name: it can't be sharded here") if kind else None
