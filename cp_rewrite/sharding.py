@@ -31,6 +31,7 @@ Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather
 Kernel = Literal["auto", "fa4", "fa3", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step"]
+Random = Literal["refused", "per_rank"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Sharding:
     Safety:
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.
+        resolve: sum over the ranks what is a part of a sum on each, where a model uses it as the whole (means, router
+            statistics); `explain` shows where. False refuses such models.
+        random: `per_rank` lets each rank draw the random numbers of its own tokens, as dropout does: seed the ranks
+            apart. The draws are others than on one process, their distribution is the same. What all tokens share
+            (dropout of weights) stays refused.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
         local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
@@ -107,6 +113,8 @@ class Sharding:
     inner: Inner = "inductor"
     # Safety
     strict: bool = True
+    resolve: bool = True
+    random: Random = "refused"
     assume_mask: PackedMask | None = None
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
@@ -254,9 +262,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernel": get_args(Kernel),
     "inner": get_args(Inner),
     "verify": get_args(Verify),
+    "random": get_args(Random),
 }
 _OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
-_FLAGS = ("strict", "keep_kv", "deterministic", "check_batches")
+_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches")
 
 
 def _check_mesh(mesh: Any, exchange: object) -> None:

@@ -76,6 +76,7 @@ def check_token_locality(state: State) -> State:
         tables=True,
         padded_sums=True,
         fixed_tokens=False,
+        resolve=state.sharding.resolve,
     )
     masked = {insert.node for insert in report.inserts}
     return replace(
@@ -83,9 +84,10 @@ def check_token_locality(state: State) -> State:
         positions=tuple(report.positions),
         outputs=tuple(report.outputs),
         parts=tuple(report.parts),
-        inserts=(*state.inserts, *report.inserts),
+        inserts=(*state.inserts, *report.inserts, *report.resolved),
         padded_sums=tuple(node for node in report.padded_sums if node not in masked),
         gap_sums=tuple(report.gap_sums),
+        lowered=tuple(report.lowered),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 

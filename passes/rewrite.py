@@ -14,6 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from cp_rewrite.batch.active import ROW_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.position import PositionGenerator
@@ -21,16 +22,20 @@ from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
+from .lower import LOWERED_INPUTS, lower_node
 from .plan_inputs import Inputs
 
 
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
-    keys += [key for insert in state.inserts for key in insert.inputs]
+    keys += [key for insert in state.inserts for key in insert.inputs] + [*LOWERED_INPUTS] * bool(state.lowered)
     inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
+    made: dict[Any, fx.Node] = {}
     for insert in state.inserts:  # first: what they read may be replaced below
-        _insert_before(insert, inputs)
+        _insert_before(insert, inputs, made)
+    for lowering in state.lowered:
+        lower_node(lowering, inputs, state.sharding)
     for position in state.positions:
         _globalize(position, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
@@ -105,17 +110,34 @@ def _globalize(position: PositionGenerator, inputs: Inputs) -> None:
     node.graph.erase_node(node)
 
 
-def _insert_before(insert: Insert, inputs: Inputs) -> None:
-    """Put what `insert` makes of an operand in the operand's place."""
-    tracer = GraphAppendingTracer(insert.node.graph)
-    needed = [fx.Proxy(inputs.node(insert.node.graph, key), tracer) for key in insert.inputs]
-    new = _insert(insert.node, lambda: insert.emit(fx.Proxy(insert.operand, tracer), *needed), inputs.mode)
-    value = new.meta["example_value"]
-    value.requires_grad_(insert.operand.meta["example_value"].requires_grad)
-    insert.node.replace_input_with(insert.operand, new)
+def _insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node]) -> None:
+    """Put what `insert` makes of an operand in the operand's place. `made`: so far; readers of a graph share them."""
+    node, operand = insert.node, insert.operand
+    key = (node.graph, operand, insert.emit, insert.inputs)
+    if key not in made:
+        tracer = GraphAppendingTracer(node.graph)
+        needed = [fx.Proxy(inputs.node(node.graph, key), tracer) for key in insert.inputs]
+        new = _insert(node, lambda: insert.emit(fx.Proxy(operand, tracer), *needed), inputs.mode, insert.why)
+        new.meta["example_value"].requires_grad_(operand.meta["example_value"].requires_grad)
+        if not any(memory_of(operand) == memory_of(n) for writer in node.graph.nodes for n in written_nodes(writer)):
+            made[key] = new
+    else:
+        new = made[key]
+    node.replace_input_with(operand, new)
+    if operand in written_nodes(node) or new in written_nodes(node):
+        _read_copy(operand, node)
 
 
-def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode) -> fx.Node:
+def _read_copy(operand: fx.Node, writer: fx.Node) -> None:
+    """A node that wrote into an operand writes into a copy of it now: who reads the operand later reads the copy."""
+    later = False
+    for node in list(writer.graph.nodes):
+        if later:
+            node.replace_input_with(operand, writer)
+        later |= node is writer
+
+
+def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode, why: str = "rewrite_sites") -> fx.Node:
     """Run `emit` on proxies in front of a node; the new nodes get its source position and fake values."""
     graph = before.graph
     old = set(graph.nodes)
@@ -126,7 +148,7 @@ def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode) -> f
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                 if key in before.meta:
                     node.meta[key] = before.meta[key]
-            node.meta["cp_rewrite"] = "rewrite_sites"
+            node.meta["cp_rewrite"] = why
             node.meta["example_value"] = _fake_value(node, mode)
     return result
 

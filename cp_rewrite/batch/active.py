@@ -55,6 +55,8 @@ ROW_INDEX = PlanInput(PlanTensor("row_index"))
 """(T_l,) int64: index in the global row of each local token. It belongs to no mask or exchange."""
 HAS_TOKEN = PlanInput(PlanTensor("has_token"))
 """(B, T_l) bool: whether a local row holds a token or fills the rank up. It belongs to no mask or exchange."""
+ROW_TOKENS = PlanInput(PlanTensor("row_tokens", static=True))
+"""(1,) int64: the tokens of a row, of all ranks together. It belongs to no mask or exchange."""
 
 
 @dataclass(eq=False)
@@ -161,7 +163,9 @@ class ActivePlan:
         return torch.device("cpu") if key.tensor.on_host else self.device
 
     def _rows(self, key: PlanInput) -> NDArray[Any]:
-        """The array of ROW_INDEX or HAS_TOKEN."""
+        """The array of ROW_INDEX, HAS_TOKEN or ROW_TOKENS."""
+        if key == ROW_TOKENS:
+            return np.array([self.plan.rows[0].total])
         indices = self.indices()
         if key == HAS_TOKEN:
             return indices >= 0

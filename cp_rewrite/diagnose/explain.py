@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import nn
+from torch import SymInt, nn
 
 from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
@@ -17,8 +17,10 @@ from cp_rewrite.batch.active import active_plan
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
+from cp_rewrite.passes.values.resolution import Converted
 from cp_rewrite.refusal import Refusal, folded, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
+from cp_rewrite.torch_internals import hint
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,24 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """A sum over the ranks that was put in, or a gradient that is shared out.
+
+    Args:
+        where: the source line. why: the rule that asked for it. op: what was put in.
+        bytes: that travel, in the forward or in the backward; of a dim that the batch decides, for the example.
+    """
+
+    where: str
+    why: str
+    op: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"made whole {self.where}\n          {self.why} | {self.op} | {self.bytes} bytes"
+
+
+@dataclass(frozen=True)
 class Report:
     """What `explain` found. `str()` is the text to read.
 
@@ -47,6 +67,7 @@ class Report:
         ops_before, ops_after: how often each op stands in the graph; equal when refused.
         before, after: the normalised graphs, a line a node.
         inserts: what was put in elsewhere, and why; nothing when refused.
+        collectives: sums over the ranks that were put in for what a model uses as the whole; none when refused.
     """
 
     sites: tuple[SiteReport, ...]
@@ -56,6 +77,7 @@ class Report:
     before: tuple[str, ...]
     after: tuple[str, ...]
     inserts: tuple[str, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -68,8 +90,11 @@ class Report:
         return graph_diff(list(self.before), list(self.after))
 
     def __str__(self) -> str:
-        lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals"]
+        found = [collective for collective in self.collectives if collective.bytes]
+        travels = f", {len(found)} sums over ranks of {sum(x.bytes for x in found)} bytes" if found else ""
+        lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals{travels}"]
         lines += _folded([str(site) for site in self.sites])
+        lines += _folded([str(collective) for collective in self.collectives])
         lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
@@ -140,10 +165,31 @@ def _report(state: passes.State) -> Report:
         mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
         chosen = (None, None, ()) if decision is None else (decision.exchange_name, decision.kernel, decision.why)
         sites.append(SiteReport(line, mask, *chosen))
-    inserts = () if state.refusals else state.inserts
+    inserts = [i for i in state.inserts if not state.refusals and not isinstance(i.emit, Converted)]
     found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
-    return Report(tuple(sites), state.refusals, ops_before, ops_after, tuple(before), tuple(after), tuple(found))
+    texts = tuple(before), tuple(after), tuple(found)
+    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(_collectives(state.graph_module)))
+
+
+_SUMS: dict[str, int] = {
+    "cp_rewrite.sum_over_ranks": 1,
+    "cp_rewrite.sum_gradient_over_ranks": 1,
+    "cp_rewrite.largest_over_ranks": 2,
+    "cp_rewrite.share_out_gradient": 0,
+}
+"""Ops that make parts whole -> how often their operand's bytes travel."""
+
+
+def _collectives(gm: fx.GraphModule) -> Iterator[Collective]:
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
+        times = _SUMS.get(target_name(node.target))
+        if times is not None and "cp_rewrite" in node.meta:
+            value: Any = node.args[0].meta["example_value"]  # type: ignore[union-attr]
+            count = hint(value.numel()) if isinstance(value.numel(), SymInt) else value.numel()
+            size = times * value.element_size() * int(count or 0)
+            yield Collective(source_line(node), node.meta["cp_rewrite"], target_name(node.target).split(".")[-1], size)
 
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:

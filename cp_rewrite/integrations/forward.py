@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
+from cp_rewrite.batch.active import batch_number, is_part
 
 from .inputs import global_batch
 
@@ -89,8 +90,9 @@ class GlobalForward:
         fields: dict[str, Any] = {}
         for name, value in cast(Mapping[str, Any], outputs).items():
             if name == "loss":
-                # Each rank's loss is its part: their sum, counted as one.
-                fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding)
+                # Each rank's loss is its part: their sum, counted as one; or, of a mean, the whole.
+                part = is_part(value) or batch_number(value) is None
+                fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding) if part else value
             elif not (self.switch.loss_only and "loss" in outputs and name in LARGE):
                 fields[name] = _in_order(value, sharding, size)
         fields = {name: value for name, value in fields.items() if value is not None}

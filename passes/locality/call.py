@@ -52,15 +52,18 @@ class Call:
     @cached_property
     def bound(self) -> dict[str, Any]:
         """Argument name -> value, defaults included."""
-        values: dict[str, Any] = {}
-        for i, argument in enumerate(self.func._schema.arguments):
-            given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name, _default(argument))
-            values[argument.name] = given
-        return values
+        return bound_arguments(self.func, self.args, self.kwargs)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that the op writes into."""
+        arguments = self.func._schema.arguments
+        targets = [self.bound[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [target for target in targets if isinstance(target, Tensor)]
 
     def arg(self, *names: str) -> Any:
         """The argument of the first of these names that the op has; None without any."""
@@ -144,6 +147,14 @@ def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
             )
 
 
+def bound_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Argument name -> value, defaults included."""
+    values: dict[str, Any] = {}
+    for i, argument in enumerate(func._schema.arguments):
+        values[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, _default(argument))
+    return values
+
+
 @lru_cache(maxsize=4096)
 def op_name(func: OpOverload) -> str:
     """`add` for aten::add.Tensor and aten::add_.Tensor; `ns::op` elsewhere."""
@@ -167,3 +178,10 @@ def _made_from(value: float, extents: Extents) -> bool:
         if n > 2 and any(math.isclose(abs(value), number, rel_tol=1e-12) for number in made):
             return True
     return False
+
+
+METADATA = frozenset(
+    {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
+    | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}
+)
+"""Ops that read no element: they only ask for sizes and the like."""

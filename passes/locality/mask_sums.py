@@ -8,9 +8,8 @@ which such a row is not 0 gets an operand in which it is:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -22,7 +21,8 @@ from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.values.insert import Insert
 
 from .run import NodeRunner
-from .tensor_state import B, Dims, Number, Rows, T
+from .spread import can_spread, spread
+from .tensor_state import Dims, Number, Rows
 
 WHY = "rows that fill a rank up are left out of this sum"
 
@@ -50,7 +50,7 @@ Masked = dict[fx.Node, tuple[Rows, Number]]
 
 def _choices(node: fx.Node, runner: NodeRunner) -> Iterator[Masked]:
     states = {operand: runner.env.get(operand) for operand in node.all_input_nodes}
-    rows = {operand: state for operand, state in states.items() if isinstance(state, Rows) and _can_mask(state)}
+    rows = {operand: state for operand, state in states.items() if isinstance(state, Rows) and can_spread(state)}
     for operand, state in rows.items():
         yield {operand: (state, 0)}
         ignored = node.kwargs.get("ignore_index", -100)
@@ -58,14 +58,6 @@ def _choices(node: fx.Node, runner: NodeRunner) -> Iterator[Masked]:
             yield {operand: (state, ignored)}
     if len(rows) > 1:
         yield {operand: (state, 0) for operand, state in rows.items()}
-
-
-def _can_mask(rows: Rows) -> bool:
-    """Not rows in an order of their own, and no places of rows."""
-    factors = [factor for dim in rows.dims for factor in dim or ()]
-    return (
-        rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
-    )
 
 
 def _insert(node: fx.Node, operand: fx.Node, dims: Dims, pad: Number) -> Insert:
@@ -83,33 +75,3 @@ class FillRows:
 
     def __call__(self, x: Tensor, has_token_BT: Tensor) -> Tensor:
         return torch.where(spread(has_token_BT, self.dims), x, self.number)
-
-
-def spread(has_token_BT: Tensor, dims: Dims) -> Tensor:
-    """(B, T) as a tensor that broadcasts against one of these dims.
-
-    (B,) (T,) ·     (B, T, 1)
-    (B, T) ·        (B * T, 1)
-    (T, 4)          (T * 4,)
-    """
-    while dims and dims[0] is None:  # broadcasting adds them
-        dims = dims[1:]
-    factors = [factor for dim in dims for factor in dim or (1,)]
-    axes = [factor for factor in factors if factor in (B, T)]
-    # Without a batch axis the tensor is the same for all rows of the batch.
-    x = has_token_BT[0] if axes == [T] else has_token_BT if axes == [B, T] else has_token_BT.t()
-    for place, factor in enumerate(factors):
-        if factor not in axes:
-            x = x.unsqueeze(place)
-    return _joined(x, factors, dims)
-
-
-def _joined(x: Tensor, factors: Sequence[Any], dims: Dims) -> Tensor:
-    """Every factor has a dim of `x`: those that stand in one of `dims` become one."""
-    if any(dim is not None and len(dim) > 1 for dim in dims):
-        sizes = [factor if isinstance(factor, int) else -1 for factor in factors]
-        x = x.expand(sizes) if any(size > 1 for size in sizes) else x
-    for place, dim in enumerate(dims):
-        if dim is not None and len(dim) > 1:
-            x = x.flatten(place, place + len(dim) - 1)
-    return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.values.resolution import Step
 from cp_rewrite.refusal import Reason
 
-from .tensor_state import REPLICATED, Extents, Factor, Order, Rows, TensorState
+from .tensor_state import REPLICATED, WHOLE, Extents, Factor, Order, Rows, TensorState
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Events:
         table: the dim of the node's first operand, a table, that it takes the first T rows of.
         unmasked: a sum over tokens took in the rows that fill a rank up, whatever they hold.
         gaps: a sum over tokens took in rows of tokens of no document, which hold something else than on one process.
+        steps: ops that were refused as they are, and what makes them right.
     """
 
     refusals: list[Found] = field(default_factory=list[Found])
@@ -42,6 +44,16 @@ class Events:
     table: int | None = None
     unmasked: bool = False
     gaps: bool = False
+    steps: list[Step] = field(default_factory=list[Step])
+
+    def copy(self) -> Events:
+        return replace(
+            self,
+            refusals=[*self.refusals],
+            used=[*self.used],
+            indexed=[*self.indexed],
+            steps=[*self.steps],
+        )
 
 
 class NodeFacts:
@@ -73,15 +85,19 @@ class NodeFacts:
         """Known values of tensors filled with one number, by `id`."""
         self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
         """Tensors that are the node's first operand, whole."""
+        self._gradients = {id(tensor) for tensor in gradients}
         self.states = {id(tensor): (tensor, state) for tensor, state in states}
         """Tensors are kept with their states: an `id` is used again once its tensor is gone."""
-        self._gradients = {id(tensor) for tensor in gradients}
+        for tensor, state in states:
+            self.set_state(tensor, state)
 
     def state(self, tensor: Tensor) -> TensorState:
         held = self.states.get(id(tensor))
         return held[1] if held else REPLICATED
 
     def set_state(self, tensor: Tensor, state: TensorState) -> None:
+        if state == WHOLE and not self.has_gradient(tensor):
+            state = REPLICATED
         self.states[id(tensor)] = (tensor, state)
 
     @contextmanager
@@ -98,8 +114,19 @@ class NodeFacts:
         finally:
             self.states, self.events = states, events
 
+    @contextmanager
+    def as_if(self, states: Mapping[int, TensorState]) -> Generator[None]:
+        """Inside, tensors have other states, by `id`."""
+        before = {number: self.states.get(number) for number in states}
+        for tensor, state in [(held[0], states[number]) for number, held in before.items() if held is not None]:
+            self.set_state(tensor, state)
+        try:
+            yield
+        finally:
+            self.states.update({number: held for number, held in before.items() if held is not None})
+
     def has_gradient(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._gradients
+        return id(tensor) in self._gradients and (tensor.is_floating_point() or tensor.is_complex())
 
     def hand_down_gradients(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """The results of an op have a gradient where one of its inputs has."""

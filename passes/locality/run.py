@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
 from .node_facts import Events
+from .resolve import NO_STEPS, Steps, on_operands
 from .tensor_state import REPLICATED, UNKNOWN, Mixes, TensorState
 from .trace import Trace, shares_memory, written_state
 
@@ -31,15 +33,20 @@ class Outcome:
 
     states: States
     events: Events
+    steps: Steps = NO_STEPS
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that a node reads, as an alias, so that nothing done to it touches the graph's own."""
+    """A tensor that a node reads, as an alias, so that nothing done to it touches the graph's own.
+
+    `place`: of its node among the node's arguments, as `arguments` counts them.
+    """
 
     tensor: Tensor
     state: TensorState
     source: fx.Node
+    place: int
 
 
 class NodeRunner:
@@ -90,7 +97,8 @@ class NodeRunner:
         operands: list[_Operand] = []
         if any(value_of(source) is None for source in node.all_input_nodes):
             return self._run_on_numbers(node)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._load(source, operands))
+        places = itertools.count()
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._load(n, next(places), operands))
         gradients = [operand.tensor for operand in operands if needs_gradient(operand.source)]
         self.trace.start(node, [(operand.tensor, operand.state) for operand in operands], gradients)
         target: Any = node.target
@@ -113,7 +121,7 @@ class NodeRunner:
         if self.facts.events.table is not None and id(out) not in self.facts.operands:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
             self.facts.refuse(Reason.POSITION_GENERATOR, detail)
-        return Outcome(self._states_of(out), self.facts.events)
+        return Outcome(self._states_of(out), self.facts.events, self._steps(node, operands))
 
     def _run_on_numbers(self, node: fx.Node) -> Outcome:
         """A node that reads what Dynamo has no value of: an entry of `tolist`, from which it takes a number."""
@@ -123,12 +131,30 @@ class NodeRunner:
         self.facts.refuse(Reason.TOKEN_MIXING, "tolist reads numbers off a tensor, which are others on a shard")
         return Outcome(unknown_like(node), self.facts.events)
 
-    def _load(self, source: fx.Node, operands: list[_Operand]) -> Any:
+    def _steps(self, node: fx.Node, operands: Sequence[_Operand]) -> Steps:
+        """What is to be done to the node for the steps of its ops."""
+        steps = self.facts.events.steps
+        if not steps:
+            return NO_STEPS
+        found = on_operands(
+            steps, self.trace.uses, self.trace.taken, {id(o.tensor): (o.place, o.source) for o in operands}
+        )
+        if found is not None:
+            return Steps(tuple(sorted(found.items())), reasons=tuple(steps))
+        several = any(isinstance(value_of(n), list | tuple) for n in node.all_input_nodes)
+        tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(value_of(node)))
+        if several or not tensors or any(step.writes for step in steps):
+            for step in steps:
+                self.facts.refuse(step.reason, step.detail)
+            return NO_STEPS
+        return Steps((), tuple(steps), tuple(args for args, _ in self._autocasts), tuple(steps))
+
+    def _load(self, source: fx.Node, place: int, operands: list[_Operand]) -> Any:
         """A node's value for one run; its tensors are added to `operands`."""
 
         def alias(value: Any, state: States) -> Any:
             if isinstance(value, Tensor):
-                operands.append(_Operand(value.detach(), state, source))
+                operands.append(_Operand(value.detach(), state, source, place))
                 return operands[-1].tensor
             if isinstance(value, list | tuple) and isinstance(state, list):
                 return type(value)(alias(v, s) for v, s in zip(value, state, strict=True))

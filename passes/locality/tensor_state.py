@@ -5,7 +5,7 @@ Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-proces
     REPLICATED     x_l == x
     Rows(dims)     x_l holds, along the token dim, this rank's tokens of x; along the batch dim all batch rows
     Partial()      the sum of x_l over the ranks is x
-    Partial(True)  x_l == x, but the gradient of x_l is this rank's part of x's gradient
+    WHOLE          x_l == x, and the gradient that comes to x_l is x's; of REPLICATED it is a part of x's on each rank
     UNKNOWN        a refusal stands before it; nothing more is said about it
 """
 
@@ -95,9 +95,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partial:
-    """A per-rank part of a sum over tokens. `reduced`: the value is global already, only its gradient is a part."""
+    """A per-rank part of a sum over tokens. `reduced`: of WHOLE, which is summed over the ranks already."""
 
     reduced: bool = False
+
+
+WHOLE = Partial(reduced=True)
+"""The same on all ranks, and so is its gradient. Where no gradient reaches it, it is REPLICATED."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.locality.call import Call, check_sizes
+from cp_rewrite.passes.locality.call import METADATA, Call, check_sizes
 from cp_rewrite.passes.locality.node_facts import NodeFacts
+from cp_rewrite.passes.locality.resolve import Attempt, attempts
+from cp_rewrite.passes.locality.rules.draws import drawn
 from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
 from cp_rewrite.passes.locality.rules.table import find_rule
 from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
@@ -20,6 +23,7 @@ from cp_rewrite.passes.locality.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     UNKNOWN,
+    WHOLE,
     Deferred,
     Extents,
     GroupSizes,
@@ -28,6 +32,7 @@ from cp_rewrite.passes.locality.tensor_state import (
     Rows,
     TensorState,
 )
+from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import TorchDispatchMode, memory_id
 
@@ -38,11 +43,21 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     Args:
         extents: sizes of the token and batch axes.
         vouched: names of ops that the user says act on each token alone.
+        resolves: ops that are not the same on a shard are made so where a rule says how.
+        draws: each rank may draw random numbers of its own for its tokens.
     """
 
-    def __init__(self, extents: Extents, vouched: frozenset[str]) -> None:
+    def __init__(
+        self, extents: Extents, vouched: frozenset[str], resolves: bool = False, *, draws: bool = False
+    ) -> None:
         super().__init__()
-        self.facts, self.vouched = NodeFacts(extents), vouched
+        self.facts, self.vouched, self.resolves, self.draws = NodeFacts(extents), vouched, resolves, draws
+        self.place = 0
+        """How many ops the node ran so far."""
+        self.uses: Counter[int] = Counter()
+        """How many of them take a tensor, by its `id`."""
+        self.taken: dict[int, list[Tensor]] = {}
+        """The tensors of those with steps, by place."""
         self.written: list[Tensor] = []
         """Tensors that the node wrote into."""
         self.seen: set[str] = set()
@@ -52,30 +67,59 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         """Watch one node; arguments as of `NodeFacts.start`."""
         self.facts.start(node, states, gradients)
         self.written, self.seen = [], set()
+        self.place, self.uses, self.taken = 0, Counter(), {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._schema.name in _METADATA:
+        if func._schema.name in METADATA:
             return out
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         call = Call(func, args, kwargs, outs, self.facts)
         self.seen.add(func._schema.name)
-        try:
-            new = self._transfer(call)
-            states = list(new) if isinstance(new, Sequence) else [new] * len(outs)
-            for tensor, state in zip(outs, states, strict=True):
-                check_sizes(call, tensor, state)
-        except Mixes as mixes:
-            self.facts.refuse(mixes.reason, mixes.detail)
-            states = [UNKNOWN] * len(outs)
+        self.uses.update(map(id, call.tensors))
+        states = self._states(call)
+        self.place += 1
         before = {id(tensor): self.facts.state(tensor) for tensor in call.tensors}
+        self.facts.hand_down_gradients(call.tensors, outs)
         for tensor, state in zip(outs, states, strict=True):
             self.facts.set_state(tensor, state)
-        self.facts.hand_down_gradients(call.tensors, outs)
         if func._schema.is_mutable:
             self._write(call, states, before)
         return out
+
+    def _states(self, call: Call) -> list[TensorState]:
+        """The states of an op's results: as it is, or after a step that makes it the same on a shard."""
+        before = self.facts.events.copy()
+        try:
+            return _checked(call, self._transfer(call))
+        except Mixes as mixes:
+            refused = mixes
+        for attempt in attempts(call, find_rule(call.func)) if self.resolves else ():
+            self.facts.events = before.copy()
+            try:
+                with self.facts.as_if(attempt.states):
+                    new, whole = self._attempted(call, attempt)
+                    states = _checked(call, new)
+            except Mixes:
+                continue
+            self.facts.events.steps.append(attempt.step(self.place, call, whole, refused))
+            self.taken[self.place] = call.tensors
+            return states
+        self.facts.events = before
+        self.facts.refuse(refused.reason, refused.detail)
+        return [UNKNOWN] * len(call.outs)
+
+    def _attempted(self, call: Call, attempt: Attempt) -> tuple[States, Whole | None]:
+        if attempt.whole is None:
+            return self._transfer(call), None
+        if "out" in call.kwargs or vouched_name(call.func) in self.vouched:
+            raise Mixes("is not made whole")
+        new, whole = attempt.whole(call)
+        new = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+        use_lost_positions(call, new)
+        new = whole_of_gaps(call, new)
+        return new, whole
 
     def _transfer(self, call: Call) -> States:
         """The states of an op's results: a rule's answer, where the op's operands are what its rule takes."""
@@ -92,7 +136,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if "scaled_dot_product" in call.name:
             raise Mixes(f"{call.name} is attention whose mask was not proven: call it by itself, with the mask")
         if torch.Tag.nondeterministic_seeded in call.func.tags:
-            raise Mixes(f"{call.name} draws other random numbers on a shard (dropout: set it to 0)", Reason.DROPOUT)
+            return self._drawn(call)
         cut = any(state is not REPLICATED for state in states)
         vouched = cut and vouched_name(call.func) in self.vouched
         if not vouched and Takes.SIZES not in takes:
@@ -100,6 +144,8 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if not cut and (Takes.UNCUT not in takes or "out" in call.kwargs):
             call.check_numbers()
             return REPLICATED
+        if Takes.UNCUT not in takes and all(state in (REPLICATED, WHOLE) for state in states):
+            return _same_everywhere(call)
         if Takes.SUMS not in takes and any(isinstance(state, Partial) for state in states):
             raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
 
@@ -112,16 +158,23 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             use_lost_positions(call, new)
         return join_gaps(call, new, give)
 
+    def _drawn(self, call: Call) -> States:
+        """Random numbers: for each token its own, if that is what the user asks for."""
+        if not self.draws:
+            detail = (
+                f"{call.name} draws other random numbers on a shard: set dropout to 0, or let ranks draw their own "
+            )
+            raise Mixes(detail + "for their tokens, Sharding(random='per_rank')", Reason.DROPOUT)
+        return drawn(call)
+
     def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
         """An op that writes into its arguments gives them, and what shares their memory, its result's state.
 
         `old`: the states of the arguments before the op.
         """
-        targets = [a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        for tensor in (call.bound[target] for target in targets):
-            if isinstance(tensor, Tensor):
-                self._write_tensor(tensor, states[0] if states else join_written(call), old)
-                self.written.append(tensor)
+        for tensor in call.written:
+            self._write_tensor(tensor, states[0] if states else join_written(call), old)
+            self.written.append(tensor)
 
     def _write_tensor(self, tensor: Tensor, new: TensorState, old: Mapping[int, TensorState]) -> None:
         before = old[id(tensor)]
@@ -136,6 +189,20 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
                 self.facts.refuse(mixes.reason, mixes.detail)
                 after = UNKNOWN
             self.facts.set_state(other, after)
+
+
+def _checked(call: Call, new: States) -> list[TensorState]:
+    states = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+    for tensor, state in zip(call.outs, states, strict=True):
+        check_sizes(call, tensor, state)
+    return states
+
+
+def _same_everywhere(call: Call) -> TensorState:
+    """Of an op that every rank runs on the same values: the gradients of all operands must be whole, too."""
+    if any(call.state(x) is REPLICATED and call.facts.has_gradient(x) for x in call.tensors):
+        raise Mixes(f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank")
+    return WHOLE
 
 
 def _apply(rule: Rule | None, call: Call) -> States:
@@ -167,6 +234,17 @@ def join_gaps(
         replace(state, gap=gap, attended=attended and gap is None) if isinstance(state, Rows) else state
         for state, gap in zip(new, gaps, strict=True)
     ]
+
+
+def whole_of_gaps(call: Call, new: Sequence[TensorState]) -> Sequence[TensorState]:
+    """Results over the tokens of all ranks: they take in what rows of tokens of no document hold, unless that is
+    ignored, and no more is known of such rows."""
+    operands = [rows for x in call.tensors if (rows := call.rows(x))]
+    attended = any(rows.attended for rows in operands)
+    target = call.rows(call.arg("target")) if call.name.startswith("nll_loss") else None
+    ignored = target is not None and target.gap is not None and target.gap == call.arg("ignore_index")
+    call.facts.events.gaps |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
+    return [Rows(s.dims, attended=attended) if isinstance(s, Rows) else s for s in new]
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
@@ -222,10 +300,3 @@ def written_state(
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or memory_id(a) == memory_id(b)
-
-
-_METADATA = frozenset(
-    {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
-    | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}
-)
-"""Ops that read no element: they only ask for sizes and the like."""

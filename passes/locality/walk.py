@@ -35,6 +35,7 @@ from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.inputs import input_state, read_extents
 from cp_rewrite.passes.locality.liveness import is_attention, live_nodes, scores_of
 from cp_rewrite.passes.locality.mask_sums import mask_sum
+from cp_rewrite.passes.locality.resolver import Resolver
 from cp_rewrite.passes.locality.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.tensor_state import (
     REPLICATED,
@@ -53,6 +54,7 @@ from cp_rewrite.passes.locality.tensor_state import (
 from cp_rewrite.passes.locality.trace import Trace
 from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.resolution import Conversion, Lowering
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -74,6 +76,8 @@ class LocalityReport:
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
         static: the graph was captured for one token count; numbers made from it can only be guessed.
+        resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
+            that are taken apart for it.
     """
 
     refusals: list[Refusal] = field(default_factory=list[Refusal])
@@ -84,6 +88,8 @@ class LocalityReport:
     outputs: list[int | None] = field(default_factory=list[int | None])
     parts: list[bool] = field(default_factory=list[bool])
     static: bool = False
+    resolved: list[Insert] = field(default_factory=list[Insert])
+    lowered: list[Lowering] = field(default_factory=list[Lowering])
 
 
 def check_locality(
@@ -97,6 +103,7 @@ def check_locality(
     tables: bool = False,
     padded_sums: bool = False,
     fixed_tokens: bool = True,
+    resolve: bool = False,
 ) -> LocalityReport:
     """Prove that every op outside the attention of `sites` treats tokens alone, or say which does not.
 
@@ -112,6 +119,8 @@ def check_locality(
             where it names other padded sums; otherwise these sums are refused.
         fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
             window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
+        resolve: the caller does what the report says to nodes that are not the same on a shard; otherwise they are
+            refused.
     """
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None else read_extents(tokens, mode.shape_env)
@@ -122,12 +131,13 @@ def check_locality(
         return LocalityReport([_why_static(extents, fixed)], static=True)
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
-    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
+    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites), resolve)
     walk.explained = scores_of([node for node, site in refused.items() if site is None], extents)
     with walk.runner.running():
         walk.walk_all(gm)
+        output = next(iter(gm.graph.find_nodes(op="output")))
         for node, where in (kept or {}).items():
-            walk.check_kept(node, where)
+            walk.check_kept(output, node, where)
     return walk.report(tables, padded_sums)
 
 
@@ -147,10 +157,12 @@ class _Walk:
         extents: Extents,
         mode: FakeTensorMode,
         live: set[fx.Node],
+        resolve: bool,
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        trace = Trace(extents, frozenset(sharding.local_ops))
+        trace = Trace(extents, frozenset(sharding.local_ops), resolve, draws=sharding.random == "per_rank")
+        self.resolver = Resolver(sharding)
         self.facts = trace.facts
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(trace, mode, self.env)
@@ -172,7 +184,7 @@ class _Walk:
                 self.refusals += [refusal] if refusal else []
         returned = self.walk_graph(gm)
         for leaf in returned.all_input_nodes:
-            self.check_output(leaf, self.env.get(leaf, REPLICATED))
+            self.check_output(returned, leaf, self.env.get(leaf, REPLICATED))
         self.outputs = [self.token_dim(leaf) for leaf in outputs_of(gm)]
         self.parts = [isinstance(leaf, fx.Node) and self.env.get(leaf) == Partial() for leaf in outputs_of(gm)]
 
@@ -184,11 +196,11 @@ class _Walk:
         before = state.dims[max(state.token_dim - 1, 0)]
         return state.token_dim if self.extents.batch == 1 or before == (B,) else None
 
-    def check_output(self, leaf: fx.Node, state: States) -> None:
+    def check_output(self, output: fx.Node, leaf: fx.Node, state: States) -> None:
         """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
         if isinstance(state, list):
             for item in state:
-                self.check_output(leaf, item)
+                self.check_output(output, leaf, item)
         elif self.extents.counts_tokens(value_of(leaf)):
             detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
             self.refuse(leaf, Reason.POSITION_GENERATOR, detail)
@@ -206,12 +218,25 @@ class _Walk:
             elif state.iota is not None:
                 self.used[state.iota] = None
         elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
+            if self.runner.trace.resolves and not isinstance(self.env.get(leaf), list):
+                why = "an output that every rank computes in full is counted once"
+                return self.resolver.add_output(output, leaf, (Conversion.SHARE_OUT,), why)
             detail = "every rank computes this output in full, so its gradient would count once per rank"
             self.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
-    def check_kept(self, node: fx.Node, where: str) -> None:
+    def check_kept(self, output: fx.Node, node: fx.Node, where: str) -> None:
         """What outlives the call must be the same on all ranks."""
-        if any(state not in (REPLICATED, UNKNOWN) for state in tree_leaves(self.env.get(node, REPLICATED))):
+        states = tree_leaves(self.env.get(node, REPLICATED))
+        if (
+            self.runner.trace.resolves
+            and states == [Partial()]
+            and node in output.all_input_nodes
+            and not needs_gradient(node)
+        ):
+            given: Any = output.args[0]
+            self.parts = [part and leaf is not node for part, leaf in zip(self.parts, given, strict=True)]
+            return self.resolver.add_output(output, node, (Conversion.SUM,), f"{where} keeps it for the next step")
+        if any(state not in (REPLICATED, UNKNOWN) for state in states):
             detail = f"{where} keeps what only this rank knows, which the next step takes for everyone's"
             self.refuse(node, Reason.TOKEN_MIXING, detail)
 
@@ -266,6 +291,9 @@ class _Walk:
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
         events = outcome.events
+        refused = self.resolver.add(node, outcome.steps)
+        if refused is not None:
+            return self.refuse(node, refused.reason, refused.detail)
         for found in events.refusals:
             self.refuse(node, found.reason, found.detail)
         self.used.update(dict.fromkeys(events.used))
@@ -349,7 +377,8 @@ class _Walk:
             positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
         inserts = [insert for each in self.padded_sums.values() for insert in each]
         sums, fixed = (list(self.padded_sums), inserts, list(self.gap_sums)), self.extents.static
-        return LocalityReport(self.refusals, positions, *sums, self.outputs, self.parts, fixed)
+        found = self.refusals, positions, *sums, self.outputs, self.parts, fixed
+        return LocalityReport(*found, self.resolver.inserts, self.resolver.lowered)
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:

@@ -18,6 +18,7 @@ from cp_rewrite.sharding import Sharding
 
 from .insert import Insert
 from .recorded_mask import RecordedMask
+from .resolution import Lowering
 from .site import Site
 from .size_conditions import SizeConditions
 
@@ -73,7 +74,7 @@ class State:
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         gap_sums: what takes in the values that tokens of no document have after attention.
-        inserts: what is put between nodes and their operands.
+        inserts: what is put between nodes and their operands. lowered: nodes that are taken apart.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -90,6 +91,7 @@ class State:
     padded_sums: tuple[fx.Node, ...] = ()
     gap_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()
+    lowered: tuple[Lowering, ...] = ()
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()
     refusals: tuple[Refusal, ...] = ()

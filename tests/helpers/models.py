@@ -30,6 +30,7 @@ _SMALL: dict[str, Any] = {
     "initializer_range": 0.2,  # attention far from uniform, so that a wrong key shows
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ RECIPES: dict[str, Recipe] = {
          "first_k_dense_replace": 1, **_EXPERTS},
     ),
     "qwen3_moe": Recipe("Qwen3Moe", {"num_experts": 4, "head_dim": 8, **_EXPERTS}),
+    "qwen3_moe_aux_loss": Recipe("Qwen3Moe", {"num_experts": 4, "head_dim": 8, **_EXPERTS, **_ROUTED}),
+    "qwen2_moe_aux_loss": Recipe("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 24, **_EXPERTS,
+                                              **_ROUTED}),
+    "mixtral_aux_loss": Recipe("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
+    "olmoe_aux_loss": Recipe("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
+    "gpt_oss_aux_loss": Recipe("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+                                          "sliding_window": 7, **_ROUTED}, attention="eager"),
     "mixtral": Recipe("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Recipe("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 7},
                       attention="eager"),
@@ -107,6 +115,9 @@ def _from_transformers(recipe: Recipe) -> nn.Module:
     model = getattr(transformers, recipe.family + recipe.head)(config)
     if model.loss_type is None:  # it would warn, which can't be traced
         model.loss_type = "ForCausalLM"
+    if "output_router_logits" in recipe.options:  # a first call without torch.compile does this: it takes a lock
+        capturing: Any = importlib.import_module("transformers.utils.output_capturing")
+        capturing.maybe_install_capturing_hooks(model.model)
     return model
 
 

@@ -148,6 +148,7 @@ def judge(
     tables: bool = False,
     padded_sums: bool = False,
     fixed_tokens: bool = True,
+    resolve: bool = False,
 ) -> Verdict:
     """Run matching and the locality check on a model's graph.
 

@@ -27,6 +27,12 @@ _ZERO_OF_EQUALS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss"})
 
 def nll_loss(call: Call) -> list[TensorState]:
     """Scores (N, C, …), targets (N, …): one loss per target."""
+    rows, zero = nll_rows(call)
+    return [_reduced(call, rows, zero), Partial()]
+
+
+def nll_rows(call: Call) -> tuple[Rows, bool]:
+    """(the rows of the losses, whether rows without a token are ignored)."""
     scores, target = call.arg("self"), call.arg("target")
     rows = call.rows(scores)
     if rows is None or call.rows(target) is None or call.state(call.arg("weight")) is not REPLICATED:
@@ -38,7 +44,7 @@ def nll_loss(call: Call) -> list[TensorState]:
     checked(dims)
     pads = call.rows(target)
     zero = pads is not None and pads.pad is not None and pads.pad == call.arg("ignore_index")
-    return [_reduced(call, Rows(checked(dims), pad=0 if zero else None), zero), Partial()]
+    return Rows(checked(dims), pad=0 if zero else None), zero
 
 
 def elementwise_loss(call: Call) -> TensorState:

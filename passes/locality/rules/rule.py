@@ -8,6 +8,7 @@ from enum import Flag, auto
 
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.tensor_state import REPLICATED, Mixes, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
 
 States = TensorState | Sequence[TensorState]
@@ -16,6 +17,8 @@ Transfer = Callable[[Call], States]
 """The states of an op's results from those of its operands. Raises Mixes where the op is not the same on a shard."""
 RowsTransfer = Callable[[Call, Rows], States]
 """A Transfer of an op whose first tensor holds token rows."""
+Resolve = Callable[[Call], tuple[States, Whole]]
+"""The states of an op's results where it runs over the tokens of all ranks, and what runs then. Raises Mixes."""
 Mixing = Callable[[Call], Iterable[tuple[int, str]]]
 """(dim, verb) of each dim of the first tensor whose entries an op mixes: no axis of the batch may be there."""
 
@@ -44,11 +47,13 @@ class Rule:
         ops: the ops' names, apart by spaces.
         gives: the states of their results.
         takes: what they may get.
+        whole: how they are made right where they run over tokens; None: they are refused there.
     """
 
     ops: str
     gives: Transfer
     takes: Takes = Takes.NOTHING
+    whole: Resolve | None = None
 
 
 def rows(

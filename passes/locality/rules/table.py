@@ -19,6 +19,7 @@ pointwise. To add one, add a line, and a case to tests/passes/test_locality.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -28,7 +29,7 @@ from cp_rewrite.passes.locality.call import op_name
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from . import experts, indexing, losses, reductions, shapes
+from . import experts, indexing, losses, reductions, shapes, wholes
 from .elementwise import pointwise
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
@@ -72,6 +73,8 @@ FILLED = (
 # Each entry is made of those at its place: all operands have their tokens in one dim, and so has the result. Every op
 # that torch tags as pointwise has this rule.
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
+# With a number made from the token count: that of the whole row in its place.
+SCALED = Rule("mul div", pointwise, SUMS | UNCUT, wholes.counted)
 CAST = Rule("_to_copy", pointwise, SUMS | UNCUT | GROUPS)
 
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
@@ -95,15 +98,21 @@ MIXED_DIMS = (
 
 # Dims are reduced. Over features -> the other dims. A plain sum over all tokens -> a per-rank part of the whole sum.
 SUMMED = (
-    Rule("sum nansum count_nonzero mean amax amin prod logsumexp", reductions.reduce, SUMS),
-    Rule("max min argmax argmin any all aminmax median mode", reductions.reduce, SUMS),
-    Rule("var std var_mean std_mean norm linalg_vector_norm kthvalue", reductions.reduce, SUMS),
+    Rule("sum nansum count_nonzero", reductions.reduce, SUMS),
+    Rule("mean amax amin logsumexp max min", reductions.reduce, SUMS, whole=wholes.reduced),
+    Rule("var std var_mean std_mean norm linalg_vector_norm", reductions.reduce, SUMS, whole=wholes.reduced),
+    Rule("prod argmax argmin any all aminmax median mode kthvalue", reductions.reduce, SUMS),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
-    Rule("nll_loss_forward nll_loss2d_forward", losses.nll_loss),
-    Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS),
-    Rule("binary_cross_entropy binary_cross_entropy_with_logits", losses.elementwise_loss, SUMS),
+    Rule("nll_loss_forward nll_loss2d_forward", losses.nll_loss, whole=wholes.nll_loss),
+    Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS, wholes.elementwise_loss),
+    Rule(
+        "binary_cross_entropy binary_cross_entropy_with_logits",
+        losses.elementwise_loss,
+        SUMS,
+        wholes.elementwise_loss,
+    ),
     # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
     Rule("cp_rewrite::token_mean", losses.token_mean, SUMS),
 )
@@ -113,7 +122,9 @@ INDEXED = (
     # a table that is the same on all ranks -> the indices' dims and one more
     Rule("embedding", indexing.embedding),
     # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
-    Rule("gather scatter scatter_add scatter_reduce", indexing.gather),
+    Rule("gather scatter scatter_reduce", indexing.gather),
+    # the same; or token rows are added up in a tensor without tokens -> a per-rank part
+    Rule("scatter_add", indexing.gather, whole=wholes.scatter_add),
     # an indexed dim without tokens -> in its place the indices' dim
     Rule("index_select", indexing.index_select),
     # indexed dims without tokens, or all rows of a shard in turn -> in their place the indices' dims
@@ -136,12 +147,14 @@ MIXING = (
     refused(
         "_local_scalar_dense is_nonzero equal item", "reads a number off a tensor, which is another one on a shard"
     ),
-    refused("bincount searchsorted", "counts or compares over all tokens"),
+    # with minlength -> per-rank counts
+    replace(refused("bincount", "counts over all tokens"), whole=wholes.bincount),
+    refused("searchsorted", "compares over all tokens"),
     refused("index_add index_copy index_fill masked_scatter put", "writes token rows by place"),
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 
-RULES = (*VIEWS, *FILLED, POINTWISE, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
+RULES = (*VIEWS, *FILLED, POINTWISE, SCALED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
 _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 
 

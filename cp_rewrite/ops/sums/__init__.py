@@ -1,0 +1,1 @@
+"""Sums of what is no token row, over ranks."""

@@ -1,0 +1,112 @@
+"""Parts of a sum made whole over ranks, as ops; each way has the gradient that its name says.
+
+A tensor without tokens has a value and a gradient, and each of them is either whole on every rank or a part that adds
+up over the ranks (docs/architecture.md, "Parts and wholes"):
+
+    op                       value             gradient
+    sum_over_ranks           part  -> whole    whole <- whole    as it comes in
+    largest_over_ranks       part  -> whole    whole <- whole    to the rank that had the largest value
+    sum_gradient_over_ranks  whole -> whole    whole <- part     summed over the ranks
+    share_out_gradient       whole -> whole    part  <- whole    divided by the number of ranks
+
+The group "" is a group of one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+
+from cp_rewrite.torch_internals import process_group
+
+
+@custom_op("cp_rewrite::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' `x`; 16-bit floats are summed in fp32."""
+    return _all_reduced(x, dist.ReduceOp.SUM, group)
+
+
+@custom_op("cp_rewrite::sum_gradient_over_ranks", mutates_args=())
+def sum_gradient_over_ranks(x: Tensor, group: str) -> Tensor:
+    """`x`, the same on all ranks, for uses of which each rank knows only its part of the gradient."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@custom_op("cp_rewrite::share_out_gradient", mutates_args=())
+def share_out_gradient(x: Tensor, world_size: int) -> Tensor:
+    """`x`, the same on all ranks, for a use that all ranks have in full: together they count it once."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@custom_op("cp_rewrite::largest_over_ranks", mutates_args=())
+def largest_over_ranks(x: Tensor, count: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """(the largest of all ranks' `x`, this rank's share of its gradient).
+
+    Args:
+        count: how many of this rank's entries have the value `x`. Entries of all ranks that are equally large have
+            equal shares, as on one process.
+    """
+    if not group:
+        return x.clone(memory_format=torch.contiguous_format), torch.ones_like(x, memory_format=torch.contiguous_format)
+    largest = _all_reduced(x, dist.ReduceOp.MAX, group)
+    mine = torch.where(x == largest, count, 0).to(torch.float64)
+    return largest, (mine / _all_reduced(mine, dist.ReduceOp.SUM, group)).to(x.dtype)
+
+
+def _all_reduced(x: Tensor, op: Any, group: str) -> Tensor:
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    total = x.to(wide, copy=True, memory_format=torch.contiguous_format)
+    if group:
+        dist.all_reduce(total, op=op, group=process_group(group))
+    return total.to(x.dtype)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@sum_over_ranks.register_fake
+@sum_gradient_over_ranks.register_fake
+@share_out_gradient.register_fake
+def _(x: Tensor, _: Any) -> Tensor:
+    return _like(x)
+
+
+@largest_over_ranks.register_fake
+def _(x: Tensor, count: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
+def _keep_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.second = inputs[1]
+
+
+def _keep_share(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _whole(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.cp_rewrite.sum_over_ranks(grad, ctx.second), None
+
+
+def _divided(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad / ctx.second, None
+
+
+def _to_the_largest(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    return grad * ctx.saved_tensors[0], None, None
+
+
+register_autograd("cp_rewrite::sum_over_ranks", _whole, setup_context=_keep_second)
+register_autograd("cp_rewrite::sum_gradient_over_ranks", _summed, setup_context=_keep_second)
+register_autograd("cp_rewrite::share_out_gradient", _divided, setup_context=_keep_second)
+register_autograd("cp_rewrite::largest_over_ranks", _to_the_largest, setup_context=_keep_share)

@@ -1,0 +1,76 @@
+"""What the steps of ops mean for the graph: what is put between nodes and their operands, and which are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.resolution import Conversion, Converted, Lowering, Step, group_of
+from cp_rewrite.sharding import Sharding
+
+from .resolve import Steps
+
+
+class Resolver:
+    """Collects them, node by node. A node of a nested region must come with the same steps at every call."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.world_size = sharding.world_size
+        self.group = group_of(sharding)
+        self.inserts: list[Insert] = []
+        self.lowered: list[Lowering] = []
+        self._known: dict[fx.Node, Steps] = {}
+
+    def add(self, node: fx.Node, steps: Steps) -> Step | None:
+        """Note what is done to a node; a step whose reason to refuse the node stands nevertheless."""
+        known = self._known.setdefault(node, steps)
+        if known is not steps:
+            same = (known.operands, known.inside) == (steps.operands, steps.inside)
+            return None if same else replace((steps.reasons or known.reasons)[0], detail=_REGION)
+        if any(step.writes for step in steps.reasons) and not _is_alone(node):
+            return next(step for step in steps.reasons if step.writes)
+        if steps.inside:
+            self.lowered.append(Lowering(node, steps.inside, steps.autocasts))
+        places: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), places.append)
+        for place, conversions in steps.operands:
+            self._insert(node, places[place], conversions, f"{op_name(node)} needs it whole")
+        return None
+
+    def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
+        """Convert what the graph returns."""
+        self._insert(output, leaf, conversions, why)
+
+    def _insert(self, node: fx.Node, operand: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
+        insert = Insert(node, operand, Converted(tuple(conversions), self.group, self.world_size), why)
+        if not any((i.node, i.operand) == (node, operand) for i in self.inserts):
+            self.inserts.append(insert)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """A node that writes into a converted operand writes into a copy: who reads that memory later must read the copy.
+
+    Those who read the operand itself are sent there by the rewrite; others, by way of a view, are in the way.
+    """
+    target: Any = node.args[0] if node.args else None
+    if not isinstance(target, fx.Node) or target.op in ("placeholder", "get_attr") or target.graph is not node.graph:
+        return False
+    places = {n: place for place, n in enumerate(node.graph.nodes)}
+    memory = memory_of(target)
+    others = [n for n in places if n not in (target, node) and memory_of(n) == memory]
+    later = any(places[user] > places[node] for n in others for user in n.users if user not in (target, node))
+    return memory is not None and not later and _gives_first(node)
+
+
+def _gives_first(node: fx.Node) -> bool:
+    """Whether the result of a node that writes in place is what it wrote into, as of `x += y` and `x.add_(y)`."""
+    return memory_of(node) == memory_of(node.args[0])  # type: ignore[arg-type]
+
+
+_REGION = "a nested region is called with sums over tokens and with other values: call it with one kind"

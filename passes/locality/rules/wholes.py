@@ -1,0 +1,287 @@
+"""Ops over tokens, run over the tokens of all ranks: local rows without a token are left out, parts are put together.
+
+    mean      sum of parts / all tokens
+    var, std  parts of squared distances from the mean of all
+    amax      the largest of parts
+    nll_loss  sum of parts of losses / sum of parts of weights
+
+Each function names what an op gives where its first tensor has its tokens in a dim that it reduces. The classes run it:
+they are called with `Ranks`, the op and its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.passes.locality.call import Call
+from cp_rewrite.passes.locality.spread import can_spread, spread
+from cp_rewrite.passes.locality.tensor_state import (
+    REPLICATED,
+    WHOLE,
+    B,
+    Deferred,
+    Dims,
+    Mixes,
+    Partial,
+    Rows,
+    T,
+    broadcast,
+    checked,
+)
+from cp_rewrite.passes.values.resolution import Ranks, Whole
+
+from .elementwise import pointwise
+from .losses import nll_rows
+from .rule import States, given_dims
+
+_aten: Any = torch.ops.aten
+
+
+def reduced(call: Call) -> tuple[States, Whole]:
+    """mean, var, amax and the like, over tokens."""
+    runs = _REDUCED.get(call.name)
+    if runs is None:
+        raise Mixes(f"{call.name} over tokens is not put together from parts")
+    rows = _rows_reduced(call)
+    if call.name in ("max", "min") and len(call.outs) > 1:
+        if call.facts.has_gradient(call.first):
+            raise Mixes("which of equal entries gets the gradient depends on their order")
+        return [WHOLE, Deferred(f"{call.name} gives the place of a token in a shard")], runs(rows.dims)
+    if call.first.dtype in (torch.bool, torch.uint8) or call.arg("ord", "p") not in (None, 2, 2.0):
+        raise Mixes(f"{call.name} of such values is not put together from parts")
+    return WHOLE, runs(rows.dims)
+
+
+def _rows_reduced(call: Call) -> Rows:
+    rows, dims = call.rows(call.first), given_dims(call)
+    if rows is None or rows.token_dim not in dims or not can_spread(rows):
+        raise Mixes(f"{call.name} of something else than rows of tokens")
+    if any(call.state(x) is not REPLICATED for x in call.tensors[1:]):
+        raise Mixes(f"{call.name} by tokens")
+    return rows
+
+
+def elementwise_loss(call: Call) -> tuple[States, Whole]:
+    """mse_loss and the like with reduction="mean": a loss per token, and their mean."""
+    if call.arg("reduction") != 1:
+        raise Mixes("takes no mean")
+    rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
+    if not can_spread(rows):
+        raise Mixes("loss of rows that are sorted")
+    return WHOLE, MeanLoss(rows.dims)
+
+
+def nll_loss(call: Call) -> tuple[States, Whole]:
+    """cross_entropy with reduction="mean". Targets of rows without a token are ignored."""
+    rows, _ = nll_rows(call)
+    if call.arg("reduction") != 1 or not can_spread(rows):
+        raise Mixes("takes no mean of losses, or one of rows that are sorted")
+    return [WHOLE, WHOLE], MeanNLL(rows.dims)
+
+
+def counted(call: Call) -> tuple[States, Whole]:
+    """Products and quotients with a number made from the token count, as in x.sum() / x.shape[1]."""
+    numbers = [name for name, value in call.bound.items() if call.extents.counts_tokens(value)]
+    if call.name not in ("mul", "div") or numbers != ["other"] or call.written:
+        raise Mixes(f"{call.name} takes a number made from the token count")
+    expr = call.extents.size(call.bound["other"])
+    each = expr.replace(_to_float, lambda x: x.args[0]) / call.extents.tokens  # type: ignore[union-attr]
+    if not each.is_Number:
+        raise Mixes("the number is no multiple of the token count")
+    return pointwise(call), Counted(float(each))
+
+
+def _to_float(x: Any) -> bool:
+    return type(x).__name__ == "ToFloat"
+
+
+def bincount(call: Call) -> tuple[States, Whole]:
+    """Of whole numbers below `minlength`, one or more for each token: a part of the counts of all."""
+    rows = call.rows(call.first)
+    if rows is None or not can_spread(rows) or not call.arg("minlength") or call.arg("weights") is not None:
+        raise Mixes("bincount without minlength has as many entries as the shard's largest number asks for")
+    return Partial(), BinCount(rows.dims)
+
+
+def scatter_add(call: Call) -> tuple[States, Whole]:
+    """Token rows added to a tensor that is the same on all ranks, along a dim of it: a part of the sum of all."""
+    x, index, source = (call.arg(name) for name in ("self", "index", "src"))
+    rows, dim = call.rows(index), call.arg("dim") % max(call.first.ndim, 1)
+    if call.state(x) is not REPLICATED or rows is None or rows.token_dim != dim or not can_spread(rows):
+        raise Mixes("scatter_add of something else than token rows")
+    others = [d for i, d in enumerate(rows.dims) if i != dim and d is not None]
+    if others or call.rows(source) is None or call.entries(source) != call.entries(index):
+        raise Mixes("scatter_add of rows that are not cut like their indices")
+    if not x.is_floating_point() or x.requires_grad:
+        raise Mixes("scatter_add to whole numbers")
+    return Partial(), ScatterAdd(rows.dims)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """each: how often the number has the tokens of a row."""
+
+    each: float
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        each = int(self.each) if self.each == int(self.each) else self.each
+        return getattr(_aten, func._schema.name[6:]).Tensor(args["self"], ranks.row_tokens.select(0, 0) * each)
+
+
+@dataclass(frozen=True)
+class _OverTokens:
+    """dims: of the tensor whose tokens are reduced."""
+
+    dims: Dims
+
+    def keep(self, ranks: Ranks, x: Tensor, other: float) -> Tensor:
+        """`x` with another value in rows without a token."""
+        number = x.new_full((), other) if x.is_floating_point() else other
+        return torch.where(spread(ranks.has_token, self.dims), x, number)
+
+    def count(self, ranks: Ranks, x: Tensor, dims: Sequence[int] | None) -> Tensor:
+        """() how many entries these dims of all ranks' `x` have."""
+        entries: Any = 1
+        for dim in _dims(x, dims):
+            for factor in self.dims[dim] or (x.shape[dim],):
+                entries = entries * (1 if factor is T else ranks.has_token.shape[0] if factor is B else factor)
+        return ranks.row_tokens.select(0, 0) * entries
+
+
+def _dims(x: Tensor, dims: Any) -> list[int]:
+    given = [dims] if isinstance(dims, int) else list(dims or range(x.ndim))
+    return [dim % x.ndim for dim in given]
+
+
+def _given(args: dict[str, Any]) -> list[int]:
+    return _dims(args["self"], args.get("dim"))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Sums of 16-bit floats run in fp32, as torch's own do inside."""
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@dataclass(frozen=True)
+class Mean(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x, dims = args["self"], _given(args)
+        dtype = args.get("dtype") or x.dtype
+        return self.mean(ranks, _wide(x.to(dtype)), dims, bool(args.get("keepdim"))).to(dtype)
+
+    def mean(self, ranks: Ranks, x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+        total = ranks.sum(self.keep(ranks, x, 0).sum(dims, keepdim=keepdim))
+        return total / self.count(ranks, x, dims)
+
+
+@dataclass(frozen=True)
+class MeanLoss(Mean):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        losses: Tensor = func(**{**args, "reduction": 0})
+        return self.mean(ranks, _wide(losses), list(range(losses.ndim)), False).to(losses.dtype)
+
+
+@dataclass(frozen=True)
+class Variance(Mean):
+    """var, std; and with the mean, var_mean and std_mean."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Any:
+        x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
+        wide, name = _wide(x), func._schema.name
+        correction = args["correction"] if args.get("correction") is not None else int(args.get("unbiased", True))
+        # The distances add up to 0: no gradient of the variance goes by way of the mean.
+        away = wide - self.mean(ranks, wide, dims, True).detach()
+        total = ranks.sum(self.keep(ranks, away * away, 0).sum(dims, keepdim=keepdim))
+        found = total / (self.count(ranks, x, dims) - correction).clamp(min=0)
+        found = (_root(found) if "std" in name else found).to(x.dtype)
+        return (found, self.mean(ranks, wide, dims, keepdim).to(x.dtype)) if "mean" in name else found
+
+
+@dataclass(frozen=True)
+class Norm(_OverTokens):
+    """The Euclidean one."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x, dims = args["self"], _given(args)
+        dtype = args.get("dtype") or x.dtype
+        kept = self.keep(ranks, _wide(x.to(dtype)), 0)
+        return _root(ranks.sum((kept * kept).sum(dims, keepdim=bool(args.get("keepdim"))))).to(dtype)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root; its gradient at 0 is 0, as that of torch's std and norm."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+
+
+@dataclass(frozen=True)
+class Largest(_OverTokens):
+    """amax, max; and amin, min as the largest of -x."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Any:
+        x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
+        sign = -1 if "min" in func._schema.name else 1
+        least = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        kept = self.keep(ranks, sign * x, least)
+        part = kept.amax(dims, keepdim=keepdim)
+        equal = kept == kept.amax(dims, keepdim=True)
+        found = sign * ranks.largest(part, equal.sum(dims, keepdim=keepdim))
+        places = func._schema.name in ("aten::max", "aten::min") and "dim" in args
+        return (found, kept.argmax(args["dim"], keepdim=keepdim)) if places else found
+
+
+@dataclass(frozen=True)
+class LogSumExp(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
+        part = self.keep(ranks, _wide(x), -torch.inf).logsumexp(dims, keepdim=keepdim)
+        largest = ranks.largest(part.detach(), torch.ones_like(part))
+        return (ranks.sum((part - largest).exp()).log() + largest).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class MeanNLL(_OverTokens):
+    """The sum of losses over the sum of the targets' weights."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        target = self.keep(ranks, args["target"], args["ignore_index"])
+        losses, weights = func(**{**args, "target": target, "reduction": 2})
+        total, count = ranks.sum(torch.stack([losses, weights.to(losses.dtype)])).unbind()
+        return total / count, count.detach()
+
+
+@dataclass(frozen=True)
+class BinCount(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x: Tensor = args["self"]
+        ones = self.keep(ranks, torch.ones_like(x, dtype=torch.int64), 0)
+        return x.new_zeros(args["minlength"], dtype=torch.int64).scatter_add(0, x.to(torch.int64), ones)
+
+
+@dataclass(frozen=True)
+class ScatterAdd(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        written = func._schema.is_mutable
+        base = args["self"].div_(ranks.world_size) if written else args["self"] / ranks.world_size
+        return func(**{**args, "self": base, "src": self.keep(ranks, args["src"], 0)})
+
+
+_REDUCED: dict[str, Any] = {
+    "mean": Mean,
+    "var": Variance,
+    "std": Variance,
+    "var_mean": Variance,
+    "std_mean": Variance,
+    "amax": Largest,
+    "amin": Largest,
+    "max": Largest,
+    "min": Largest,
+    "logsumexp": LogSumExp,
+    "norm": Norm,
+    "linalg_vector_norm": Norm,
+}

@@ -1,0 +1,48 @@
+"""Which local rows hold a token, in the shape of any tensor of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .tensor_state import B, Dims, Rows, T
+
+
+def can_spread(rows: Rows) -> bool:
+    """Not rows in an order of their own, and no places of rows."""
+    factors = [factor for dim in rows.dims for factor in dim or ()]
+    return (
+        rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
+    )
+
+
+def spread(has_token_BT: Tensor, dims: Dims) -> Tensor:
+    """(B, T) as a tensor that broadcasts against one of these dims.
+
+    (B,) (T,) ·     (B, T, 1)
+    (B, T) ·        (B * T, 1)
+    (T, 4)          (T * 4,)
+    """
+    while dims and dims[0] is None:  # broadcasting adds them
+        dims = dims[1:]
+    factors = [factor for dim in dims for factor in dim or (1,)]
+    axes = [factor for factor in factors if factor in (B, T)]
+    # Without a batch axis the tensor is the same for all rows of the batch.
+    x = has_token_BT[0] if axes == [T] else has_token_BT if axes == [B, T] else has_token_BT.t()
+    for place, factor in enumerate(factors):
+        if factor not in axes:
+            x = x.unsqueeze(place)
+    return _joined(x, factors, dims)
+
+
+def _joined(x: Tensor, factors: Sequence[Any], dims: Dims) -> Tensor:
+    """Every factor has a dim of `x`: those that stand in one of `dims` become one."""
+    if any(dim is not None and len(dim) > 1 for dim in dims):
+        sizes = [factor if isinstance(factor, int) else -1 for factor in factors]
+        x = x.expand(sizes) if any(size > 1 for size in sizes) else x
+    for place, dim in enumerate(dims):
+        if dim is not None and len(dim) > 1:
+            x = x.flatten(place, place + len(dim) - 1)
+    return x

@@ -1,0 +1,152 @@
+"""Take a node apart into ATen ops, and change those that its `Lowering` names."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
+
+from .graph.operands import value_of
+from .locality.call import METADATA, bound_arguments, op_name
+from .plan_inputs import Inputs
+from .values.resolution import Converted, Lowering, Ranks, Step, group_of
+
+LOWERED_INPUTS = (HAS_TOKEN, ROW_TOKENS)
+"""What ops that are made whole read of the plan."""
+
+
+def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
+    """Put a node's ATen ops in its place."""
+    node, graph = lowering.node, lowering.node.graph
+    plan = [inputs.node(graph, key) for key in LOWERED_INPUTS]
+    operands = [*dict.fromkeys([*node.all_input_nodes, *plan])]
+    traced = _traced(lowering, operands, plan, inputs.mode, sharding)
+    env: dict[fx.Node, fx.Node] = {}
+    result: Any = None
+    with graph.inserting_before(node):
+        for new, operand in zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True):
+            env[new] = operand
+        for new in traced.graph.nodes:
+            if new.op == "output":
+                result = fx.map_arg(new.args[0], env.__getitem__)
+            elif new.op != "placeholder":
+                env[new] = _copied(new, node, env, lowering.why)
+    _replace(node, result)
+
+
+def _traced(
+    lowering: Lowering, operands: list[fx.Node], plan: list[fx.Node], mode: FakeTensorMode, sharding: Sharding
+) -> fx.GraphModule:
+    node = lowering.node
+    target: Any = node.target
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(operands, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        ranks = Ranks(group_of(sharding), sharding.world_size, *(given[key] for key in plan))
+        function = getattr(args[0], target) if node.op == "call_method" else target
+        with _Changes(lowering, ranks):
+            return function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        shape_env = mode.shape_env
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
+        mode.allow_non_fake_inputs = True
+        for autocast in lowering.autocasts:
+            entered = torch.amp.autocast_mode._enter_autocast(*autocast)
+            stack.callback(torch.amp.autocast_mode._exit_autocast, entered)
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        values = [value_of(n) for n in operands]
+        return make_fx(run)(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+
+
+class _Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
+    """Runs the ops of a node, counted as the locality check counts them, those with a step in the changed way."""
+
+    def __init__(self, lowering: Lowering, ranks: Ranks) -> None:
+        super().__init__()
+        self.steps = {step.place: step for step in lowering.steps}
+        self.ranks, self.casts = ranks, bool(lowering.autocasts)
+        self.place = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in METADATA:
+            return func(*args, **kwargs)
+        step = self.steps.get(self.place)
+        self.place += 1
+        if step is None:
+            return func(*args, **kwargs)
+        assert op_name(func) == step.op, f"{func} runs where {step.op} ran before"
+        args, kwargs = self._converted(step, args, kwargs)
+        if step.whole is None:
+            return func(*args, **kwargs)
+        out = step.whole(self.ranks, func, bound_arguments(func, args, kwargs))
+        if not self.casts:
+            return out
+        # These ops stand in an autocast region, where some of them get another dtype: what was asked for is said.
+        leaves, spec = tree_flatten(out)
+        cast = torch.ops.aten._to_copy.default
+        return tree_unflatten([cast(x, dtype=x.dtype) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    def _converted(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for number, conversions in step.converted:
+            convert = Converted(conversions, self.ranks.group, self.ranks.world_size)
+            leaves[tensors[number]] = convert(leaves[tensors[number]])
+        return tree_unflatten(leaves, spec)
+
+
+def _copied(new: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node], why: str) -> fx.Node:
+    """A traced node in the graph, with the place in the source of the node that it is a part of."""
+    if new.op == "get_attr":
+        owner = node.graph.owning_module
+        name = f"_cp_rewrite_{node.name}_{new.name}"
+        setattr(owner, name, getattr(new.graph.owning_module, str(new.target)))
+        copy = node.graph.get_attr(name)
+        copy.meta["example_value"] = getattr(owner, name)
+    else:
+        copy = node.graph.node_copy(new, env.__getitem__)
+        copy.meta = {"example_value": new.meta["val"]}
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in node.meta:
+            copy.meta[key] = node.meta[key]
+    copy.meta["cp_rewrite"] = why
+    return copy
+
+
+def _replace(node: fx.Node, result: Any) -> None:
+    """Let the readers of a node read its new results."""
+    value = node.meta["example_value"]
+    if isinstance(value, list | tuple):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            _keep(user, result[user.args[1]])
+            node.graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+        _keep(node, result)
+    name = node.name
+    node.graph.erase_node(node)
+    if isinstance(result, fx.Node):
+        result.name = name
+
+
+def _keep(old: fx.Node, new: fx.Node) -> None:
+    """An example says whether a gradient reaches it."""
+    new.meta["example_value"] = new.meta["example_value"].requires_grad_(old.meta["example_value"].requires_grad)

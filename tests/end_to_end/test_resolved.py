@@ -1,0 +1,156 @@
+"""Sums over tokens that a model uses as the whole: summed over ranks, they give one process's loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
+from tests.helpers.pool import Pool
+
+Loss = Callable[["Resolved", Tensor, Tensor], Any]
+Mix = Callable[["Resolved", Tensor], Tensor]
+
+
+class Resolved(PackedModel):
+    """The packed model with other losses and functions of hidden states, beside each other."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def extra(self) -> None:
+        self.scale = torch.nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.weights = torch.nn.Parameter(torch.rand(VOCAB) + 0.5, requires_grad=False)
+        self.pool = torch.nn.Parameter(torch.randn(VOCAB, WIDTH))
+        self.router = torch.nn.Linear(WIDTH, 4)
+        self.load: Tensor
+        self.register_buffer("load", torch.zeros(4))
+
+    def mix(self, h: Tensor) -> Tensor:
+        return sum((MIXES[name](self, h) for name in self.names if name in MIXES), h)
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> dict[str, Tensor]:
+        found = {"": super().loss(logits, labels, num_items)}
+        return found | {name: LOSSES[name](self, logits, labels) for name in self.names if name in LOSSES}
+
+
+def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.flatten(0, 1), labels.flatten()
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(logits, labels), reduction="none").view_as(labels)
+
+
+def added_in_place(m: Resolved, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(*flat(x, y), reduction="sum") / 7
+    loss += 0.1 * x.square().mean()
+    return loss + x.amax() * 0.1
+
+
+def whitened(x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x.std() + 1e-4)
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": lambda m, x, y: F.cross_entropy(*flat(x, y)),
+    "cross_entropy_weighted": lambda m, x, y: F.cross_entropy(*flat(x, y.clamp(min=0)), m.weights, ignore_index=0),
+    "cross_entropy_smoothed": lambda m, x, y: F.cross_entropy(*flat(x, y), label_smoothing=0.1),
+    "cross_entropy_per_class_dim": lambda m, x, y: F.cross_entropy(x.mT, y),
+    "count_divides": lambda m, x, y: (losses(x, y) * (y != -100)).sum() / (y != -100).sum(),
+    "count_clamped": lambda m, x, y: losses(x, y).sum() / (y != -100).sum().clamp(min=1).float(),
+    "mean_of_all": lambda m, x, y: x.square().mean(),
+    "mean_per_row": lambda m, x, y: x.sin().mean((1, 2)).exp().sum(),
+    "mse_mean": lambda m, x, y: F.mse_loss(x[..., 0], x[..., 1]),
+    "smooth_l1_mean": lambda m, x, y: F.smooth_l1_loss(x[..., 0], x[..., 1].detach()),
+    "bce_mean": lambda m, x, y: F.binary_cross_entropy_with_logits(x[..., 0], (y > 5).double()),
+    "kl_mean": lambda m, x, y: F.kl_div(x.log_softmax(-1), x.flip(-1).softmax(-1), reduction="sum") + x.mean(),
+    "stacked_losses": lambda m, x, y: torch.stack([losses(x, y).sum() / 9, x.square().mean(), x.sum() / 50]).mean(),
+    "exp_of_mean": lambda m, x, y: F.cross_entropy(*flat(x, y)).exp().sqrt() * m.scale.sum(),
+    "weight_norm": lambda m, x, y: F.cross_entropy(*flat(x, y)) + 0.1 * m.scale.square().sum(),
+    "sum_of_losses": lambda m, x, y: losses(x, y).sum() / 10,
+    "weights_alone": lambda m, x, y: m.scale.square().sum(),
+    "sum_and_weight_norm": lambda m, x, y: losses(x, y).sum() / 10 + 0.1 * m.scale.square().sum(),
+    "in_place": added_in_place,
+    "variance": lambda m, x, y: x.var() + x.std((0, 1)).sum() + torch.var_mean(x, unbiased=False)[0],
+    "norm": lambda m, x, y: x.norm() + x.norm(dim=1).sum(),
+    "amax": lambda m, x, y: x.amax((0, 1)).sum() + x.min() + x.relu().flatten(0, 1).amin(0).sum(),
+    "max_of_each": lambda m, x, y: losses(x, y).sum() / 9 * x.detach().flatten(0, 1).max(0).values.exp().sum(),
+    "logsumexp": lambda m, x, y: x.logsumexp((1, 2)).sum() + x.logsumexp(1).mean(),
+    "whitened": lambda m, x, y: (whitened(losses(x, y)) * losses(x, y).detach()).mean(),
+    "mean_on_tokens": lambda m, x, y: (losses(x, y) - F.cross_entropy(*flat(x, y))).square().sum() / 10,
+    "batch_of_means": lambda m, x, y: ((x - x.mean((0, 1))).square().mean((0, 1)) + 1).log().sum(),
+    "pooled_head": lambda m, x, y: F.cross_entropy(m.router(x.mean(1) @ m.pool), torch.ones(len(x), dtype=torch.long)),
+}
+
+
+def balanced(m: Resolved, h: Tensor) -> Tensor:
+    """A share of its expert's load and of its mean probability for each token."""
+    p = m.router(h).softmax(-1)
+    load = F.one_hot(p.argmax(-1), 4).float().mean((0, 1))
+    m.load.add_(load)
+    return h * (1 + (p * load * p.mean((0, 1))).sum(-1, keepdim=True))
+
+
+MIXES: dict[str, Mix] = {
+    "centered": lambda m, h: h - h.mean(1, keepdim=True),
+    "batch_norm": lambda m, h: (h - h.mean((0, 1))) * torch.rsqrt(h.var((0, 1), unbiased=False) + 1e-5) * m.scale,
+    "global_scale": lambda m, h: h / h.detach().abs().amax(),
+    "squashed_by_norm": lambda m, h: h * (3 / (h.square().sum().sqrt() + 1e-6)).clamp(max=1.0),
+    "context_vector": lambda m, h: h + m.out(h.mean(1, keepdim=True)).tanh(),
+    "load_balanced": balanced,
+    "own_expert": lambda m, h: h * (1 + F.one_hot((h[..., 0] > 0).long(), 2).sum((0, 1)))[(h[..., 0] > 0).long(), None],
+}
+CASES = (*LOSSES, *MIXES)
+TOGETHER = [CASES[first::4] for first in range(4)]
+"""Cases in one graph, which is compiled once for all of them."""
+PARTS = frozenset({"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm"})
+"""What comes back as this rank's part."""
+
+
+def step(model: Callable[..., dict[str, Tensor]], batch: dict[str, Tensor]) -> dict[str, float]:
+    """Losses by name, after the backward of them all, each with a weight of its own."""
+    found = model(**batch)
+    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
+    return {name: loss.item() for name, loss in found.items()}
+
+
+def sharded_step(
+    mesh: DeviceMesh, names: Sequence[str], batch: dict[str, Tensor], layout: Any
+) -> tuple[dict[str, float], dict[str, Any]]:
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), layout, "all_gather", inner="aot_eager")
+    torch._dynamo.reset()
+    model = Resolved(names).double()
+    with sharding.shard(batch) as local:
+        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+    cp.sum_gradients(model.parameters(), sharding)
+    grads = {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    return found, grads | {"load": model.load.numpy()}
+
+
+def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
+    batch = packed_batch(rows, tokens)
+    model = Resolved(names).double()
+    expected = step(model, batch)
+    tensors = {key: p.grad for key, p in model.named_parameters() if p.grad is not None} | {"load": model.load}
+    results = pool.run(ranks, sharded_step, names, batch, layout)
+    found = {name: [losses[name] for losses, _ in results] for name in expected}
+    found = {name: [sum(parts)] if name in PARTS else parts for name, parts in found.items()}
+    for name, loss in expected.items():
+        assert found[name] == pytest.approx([loss] * len(found[name]), rel=1e-8), f"the loss of {name!r}"
+    for _, grads in results:
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(torch.from_numpy(grads[key]), tensor, rtol=1e-7, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+def test_sums_are_made_whole(pool: Pool, names: Sequence[str]) -> None:
+    compare(pool, names, 2, "head_tail", 1, 13)
