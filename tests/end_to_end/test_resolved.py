@@ -151,6 +151,25 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
             torch.testing.assert_close(torch.from_numpy(grads[key]), tensor, rtol=1e-7, atol=1e-9, msg=key)
 
 
-@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+@pytest.mark.parametrize(
+    "names", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(TOGETHER)]
+)
 def test_sums_are_made_whole(pool: Pool, names: Sequence[str]) -> None:
     compare(pool, names, 2, "head_tail", 1, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout", "rows"), [(3, "contiguous", 2), (4, "dual_chunk", 1), (4, "balanced", 1)])
+def test_sums_are_made_whole_on_more_ranks(pool: Pool, ranks: int, layout: str, rows: int) -> None:
+    compare(pool, [*CASES], ranks, layout, rows, 14)
+
+
+def test_they_are_refused_where_nothing_is_to_be_resolved() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), resolve=False)
+    report = cp.explain(Resolved(("mean_of_all",)), sharding)(**packed_batch())
+    assert {refusal.reason for refusal in report.refusals} == {cp.Reason.TOKEN_MIXING}
+    report = cp.explain(Resolved(("mean_of_all",)), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
+    (found,) = report.collectives
+    assert (found.op, found.bytes) == ("sum_over_ranks", 4)
+    assert "x.square().mean()" in found.where
+    assert "mean over the tokens of all ranks" in found.why
