@@ -20,8 +20,8 @@ from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.values.insert import Insert
 
+from .rules.spread import can_spread, spread
 from .run import NodeRunner
-from .spread import can_spread, spread
 from .tensor_state import Dims, Number, Rows
 
 WHY = "rows that fill a rank up are left out of this sum"

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.spread import can_spread, spread
 from cp_rewrite.passes.locality.tensor_state import (
     REPLICATED,
     WHOLE,
@@ -38,6 +37,7 @@ from cp_rewrite.passes.values.resolution import Ranks, Whole
 from .elementwise import pointwise
 from .losses import nll_rows
 from .rule import States, given_dims
+from .spread import can_spread, spread
 
 _aten: Any = torch.ops.aten
 

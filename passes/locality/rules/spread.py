@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .tensor_state import B, Dims, Rows, T
+from cp_rewrite.passes.locality.tensor_state import B, Dims, Rows, T
 
 
 def can_spread(rows: Rows) -> bool:
