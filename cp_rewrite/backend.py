@@ -211,7 +211,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
         if unchecked:
             check_masks(unchecked, plan, args)
             unchecked.clear()
-        args = (*with_true_count(plan, places, args),)
+        args = (*plan.with_copies(with_true_count(plan, places, args)),)
         out = compiled(*args, *(plan.tensor(key) for key in keys))
         for value, dim, is_part in zip(out, outputs, parts, strict=True):
             if isinstance(value, Tensor) and is_part:

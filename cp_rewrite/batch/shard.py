@@ -26,7 +26,7 @@ from .read_documents import documents_of
 from .targets import COUNT, SHIFTED, count_targets
 
 LABELS = frozenset({"labels", SHIFTED})
-"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token; others hold a copy of another row."""
+"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token."""
 
 
 class LocalBatch(dict[str, Any]):
@@ -39,7 +39,7 @@ class LocalBatch(dict[str, Any]):
     @property
     def has_token(self) -> Tensor:
         """(B, T_l) bool on the CPU: false in rows that fill the rank up. What is summed over tokens outside of the
-        compiled model must leave these out."""
+        compiled model must leave these out: by it, by labels or by a mask of the batch's own."""
         return torch.from_numpy(self.plan.local_indices(self._rank) >= 0)
 
 
@@ -56,8 +56,9 @@ def shard(
     """Cut a global batch and make its plan active for the calls inside.
 
     Token tensors are cut along their token dim, in the layout's order. Where a rank has fewer tokens than another, its
-    part is filled up at the end with copies of its last token (labels: -100); `local.has_token` tells them apart. These
-    parts, what tells documents apart and the count of targets go to the mesh's device, if they are on the CPU.
+    part is filled up at the end with 0 and False (labels: -100); `local.has_token` tells these rows apart. The compiled
+    model reads copies of its last token there instead, on which nothing fails that works on tokens. These parts, what
+    tells documents apart and the count of targets go to the mesh's device, if they are on the CPU.
     Everything else is handed over as it is. With a capacity, all tensors are handed over in buffers that every batch
     shares.
 
@@ -147,7 +148,7 @@ def _cut_batch(
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
     labels = [name for name in tokens if _is_label(name, values[name], label_arg)]
-    indices, filled = plan.local_indices(sharding.rank), plan.filled_indices(sharding.rank)
+    indices = plan.local_indices(sharding.rank)
     if plan.local_size * plan.world_size > plan.rows[0].total:  # some rank has such rows, and all raise
         for name in labels:
             _check_fill(name, values[name])
@@ -155,8 +156,9 @@ def _cut_batch(
         for name in labels:
             moved = label_arg if shift_labels and name == SHIFTED else ""
             check_labels(name, values[name], tokens[name], padding, moved)
+    copies = _with_copies(sharding, plan, {name: values[name] for name in tokens if name not in labels}, tokens)
     for name, dim in tokens.items():
-        values[name] = cut_tokens(values[name], dim, indices if name in labels else filled, IGNORE_INDEX)
+        values[name] = cut_tokens(values[name], dim, indices, IGNORE_INDEX if name in labels else 0)
     counted = (COUNT,) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
@@ -167,6 +169,7 @@ def _cut_batch(
         active.refill()
         for readers in tuple(buffers_of(sharding).padding_readers):
             active.check_padding(readers)
+    active.copies = [(values[name], filled) for name, filled in copies.items()]
     for name, dim in tokens.items():
         number_tokens(values[name], active)
         mark_token_dim(values[name], dim)
@@ -175,9 +178,24 @@ def _cut_batch(
     return active, values
 
 
+def _with_copies(
+    sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Tensor], tokens: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """This rank's tokens as the compiled model reads them: rows without a token hold copies of others. Nothing where
+    no rank has such rows, in this batch or in others that replay its step."""
+    if sharding.capacity is None and plan.local_size * plan.world_size == plan.rows[0].total:
+        return {}
+    indices = plan.filled_indices(sharding.rank)
+    copies = {name: cut_tokens(value, tokens[name], indices, 0) for name, value in batch.items()}
+    copies |= _moved(sharding, copies, tuple(copies))
+    if sharding.capacity is not None:
+        buffers = buffers_of(sharding)
+        copies = {name: buffers.fill(("copies", name), value, value.device) for name, value in copies.items()}
+    return copies
+
+
 def _is_label(name: str, value: Tensor, label_arg: str) -> bool:
-    """Whether -100 in this argument says that a token is no target: rows without a token hold it. A target that is a
-    number of its own is copied there."""
+    """Whether -100 in this argument says that a token is no target: rows without a token hold it."""
     return name in LABELS | {label_arg} and not value.is_floating_point()
 
 

@@ -140,7 +140,7 @@ class _Runner:
                 check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
             plan = active_plan(self.sharding)
-            return state.graph_module(*args, *(plan.tensor(key) for key in state.inputs))
+            return state.graph_module(*plan.with_copies(args), *(plan.tensor(key) for key in state.inputs))
 
         return run
 

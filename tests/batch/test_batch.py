@@ -60,15 +60,18 @@ def test_missing_tokens_are_filled_at_the_end() -> None:
         assert local.has_token.tolist() == [[True, False]]
 
 
-def test_fill_is_a_copy_of_a_ranks_last_token() -> None:
+def test_fill_is_0_and_for_the_model_a_copy_of_a_ranks_last_token() -> None:
     sharding = cp.Sharding(2, {"ids": 1, "doc": 1, "x": 1}, cp.DocumentIds("doc"), "contiguous", pad_to_multiple=5)
     doc = torch.tensor([[0, 0, 0, -1, 2, 2], [-1, -1, -1, 5, 5, 5]])
     x = torch.arange(1.0, 25).view(2, 6, 2)
     with sharding.shard({"ids": torch.arange(12).view(2, 6), "doc": doc, "x": x}) as local:
         assert local.has_token.tolist() == [[True, True, True, False, False]] * 2
-        assert local["ids"].tolist() == [[0, 1, 2, 2, 2], [6, 7, 8, 9, 9]]
-        assert local["doc"].tolist() == [[0, 0, 0, 0, 0], [-1, -1, -1, 5, 5]]
-        assert torch.equal(local["x"], x.flatten(0, 1)[local["ids"]])
+        assert local["ids"].tolist() == [[0, 1, 2, 0, 0], [6, 7, 8, 0, 0]]
+        assert (local["x"][:, 3:] == 0).all()
+        ids, docs, read = active_plan(sharding).with_copies([local["ids"], local["doc"], local["x"]])
+        assert ids.tolist() == [[0, 1, 2, 2, 2], [6, 7, 8, 9, 9]]
+        assert docs.tolist() == [[0, 0, 0, 0, 0], [-1, -1, -1, 5, 5]]
+        assert torch.equal(read, x.flatten(0, 1)[ids])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "dual_chunk", "balanced"])

@@ -20,6 +20,7 @@ from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.local_rows import as_rows, split_kv
+from cp_rewrite.ops.merge import fill_gaps
 from cp_rewrite.ops.one_sided import push_kv, return_kv
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import gathered_route
@@ -144,6 +145,7 @@ def _check_overlap(
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
         grads = return_kv(as_rows(dk, dv, *keys), k, v, route, exchange)
+        out = fill_gaps(out, lse)
         named: dict[str, torch.Tensor] = PUSH.bind(route)._asdict()
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
