@@ -166,8 +166,10 @@ def _cut_batch(
     active.counted = label_arg if shift_labels and COUNT not in given else None
     if sharding.capacity is not None:
         values = _fixed_values(sharding, sharding.capacity, values)
+        buffers = buffers_of(sharding)
+        copies = {name: buffers.fill(("copies", name), value, value.device) for name, value in copies.items()}
         active.refill()
-        for readers in tuple(buffers_of(sharding).padding_readers):
+        for readers in tuple(buffers.padding_readers):
             active.check_padding(readers)
     active.copies = [(values[name], filled) for name, filled in copies.items()]
     for name, dim in tokens.items():
@@ -187,11 +189,7 @@ def _with_copies(
         return {}
     indices = plan.filled_indices(sharding.rank)
     copies = {name: cut_tokens(value, tokens[name], indices, 0) for name, value in batch.items()}
-    copies |= _moved(sharding, copies, tuple(copies))
-    if sharding.capacity is not None:
-        buffers = buffers_of(sharding)
-        copies = {name: buffers.fill(("copies", name), value, value.device) for name, value in copies.items()}
-    return copies
+    return copies | _moved(sharding, copies, tuple(copies))
 
 
 def _is_label(name: str, value: Tensor, label_arg: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.batch.active import is_part
 from tests.helpers.packed_model import TOKENS, Verdict, judge, packed_batch
 from tests.helpers.pool import Pool
 from tests.passes.mutants import MUTANTS
@@ -63,18 +64,27 @@ def total_loss(output: Any) -> Tensor:
     return total
 
 
+def whole(output: Any, sharding: cp.Sharding) -> float:
+    """The loss of all ranks: outputs that are this rank's part are added up."""
+    found = 0.0
+    for value in output if isinstance(output, tuple) else (output,):
+        total = value.detach().clone()
+        if is_part(value):
+            torch.distributed.all_reduce(total, group=sharding.group)
+        found += total.item()
+    return found
+
+
 def sharded_step(mesh: DeviceMesh, names: tuple[str, ...], batch: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
     sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="eager")
     model = build(names)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     with sharding.shard(batch) as local:
-        loss = total_loss(compiled(**local))
-        loss.backward()
+        output = compiled(**local)
+        total_loss(output).backward()
     cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total, group=sharding.group)
-    return total.item(), {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    return whole(output, sharding), {k: p.grad.numpy() for k, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("names", sorted(set(groups(RIGHT).values())), ids="+".join)
@@ -102,6 +112,19 @@ def test_mutant_counts_no_row_without_a_token(pool: Pool, name: str) -> None:
     assert any(mutant.line in (insert.node.stack_trace or "") for insert in verdict.locality.inserts)
     batch = packed_batch(tokens=13)
     check_right(pool, (name,), batch | {"labels": batch["labels"].clamp(min=0)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_mutant_is_refused_or_right_where_sums_are_resolved(pool: Pool, name: str) -> None:
+    batch = packed_batch(getattr(MUTANTS[name], "rows", 1))
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather")
+    try:
+        report = cp.explain(MUTANTS[name](), sharding)(**batch)
+    except ValueError as error:
+        pytest.skip(f"no such batch: {error}")
+    if report.ok:
+        check_right(pool, (name,), batch)
 
 
 def test_there_are_enough_mutants(capsys: pytest.CaptureFixture[str]) -> None:
