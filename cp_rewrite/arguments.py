@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -50,21 +49,6 @@ def checked_dims(field_name: str, dims: Any) -> dict[str, int]:
     return {
         name: whole_number(f"{field_name}[{name!r}], a dim counted from the front,", dims[name], 0) for name in dims
     }
-
-
-def unnamed_tokens(batch: Mapping[str, Any], tokens: Mapping[str, int], total: int) -> list[str]:
-    """What to say of each tensor of a batch that has `total` tokens in a dim that `tokens` does not name."""
-    found: list[str] = []
-    for name, value in batch.items():
-        dims = [dim for dim, size in enumerate(value.shape) if size == total] if isinstance(value, Tensor) else []
-        if total < 2 or not dims or dims == [tokens.get(name)]:
-            continue
-        where = f"dim{'s' * (len(dims) > 1)} {' and '.join(map(str, dims))}"
-        said = (
-            f"tokens says {tokens[name]}" if name in tokens else "tokens does not name it, so each rank gets it whole"
-        )
-        found.append(f"batch[{name!r}] has as many entries as the row has tokens, {total}, in {where}, and {said}")
-    return found
 
 
 def untaken(target: Any, names: Iterable[str]) -> tuple[str, ...]:

@@ -116,3 +116,18 @@ def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         raise TypeError(f"batch[{name!r}] tells documents apart, so it must hold whole numbers, got {value.dtype}")
     return np.asarray(value)
+
+
+def unnamed_tokens(batch: Mapping[str, Any], tokens: Mapping[str, int], total: int) -> list[str]:
+    """What to say of each tensor of a batch that has `total` tokens in a dim that `tokens` does not name."""
+    found: list[str] = []
+    for name, value in batch.items():
+        dims = [dim for dim, size in enumerate(value.shape) if size == total] if isinstance(value, Tensor) else []
+        if total < 2 or not dims or dims == [tokens.get(name)]:
+            continue
+        where = f"dim{'s' * (len(dims) > 1)} {' and '.join(map(str, dims))}"
+        said = (
+            f"tokens says {tokens[name]}" if name in tokens else "tokens does not name it, so each rank gets it whole"
+        )
+        found.append(f"batch[{name!r}] has as many entries as the row has tokens, {total}, in {where}, and {said}")
+    return found

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cp_rewrite.arguments import unnamed_tokens
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.packing import CuSeqlens, packing_args
@@ -22,7 +21,7 @@ from .active import ActivePlan, activate, batch_number, check_no_batch, mark_tok
 from .buffers import buffers_of, fill_cu_seqlens
 from .cut_tokens import cut_tokens
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
-from .read_documents import documents_of
+from .read_documents import documents_of, unnamed_tokens
 from .targets import COUNT, SHIFTED, count_targets
 
 LABELS = frozenset({"labels", SHIFTED})

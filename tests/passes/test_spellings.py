@@ -26,7 +26,7 @@ QUICK = (
     "ids_masked_fill_in_place-DocumentIds", "ids_sum_of_additive-DocumentIds", "ids_vmapped-DocumentIds",
     "ids_and_in_place-DocumentIds", "positions_as_transformers-PositionIds", "positions_roll-PositionIds",
     "whole_row_causal-PositionIds", "positions_window_in_bfloat16-PositionIds", "offsets_searchsorted-CuSeqlens",
-    "offsets_repeat_interleave-CuSeqlens", "offsets_start_table-CuSeqlens",
+    "offsets_repeat_interleave-CuSeqlens", "offsets_start_table-CuSeqlens", "ends_less_themselves-EndOfDocument",
 )  # fmt: skip
 """Of each kind of nodes that a rewrite erases, under each way; the others are slow. test_predicate.py compares what
 each spelling means with brute force."""

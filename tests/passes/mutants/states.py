@@ -172,7 +172,7 @@ class GradientOfSum(PackedModel):
 
 
 class BranchOnSum(PackedModel):
-    reason, line = "NO_LOCALITY_RULE", "torch.cond"
+    reason, line = "TOKEN_MIXING", "torch.cond"
 
     def mix(self, h: Tensor) -> Any:
         return torch.cond(h.sum() > 0, lambda x: x * 2, lambda x: x * 3, (h,))
