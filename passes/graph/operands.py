@@ -155,9 +155,19 @@ def check_options(node: fx.Node, args: Mapping[str, Any]) -> list[Refusal]:
     return found
 
 
+_DRAWING = frozenset(
+    {f"dropout{dims}d" for dims in (1, 2, 3)}
+    | {f"fractional_max_pool{dims}d{also}" for dims in (2, 3) for also in ("", "_with_indices")}
+    | {"gumbel_softmax", "multi_head_attention_forward"}
+)
+"""Functions of torch that draw random numbers and are no op themselves."""
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a node's op takes numbers from torch's generator, by its name: inside of transforms no op is seen."""
+    """Whether a node takes numbers from torch's generator, by its name: inside of transforms no op is seen."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    if name in _DRAWING:
+        return True
     packet: Any = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
