@@ -12,11 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS
+from cp_rewrite.passes.locality.node.call import METADATA, bound_arguments, op_name
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
 
 from .graph.operands import value_of
-from .locality.call import METADATA, bound_arguments, op_name
 from .plan_inputs import Inputs
 from .values.resolution import Converted, Lowering, Ranks, Step, group_of
 

@@ -8,8 +8,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.operands import op_name
-
-from .tensor_state import SHIFT_HINT
+from cp_rewrite.passes.locality.claims.tensor_state import SHIFT_HINT
 
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
 _SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"

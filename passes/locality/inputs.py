@@ -13,10 +13,11 @@ from cp_rewrite.batch.shard import LABELS
 from cp_rewrite.packing import CuSeqlens, DocumentIds
 from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
+from cp_rewrite.passes.locality.claims.dims import B, Dim, T
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, AtMost, Number, Rows, TensorState
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
-
-from .tensor_state import REPLICATED, UNKNOWN, AtMost, B, Dim, Extents, Number, Rows, T, TensorState
 
 
 def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:

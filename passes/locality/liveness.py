@@ -12,9 +12,8 @@ from torch import Tensor
 from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.values.site import Site
-
-from .tensor_state import Extents
 
 
 def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:

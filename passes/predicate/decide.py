@@ -44,14 +44,15 @@ import torch.fx as fx
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import CuSeqlens, DocumentIds
 from cp_rewrite.passes.graph.canonicalize import Canonical
+from cp_rewrite.passes.predicate.reading.recognise import Reader
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
+from .bounds import turning_points
 from .evaluate import Evaluator
-from .recognise import Reader
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .worlds import Cell, Chunks, Span, World, cells, distances, turning_points
+from .worlds import Cell, Chunks, Span, World, cells, distances
 
 Kept = Mapping[Cell, bool | str]
 _PAIRS = (World.SAME, World.DIFFERENT)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.locality.walk import LocalityReport, check_locality
+from cp_rewrite.passes.locality.report import LocalityReport
+from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.site import Site
 

@@ -19,9 +19,10 @@ from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.match.find_sites import match_sites
+from cp_rewrite.passes.predicate.bounds import holds, turning_points
 from cp_rewrite.passes.predicate.rules.index_maps import reshape, split_index
 from cp_rewrite.passes.predicate.symbolic import ZERO, Select, SymTensor, compare, outer_select
-from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances, holds, turning_points
+from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances
 from cp_rewrite.passes.values.site import Site
 from tests.passes.mask_spellings import (
     DOCUMENTS,

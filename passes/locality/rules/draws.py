@@ -6,8 +6,9 @@ weight, noise per expert) must be the same on all ranks, and is refused.
 
 from __future__ import annotations
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import REPLICATED, Mixes, Rows
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
 
 from .rule import States

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import (
+from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked
+from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     AtMost,
-    Mixes,
     Number,
     Partial,
     Rows,
     TensorState,
-    broadcast,
-    checked,
 )
+from cp_rewrite.passes.locality.node.call import Call
 
 from .experts import follow_order
 

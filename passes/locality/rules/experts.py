@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import REPLICATED, GroupSizes, Mixes, Order, Rows, TensorState
+from cp_rewrite.passes.locality.claims.dims import Mixes, Order
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, GroupSizes, Rows, TensorState
+from cp_rewrite.passes.locality.node.call import Call
 
 from .rule import States, on_rows, over, same_dims
 

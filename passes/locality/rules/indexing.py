@@ -7,21 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import (
-    REPLICATED,
-    Dim,
-    Mixes,
-    Rows,
-    Size,
-    T,
-    TensorState,
-    broadcast,
-    checked,
-    has,
-    merge,
-    plain,
-)
+from cp_rewrite.passes.locality.claims.dims import Dim, Mixes, Size, T, broadcast, checked, has, merge
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows, TensorState, plain
+from cp_rewrite.passes.locality.node.call import Call
 
 from .experts import put_by_order
 

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import (
-    MEAN_HINT,
-    REPLICATED,
-    Mixes,
-    Partial,
-    Rows,
-    TensorState,
-    broadcast,
-    checked,
-    merge,
-)
+from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked, merge
+from cp_rewrite.passes.locality.claims.tensor_state import MEAN_HINT, REPLICATED, Partial, Rows, TensorState
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
 
 from .elementwise import pad_of, pointwise

@@ -6,24 +6,18 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import (
+from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, has
+from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     AtMost,
-    B,
     Deferred,
-    Dim,
-    Mixes,
     Partial,
     Rows,
-    T,
     TensorState,
-    broadcast,
-    checked,
-    has,
     plain,
 )
+from cp_rewrite.passes.locality.node.call import Call
 
 from .rule import States, given_dims
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import REPLICATED, Mixes, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
 

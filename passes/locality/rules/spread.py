@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_rewrite.passes.locality.tensor_state import B, Dims, Rows, T
+from cp_rewrite.passes.locality.claims.dims import B, Dims, T
+from cp_rewrite.passes.locality.claims.tensor_state import Rows
 
 
 def can_spread(rows: Rows) -> bool:

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 
 from cp_rewrite.passes.locality.advice import kind_by_name
-from cp_rewrite.passes.locality.call import op_name
+from cp_rewrite.passes.locality.node.call import op_name
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 

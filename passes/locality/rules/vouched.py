@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import Mixes, Rows, TensorState
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import Rows, TensorState
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.torch_internals import OpOverload
 
 

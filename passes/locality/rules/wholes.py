@@ -18,20 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.tensor_state import (
-    REPLICATED,
-    WHOLE,
-    B,
-    Deferred,
-    Dims,
-    Mixes,
-    Partial,
-    Rows,
-    T,
-    broadcast,
-    checked,
-)
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Deferred, Partial, Rows
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 
 from .elementwise import pointwise

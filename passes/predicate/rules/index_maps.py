@@ -13,16 +13,7 @@ from typing import Any
 
 import sympy
 
-from cp_rewrite.passes.predicate.symbolic import (
-    ONE,
-    ZERO,
-    Expr,
-    Index,
-    SymTensor,
-    Undecidable,
-    choose,
-    compare,
-)
+from cp_rewrite.passes.predicate.symbolic import ONE, ZERO, Expr, Index, SymTensor, Undecidable, choose, compare
 
 Shape = tuple[Expr, ...]
 Sizes = Mapping[Expr, Expr]

@@ -18,11 +18,11 @@ from torch import Tensor
 from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.locality.claims.dims import Dims
+from cp_rewrite.passes.locality.claims.tensor_state import Number, Rows
+from cp_rewrite.passes.locality.node.run import NodeRunner
+from cp_rewrite.passes.locality.rules.spread import can_spread, spread
 from cp_rewrite.passes.values.insert import Insert
-
-from .rules.spread import can_spread, spread
-from .run import NodeRunner
-from .tensor_state import Dims, Number, Rows
 
 WHY = "rows that fill a rank up are left out of this sum"
 

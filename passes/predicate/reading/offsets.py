@@ -18,11 +18,10 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from cp_rewrite.packing import CuSeqlens, Packing
-
-from .context import Leaf
-from .symbolic import Expr, RepeatIndex, Select, SumOver
-from .terms import Pair, maximal_terms
-from .worlds import LK, LQ, PK, PQ, K, Linear, Q
+from cp_rewrite.passes.predicate.context import Leaf
+from cp_rewrite.passes.predicate.symbolic import Expr, RepeatIndex, Select, SumOver
+from cp_rewrite.passes.predicate.terms import Pair, maximal_terms
+from cp_rewrite.passes.predicate.worlds import LK, LQ, PK, PQ, K, Linear, Q
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,29 +11,32 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.locality.call import METADATA, Call, check_sizes
-from cp_rewrite.passes.locality.node_facts import NodeFacts
-from cp_rewrite.passes.locality.resolve import Attempt, attempts
-from cp_rewrite.passes.locality.rules.draws import drawn
-from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
-from cp_rewrite.passes.locality.rules.table import find_rule
-from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
-from cp_rewrite.passes.locality.tensor_state import (
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
     REPLICATED,
     UNKNOWN,
     WHOLE,
     Deferred,
-    Extents,
     GroupSizes,
-    Mixes,
     Partial,
     Rows,
     TensorState,
 )
+from cp_rewrite.passes.locality.resolve.attempts import Attempt, attempts
+from cp_rewrite.passes.locality.rules.draws import drawn
+from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
+from cp_rewrite.passes.locality.rules.table import find_rule
+from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
 from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
-from cp_rewrite.torch_internals import TorchDispatchMode, memory_id
+from cp_rewrite.torch_internals import TorchDispatchMode
+
+from .call import METADATA, Call, check_sizes
+from .gaps import join_gaps, whole_of_gaps
+from .node_facts import NodeFacts
+from .written import join_written, shares_memory, written_state
 
 
 class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
@@ -212,41 +214,6 @@ def _apply(rule: Rule | None, call: Call) -> States:
     return rule.gives(call)
 
 
-def join_gaps(
-    call: Call, new: Sequence[TensorState], again: Callable[[], Sequence[TensorState]]
-) -> Sequence[TensorState]:
-    """A rule's results with what rows of tokens of no document hold, for which the rule is asked `again`.
-
-    labels != -100        gap 0
-    logits                attended
-    logits * that         gap 0: the same on one process, and in a sum
-    logits.sum()          refused for batches that have such tokens
-    """
-    operands = [rows for x in call.tensors if (rows := call.rows(x))]
-    attended = any(rows.attended for rows in operands)
-    there = new
-    if any(rows.pad != rows.gap for rows in operands) or (attended and any(isinstance(s, Partial) for s in new)):
-        with call.facts.in_gaps() as events:
-            there = again()
-        call.facts.events.gaps |= attended and events.unmasked
-    gaps = [state.pad if isinstance(state, Rows) else None for state in there]
-    return [
-        replace(state, gap=gap, attended=attended and gap is None) if isinstance(state, Rows) else state
-        for state, gap in zip(new, gaps, strict=True)
-    ]
-
-
-def whole_of_gaps(call: Call, new: Sequence[TensorState]) -> Sequence[TensorState]:
-    """Results over the tokens of all ranks: they take in what rows of tokens of no document hold, unless that is
-    ignored, and no more is known of such rows."""
-    operands = [rows for x in call.tensors if (rows := call.rows(x))]
-    attended = any(rows.attended for rows in operands)
-    target = call.rows(call.arg("target")) if call.name.startswith("nll_loss") else None
-    ignored = target is not None and target.gap is not None and target.gap == call.arg("ignore_index")
-    call.facts.events.gaps |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
-    return [Rows(s.dims, attended=attended) if isinstance(s, Rows) else s for s in new]
-
-
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
     """What may be done with a value that is another one on a shard: assert it, and what prepares that."""
     if call.name in ("_assert_async", "_functional_assert_async"):
@@ -266,37 +233,3 @@ def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
         lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
         if lost or (rows.places is not None and all(state.places is None for state in kept)):
             call.use_positions(tensor)
-
-
-def join_written(call: Call) -> TensorState:
-    """State of the tensors that an op which returns nothing writes into."""
-    states = {call.state(other) for other in call.tensors}
-    return REPLICATED if states <= {REPLICATED} else UNKNOWN
-
-
-def written_state(
-    target: Tensor, before: TensorState, new: TensorState, other: Tensor, state: TensorState
-) -> TensorState:
-    """State of `other`, which shares memory with `target`, after `target` got the state `new`.
-
-    Args:
-        before: the state of `target` so far. state: that of `other`.
-    Raises:
-        Mixes: `other` may hold token rows now in a way that its dims do not tell.
-    """
-    same = other is target or (
-        other.shape == target.shape
-        and other.stride() == target.stride()
-        and other.storage_offset() == target.storage_offset()
-    )
-    if same or UNKNOWN in (new, state):
-        return new if same else UNKNOWN
-    if isinstance(new, Rows) and isinstance(before, Rows) and isinstance(state, Rows) and new.dims == before.dims:
-        return Rows(state.dims, attended=new.attended or state.attended)
-    if new == before == REPLICATED:
-        return state
-    raise Mixes("writes token rows through a view into a tensor that is not cut like them")
-
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or memory_id(a) == memory_id(b)

@@ -14,7 +14,7 @@ from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.resolution import Conversion, Converted, Lowering, Step, group_of
 from cp_rewrite.sharding import Sharding
 
-from .resolve import Steps
+from .attempts import Steps
 
 
 class Resolver:

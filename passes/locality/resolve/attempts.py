@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, TensorState
+from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.rules.rule import Resolve, Rule
 from cp_rewrite.passes.values.resolution import Conversion, Step, Whole
-
-from .call import Call
-from .rules.rule import Resolve, Rule
-from .tensor_state import REPLICATED, WHOLE, Mixes, Partial, TensorState
 
 _PART = Partial()
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.locality.claims.dims import Factor, Order
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows, TensorState
 from cp_rewrite.passes.values.resolution import Step
 from cp_rewrite.refusal import Reason
-
-from .tensor_state import REPLICATED, WHOLE, Extents, Factor, Order, Rows, TensorState
 
 
 @dataclass(frozen=True)

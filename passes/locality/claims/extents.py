@@ -1,0 +1,125 @@
+"""Sizes of the axes in one graph, and the dims that follow from sizes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from cp_rewrite.torch_internals import expression, simplified
+
+from .dims import Axis, B, Dim, Dims, Factor, Mixes, Order, Size, T, name, short
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of the axes in this graph. `tokens` and `batch` may be symbols or, in a graph of fixed shapes, numbers.
+
+    `aliases` are other symbols for the token count: with `mark_dynamic` each argument brings its own.
+    """
+
+    tokens: Size
+    batch: Size
+    aliases: tuple[sympy.Expr, ...] = ()
+    shape_env: Any = None
+
+    @property
+    def static(self) -> bool:
+        """The graph was captured for one token count, so numbers made from it can't be told from constants."""
+        return isinstance(self.tokens, int)
+
+    def size(self, value: Any) -> Size:
+        """A size as a number or an expression in one symbol for the token count."""
+        if isinstance(value, int):
+            return int(value)
+        expr = simplified(self.shape_env, expression(value))
+        if self.aliases:
+            expr = expr.xreplace(dict.fromkeys(self.aliases, self.tokens))
+        return int(expr) if expr.is_Integer else expr
+
+    def of(self, factor: Factor) -> Size:
+        if isinstance(factor, Order):
+            return functools.reduce(operator.mul, (self.of(part) for part in factor.axis))  # type: ignore[return-value]
+        return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
+
+    def counts_tokens(self, value: Any) -> bool:
+        """Whether a number of the graph was made from the token count."""
+        if not hasattr(value, "node") or self.static:
+            return False
+        expr = self.size(value)
+        return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
+
+    def is_made_of_tokens(self, value: Any) -> bool:
+        """Whether a size is the token count, or made from it."""
+        size = self.size(value)
+        return size == self.tokens if isinstance(size, int) else self.tokens in size.free_symbols
+
+    def label(self, sizes: Sequence[Size]) -> Dims | None:
+        """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim."""
+        rows = [i for i, size in enumerate(sizes) if size == self.tokens and size != 1]
+        flat = [i for i, size in enumerate(sizes) if size == self.tokens * self.batch and self.batch != 1]
+        if len(rows) + len(flat) > 1:
+            raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has the token count in two dims")
+        if not rows and not flat:
+            if any(isinstance(size, sympy.Expr) and self.tokens in size.free_symbols for size in sizes):
+                raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has a size made from the token count")
+            return None
+        dims: list[Dim] = [None] * len(sizes)
+        if flat:
+            dims[flat[0]] = (B, T)
+            return tuple(dims)
+        dims[rows[0]] = (T,)
+        batch = [i for i in range(rows[0]) if sizes[i] == self.batch and self.batch != 1]
+        if batch:
+            dims[batch[-1]] = (B,)
+        return tuple(dims)
+
+
+def regroup(dims: Dims, sizes: Sequence[Size], target: Sequence[Size], extents: Extents) -> Dims:
+    """Dims after a view of `sizes` as `target`.
+
+    (B,) (T,) 8      -> view(-1, 8) ->  (B, T) 8
+    (B, T) 8         -> view(b, -1, 2, 4) ->  (B,) (T,) 2 4
+    """
+    factors: list[tuple[Factor, Size]] = []
+    for dim, size in zip(dims, sizes, strict=True):
+        if dim is not None:
+            factors += [(factor, extents.of(factor)) for factor in dim]
+        elif size != 1:
+            factors.append((size, size))
+    factors.reverse()
+    return tuple(_take(factors, size) for size in target)
+
+
+def _take(factors: list[tuple[Factor, Size]], size: Size) -> Dim:
+    """Factors off the end of the list that make up `size`."""
+    taken: list[Factor] = []
+    left: Size = size
+    while left != 1:
+        if not factors:
+            raise Mixes("views tokens in a way that can't be followed")
+        factor, extent = factors.pop()
+        if (rest := _quotient(left, extent)) is not None:
+            taken.append(factor)
+            left = rest
+        elif not isinstance(factor, Axis | Order) and (rest := _quotient(extent, left)) is not None:
+            taken.append(left)
+            factors.append((rest, rest))
+            left = 1
+        else:
+            raise Mixes(f"a view cuts the {name(factor)} dim into pieces ({short(extent)} as {short(size)})")
+    return tuple(taken) if any(isinstance(factor, Axis | Order) for factor in taken) else None
+
+
+def _quotient(a: Size, b: Size) -> Size | None:
+    """a / b when it is a whole number or a product of symbols."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    ratio = sympy.sympify(a) / b
+    if not ratio.is_integer:
+        return None
+    return int(ratio) if ratio.is_Integer else ratio

@@ -1,0 +1,108 @@
+"""What the locality check knows of a tensor: where its tokens are, as a value.
+
+Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-process program:
+
+    REPLICATED     x_l == x
+    Rows(dims)     x_l holds, along the token dim, this rank's tokens of x; along the batch dim all batch rows
+    Partial()      the sum of x_l over the ranks is x
+    WHOLE          x_l == x, and the gradient that comes to x_l is x's; of REPLICATED it is a part of x's on each rank
+    UNKNOWN        a refusal stands before it; nothing more is said about it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch.fx as fx
+
+from .dims import Dims, Factor, Order, T, has
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A whole number up to this one, no more is known: the id of a token of no document."""
+
+    bound: int
+
+
+Number = float | int | bool | AtMost
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor with one token dim.
+
+    Two kinds of rows are no tokens of documents: those that fill a rank up (`pad`), which are no tokens of the batch
+    either, and tokens of the batch that its packing leaves out (`gap`, `attended`).
+
+    Args:
+        dims: the axes in each dim. T stands in exactly one.
+        pad: the value in every row that fills a rank up, when it is known; None when not.
+        iota: the node that made it, when the tensor is still `arange` over its token dim.
+        places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
+        key: the tensor holds the very values that its rows are sorted by.
+        gap: the value in every row of a token of no document, when it is known; None when not.
+        attended: rows of tokens of no document hold something else than in the one-process program, since attention
+            leaves such tokens out, whatever the model's mask says of them.
+    """
+
+    dims: Dims
+    pad: Number | None = None
+    iota: fx.Node | None = None
+    places: tuple[Factor, ...] | None = None
+    key: bool = False
+    gap: Number | None = None
+    attended: bool = False
+
+    @property
+    def token_dim(self) -> int:
+        return next(i for i, dim in enumerate(self.dims) if has(dim, T))
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A per-rank part of a sum over tokens. `reduced`: of WHOLE, which is summed over the ranks already."""
+
+    reduced: bool = False
+
+
+WHOLE = Partial(reduced=True)
+"""The same on all ranks, and so is its gradient. Where no gradient reaches it, it is REPLICATED."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """The result of an op that is not the same on a shard, harmless until something but an assertion reads it."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """How many of the shard's rows have each key of an order; `ends`: their running sum."""
+
+    order: Order
+    ends: bool = False
+
+
+class Known(Enum):
+    REPLICATED = "replicated"
+    UNKNOWN = "unknown"
+
+
+REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
+TensorState = Rows | Partial | Deferred | GroupSizes | Known
+
+
+SHIFT_HINT = (
+    "shift labels over the global row before they are cut: sharding.shard(batch, shift_labels=True), "
+    "and give the model shift_labels"
+)
+TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
+MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide a sum by num_items_in_batch"
+
+
+def plain(state: Rows) -> Rows:
+    """The same rows with nothing known about their values."""
+    return Rows(state.dims)

@@ -1,0 +1,82 @@
+"""What a graph returns, and what outlives its call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.regions import outputs_of
+from cp_rewrite.passes.locality.claims.dims import B, Order, T
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Deferred, GroupSizes, Partial, Rows
+from cp_rewrite.passes.locality.node.run import NodeRunner, States
+from cp_rewrite.passes.locality.resolve.resolver import Resolver
+from cp_rewrite.passes.values.resolution import Conversion
+from cp_rewrite.refusal import Reason
+
+from .report import Findings
+
+
+class Outputs:
+    """Checks them, once all nodes are walked."""
+
+    def __init__(self, runner: NodeRunner, resolver: Resolver, findings: Findings) -> None:
+        self.facts, self.extents, self.env = runner.facts, runner.facts.extents, runner.env
+        self.resolves, self.resolver, self.findings = runner.trace.resolves, resolver, findings
+
+    def check(self, gm: fx.GraphModule, returned: fx.Node) -> None:
+        for leaf in returned.all_input_nodes:
+            self.check_output(returned, leaf, self.env.get(leaf, REPLICATED))
+        self.findings.outputs = [self.token_dim(leaf) for leaf in outputs_of(gm)]
+        self.findings.parts = [isinstance(leaf, fx.Node) and self.env.get(leaf) == Partial() for leaf in outputs_of(gm)]
+
+    def token_dim(self, leaf: Any) -> int | None:
+        """The dim of an output that counts this rank's tokens, after that of the batch's rows where it has several."""
+        state = self.env.get(leaf) if isinstance(leaf, fx.Node) else None
+        if not isinstance(state, Rows) or state.dims[state.token_dim] != (T,):
+            return None
+        before = state.dims[max(state.token_dim - 1, 0)]
+        return state.token_dim if self.extents.batch == 1 or before == (B,) else None
+
+    def check_output(self, output: fx.Node, leaf: fx.Node, state: States) -> None:
+        """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
+        if isinstance(state, list):
+            for item in state:
+                self.check_output(output, leaf, item)
+        elif self.extents.counts_tokens(value_of(leaf)):
+            detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
+            self.findings.refuse(leaf, Reason.POSITION_GENERATOR, detail)
+        elif isinstance(state, Deferred):
+            self.findings.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
+        elif isinstance(state, GroupSizes):
+            self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output counts the shard's tokens")
+        elif isinstance(state, Rows):
+            if state.places is not None or any(
+                isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
+            ):
+                self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
+            if state.iota is not None and state.iota in self.facts.fixed_positions:
+                self.findings.refuse(leaf, Reason.POSITION_GENERATOR, self.facts.fixed_positions[state.iota])
+            elif state.iota is not None:
+                self.findings.used[state.iota] = None
+        elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
+            if self.resolves and not isinstance(self.env.get(leaf), list):
+                why = "an output that every rank computes in full is counted once"
+                return self.resolver.add_output(output, leaf, (Conversion.SHARE_OUT,), why)
+            detail = "every rank computes this output in full, so its gradient would count once per rank"
+            self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
+
+    def check_kept(self, output: fx.Node, node: fx.Node, where: str) -> None:
+        """What outlives the call must be the same on all ranks."""
+        states = tree_leaves(self.env.get(node, REPLICATED))
+        if self.resolves and states == [Partial()] and node in output.all_input_nodes and not needs_gradient(node):
+            given: Any = output.args[0]
+            self.findings.parts = [
+                part and leaf is not node for part, leaf in zip(self.findings.parts, given, strict=True)
+            ]
+            return self.resolver.add_output(output, node, (Conversion.SUM,), f"{where} keeps it for the next step")
+        if any(state not in (REPLICATED, UNKNOWN) for state in states):
+            detail = f"{where} keeps what only this rank knows, which the next step takes for everyone's"
+            self.findings.refuse(node, Reason.TOKEN_MIXING, detail)

@@ -1,0 +1,124 @@
+"""What the locality check found, while it walks and in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch.fx as fx
+
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import TABLE_HINT
+from cp_rewrite.passes.locality.node.node_facts import Events
+from cp_rewrite.passes.locality.node.run import States, unknown_like
+from cp_rewrite.passes.locality.resolve.resolver import Resolver
+from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.resolution import Lowering
+from cp_rewrite.refusal import Reason, Refusal
+
+
+@dataclass(frozen=True)
+class LocalityReport:
+    """What the locality check found.
+
+    Args:
+        refusals: every op that is not the same on a shard.
+        positions: nodes to be made global.
+        padded_sums: nodes that sum over tokens whatever rows without a token hold: right only where no rank has such
+            rows, or with the inserts.
+        inserts: what leaves such rows out of some of these sums.
+        gap_sums: nodes that take in what tokens of no document hold after attention: right only when no batch has any.
+        outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
+            batch.
+        parts: whether each output is this rank's part of a sum that one process returns.
+        static: the graph was captured for one token count; numbers made from it can only be guessed.
+        resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
+            that are taken apart for it.
+    """
+
+    refusals: list[Refusal] = field(default_factory=list[Refusal])
+    positions: list[PositionGenerator] = field(default_factory=list[PositionGenerator])
+    padded_sums: list[fx.Node] = field(default_factory=list[fx.Node])
+    inserts: list[Insert] = field(default_factory=list[Insert])
+    gap_sums: list[fx.Node] = field(default_factory=list[fx.Node])
+    outputs: list[int | None] = field(default_factory=list[int | None])
+    parts: list[bool] = field(default_factory=list[bool])
+    static: bool = False
+    resolved: list[Insert] = field(default_factory=list[Insert])
+    lowered: list[Lowering] = field(default_factory=list[Lowering])
+
+
+class Findings:
+    """What was found so far.
+
+    `used`, `indexed`: nodes that make positions, as in `Events`. `tables`: nodes that take the first T rows of a table,
+    with its dim. `outputs`, `parts`: as in the report.
+    """
+
+    def __init__(self) -> None:
+        self.refusals: list[Refusal] = []
+        self.used: dict[fx.Node, None] = {}
+        self.indexed: set[fx.Node] = set()
+        self.tables: dict[fx.Node, int] = {}
+        self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
+        self.gap_sums: dict[fx.Node, None] = {}
+        self.outputs: list[int | None] = []
+        self.parts: list[bool] = []
+
+    def refuse(self, node: fx.Node, reason: Reason, detail: str) -> States:
+        refusal = Refusal(reason, detail, node)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+        return unknown_like(node)
+
+    def note(self, node: fx.Node, events: Events) -> None:
+        """Note of a node what its ops gave rise to, but for sums that take in fill."""
+        for found in events.refusals:
+            self.refuse(node, found.reason, found.detail)
+        self.used.update(dict.fromkeys(events.used))
+        self.indexed.update(events.indexed)
+        if events.table is not None:
+            self.tables[node] = events.table
+        if events.gaps:
+            self.gap_sums[node] = None
+
+    def note_padded_sum(self, node: fx.Node, inserts: tuple[Insert, ...]) -> None:
+        # A region that is entered twice: what it is given may have its tokens in other dims.
+        self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
+
+    def report(self, tables: bool, padded_sums: bool, static: bool, resolver: Resolver) -> LocalityReport:
+        for node in self.used:
+            if node in self.indexed:
+                detail = "these positions both index the shard's rows and count the global row: make them twice"
+                self.refuse(node, Reason.POSITION_GENERATOR, detail)
+        for node in () if tables else self.tables:
+            self.refuse(node, Reason.POSITION_GENERATOR, TABLE_HINT)
+        for node in () if padded_sums else self.padded_sums:
+            detail = (
+                "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
+            )
+            self.refuse(node, Reason.TOKEN_MIXING, detail)
+        positions = [PositionGenerator(node) for node in self.used]
+        if tables:
+            positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
+        inserts = [insert for each in self.padded_sums.values() for insert in each]
+        sums, fixed = (list(self.padded_sums), inserts, list(self.gap_sums)), static
+        found = self.refusals, positions, *sums, self.outputs, self.parts, fixed
+        return LocalityReport(*found, resolver.inserts, resolver.lowered)
+
+
+def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
+    """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
+    if fixed:
+        detail = (
+            f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
+            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True"
+        )
+        return Refusal(Reason.TOKEN_INPUT, detail)
+    for guard in getattr(extents.shape_env, "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
+            detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
+            return Refusal(Reason.TOKEN_COUNT, detail)
+    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")

@@ -1,0 +1,1 @@
+"""Ops that are not the same on a shard are made so."""

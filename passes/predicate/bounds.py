@@ -1,0 +1,230 @@
+"""Whether a relation holds in a cell, by bounds of its terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import sympy
+
+from .symbolic import ONE, TOKENS, Expr
+from .worlds import (
+    BOTH,
+    CK,
+    CQ,
+    END_K,
+    END_Q,
+    EVERYTHING,
+    IK,
+    IQ,
+    LK,
+    LQ,
+    PK,
+    PQ,
+    START_K,
+    START_Q,
+    STARTS,
+    Cell,
+    D,
+    K,
+    Linear,
+    Ordinal,
+    Q,
+    Span,
+    World,
+)
+
+_IN_ROW = frozenset({Q, K, PQ, PK})
+_MIN_TOKENS = 2
+
+
+def turning_points(linear: Linear) -> set[int]:
+    """Distances around which `linear` changes its sign: K - Q + 3 at 3.
+
+    Only where it is made of indices alone, or of positions of one document alone; {} for anything else.
+    """
+    reduced = _reduce(linear, Cell(World.SAME, EVERYTHING), ())
+    if set(reduced) - {D, ONE} or not reduced.get(D):
+        return set()
+    root = -reduced.get(ONE, sympy.S.Zero) / reduced[D]
+    return {int(sympy.floor(root)), int(sympy.ceiling(root))}
+
+
+def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> bool | None:
+    """Whether `linear op 0` holds in a cell. True: for every pair of tokens; False: for none; None: can't say.
+
+    `op` is the name of a sympy relation.
+    """
+    ordinals = tuple(ordinals)
+    spans = _spans(cell, ordinals)
+    low, high = EVERYTHING
+    for form in (linear, _in_chunks(_reduce(linear, cell, ordinals), cell)):
+        form_low, form_high = _bounds(form, spans)
+        low, high = max(low, form_low), min(high, form_high)
+        if _is_multiple_of_nonzero(form, cell) and op in ("Equality", "Unequality"):
+            return op == "Unequality"
+    return _compare(op, low, high)
+
+
+def _compare(op: str, low: float, high: float) -> bool | None:
+    always: dict[str, bool] = {
+        "Equality": low == high == 0,
+        "Unequality": low > 0 or high < 0,
+        "StrictLessThan": high < 0,
+        "LessThan": high <= 0,
+        "StrictGreaterThan": low > 0,
+        "GreaterThan": low >= 0,
+    }
+    opposite = {
+        "Equality": "Unequality", "Unequality": "Equality", "StrictLessThan": "GreaterThan",
+        "GreaterThan": "StrictLessThan", "LessThan": "StrictGreaterThan", "StrictGreaterThan": "LessThan",
+    }  # fmt: skip
+    return True if always[op] else False if always[opposite[op]] else None
+
+
+_APART, _IDS, _CHUNKS = sympy.symbols("starts ids chunks", integer=True)
+"""start(query's document) - start(key's document); id(query's document) - id(key's document); CQ - CK."""
+_BEFORE, _BEHIND = sympy.symbols("before behind", integer=True)
+"""start(query's document) - K, of an earlier key; K - end(query's document), of a later one. The key may be padding."""
+_RQ, _RK = sympy.symbols("RQ RK", integer=True)
+"""The token's place in its chunk."""
+
+
+def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
+    """`linear` without the query's symbols: each is the key's and a difference, which the world may know.
+
+    K - Q       ->  -D                in all worlds
+    PQ - PK     ->  D                 of one document; D - starts of two
+    PQ          ->  D - before        of two, the key's the earlier one
+    LQ          ->  LK - D            of one document; -D - behind of two, the key's the later one
+    IQ - IK     ->  0                 of one document; ids of two
+    """
+    world, (low, high) = cell.world, cell.span
+    out: Linear = {}
+
+    def add(term: Expr, coefficient: Expr) -> None:
+        out[term] = out.get(term, sympy.S.Zero) + coefficient
+
+    ordinal_of = {o.query: o for o in ordinals}
+    for term, c in linear.items():
+        if term == Q:
+            add(K, c)
+            add(D, c)
+        elif term == PQ and world is World.ADJACENT:
+            continue
+        elif term == LQ and world is World.SAME:
+            add(LK, c)
+            add(D, -c)
+        elif term == LQ and world is World.DIFFERENT and high < 0:
+            add(_BEHIND, -c)
+            add(D, -c)
+        elif term == PQ and world is World.DIFFERENT and low > 0 and PK not in linear:
+            add(D, c)
+            add(_BEFORE, -c)
+        elif term == PQ and world in (World.SAME, World.DIFFERENT):
+            add(PK, c)
+            add(D, c)
+            if world is World.DIFFERENT:
+                add(_APART, -c)
+        elif term == IQ and world is World.SAME:
+            add(IK, c)
+        elif term == IQ and linear.get(IK) == -c:
+            add(IK, c)
+            add(_IDS, c)
+        elif term in ordinal_of:
+            ordinal = ordinal_of[term]
+            add(ordinal.key, c)
+            if not (world is World.SAME or (world is World.PADDING and ordinal.with_padding)):
+                add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
+        else:
+            add(term, c)
+    return {term: c for term, c in out.items() if c != 0}
+
+
+def _in_chunks(reduced: Linear, cell: Cell) -> Linear:
+    """A reduced form that reads numbers of chunks, by chunks alone. With chunks of 4 tokens:
+
+    4 CQ - K    ->  4 chunks - RK
+    D           ->  4 chunks + RQ - RK
+    """
+    if cell.chunks is None or not {CQ, CK} & set(reduced):
+        return reduced
+    size = sympy.Integer(cell.chunks.size)
+    parts: dict[Expr, Linear] = {CQ: {CK: ONE, _CHUNKS: ONE}}
+    parts[K if cell.chunks.of_row else PK] = {CK: size, _RK: ONE}
+    if cell.chunks.of_row or cell.world is World.SAME:
+        parts[D] = {_CHUNKS: size, _RQ: ONE, _RK: -ONE}
+    out: Linear = {}
+    for term, c in reduced.items():
+        for part, factor in parts.get(term, {term: ONE}).items():
+            out[part] = out.get(part, sympy.S.Zero) + c * factor
+    return {term: c for term, c in out.items() if c != 0}
+
+
+def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
+    """Bounds of the symbols in a cell.
+
+    Starts and numbers of documents only grow along the row, so those of two documents differ as the distance does.
+    """
+    low, high = cell.span
+    apart: Span = (1, math.inf) if low > 0 else (-math.inf, -1) if high < 0 else EVERYTHING
+    row: Span = (0, math.inf)
+    spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
+    spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row}
+    spans[_APART] = apart
+    spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
+    if cell.chunks is not None:
+        inside: Span = (0, cell.chunks.size - 1)
+        later = EVERYTHING if cell.together is None else (0, 0) if cell.together else apart
+        spans |= {CQ: row, CK: row, _RQ: inside, _RK: inside, _CHUNKS: later}
+    spans |= {_BEFORE: (1, math.inf), _BEHIND: row}
+    if cell.world is World.SAME:
+        spans |= {LQ: (1, math.inf), LK: (1, math.inf), BOTH: (1, 1)}
+        spans |= {PQ: (max(0, low), math.inf), PK: (max(0, -high), math.inf), IQ: row, IK: row}
+        spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING
+    elif cell.world is World.DIFFERENT:
+        spans |= {IQ: row, LQ: (1, math.inf), BOTH: (0, 0)}
+    elif cell.world is World.ADJACENT:
+        spans |= {PQ: (0, 0), STARTS: (1, math.inf), END_K: (0, 0), START_Q: (0, 0)}
+    elif cell.world is World.IN_PADDING:
+        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: (-math.inf, -1), IK: (-math.inf, -1)}
+    else:
+        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: row}
+    return spans
+
+
+def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
+    """Whether a form is a multiple of what is never 0: id - id of two documents, or a token less the one that documents
+    end (start) with, where another token of its document follows (precedes) it."""
+    low, high = cell.span
+    if cell.world is World.SAME:
+        nonzero = {END_K, START_Q} if low > 0 else {END_Q, START_K} if high < 0 else set()
+    else:
+        nonzero = {_IDS} if cell.world in (World.DIFFERENT, World.ADJACENT) else set()
+    return len(form) == 1 and set(form) <= nonzero
+
+
+def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:
+    return -_highest({t: -c for t, c in form.items()}, spans), _highest(form, spans)
+
+
+def _highest(form: Linear, spans: Mapping[Expr, Span]) -> float:
+    """The largest value of `form`, over rows of all lengths T from `_MIN_TOKENS` on.
+
+    It is bounded by e·T + c: indices and positions end at T - 1, so each adds its coefficient to e and takes it off c.
+    """
+    per_token, constant = 0.0, 0.0
+    for term, coefficient in form.items():
+        c = float(coefficient)
+        if term == TOKENS:
+            per_token += c
+            continue
+        low, high = spans.get(term, EVERYTHING)
+        edge = high if c > 0 else low
+        if math.isinf(edge) and (term == D or (term in _IN_ROW and (low, high) != EVERYTHING)):
+            # Indices reach T - 1; distances reach T - 1 either way.
+            per_token += abs(c)
+            constant -= abs(c)
+        else:
+            constant += c * edge
+    return constant + (_MIN_TOKENS * per_token if per_token <= 0 else math.inf)

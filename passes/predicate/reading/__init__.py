@@ -1,0 +1,1 @@
+"""The row's tokens, documents and chunks in a mask's terms."""

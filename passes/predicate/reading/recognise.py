@@ -1,0 +1,144 @@
+"""Recognise the row's tokens in a mask's symbolic value: their index, their position, the document that holds them.
+
+    term                                   packing      is read as
+    q                                      any          Q, the query's index
+    floor(q / 4)                           any          CQ, the number of the query's chunk of 4 tokens
+    position_ids(b, k)                     PositionIds  PK, the key's position
+    doc_ids(b, q)                          DocumentIds  IQ, the id of the query's document
+    RunningSum(position_ids(b, j) == 0)    PositionIds  an Ordinal: a number that grows from document to document
+    RunningSum(input_ids(b, j - 1) == 2)   EndOfDocument  an Ordinal
+    SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
+    cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
+    RunningMax(j where a document starts)  any          the same
+
+Any other term stays what it is, with a Trouble that says why.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any, cast
+
+import sympy
+from sympy.core.function import AppliedUndef
+
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, StartOfDocument
+from cp_rewrite.passes.predicate.context import Leaf
+from cp_rewrite.passes.predicate.symbolic import ONE, TOKENS, Expr
+from cp_rewrite.passes.predicate.terms import GENERATORS, Trouble, maximal_terms
+from cp_rewrite.passes.predicate.worlds import CK, CQ, END_K, END_Q, PK, PQ, START_K, START_Q, Chunks, K, Linear, Q
+from cp_rewrite.refusal import Reason
+
+from .numberings import Numberings
+
+
+class Reader(Numberings):
+    """Turns relations between a mask's terms into relations between Q, K, PQ, … of `worlds`."""
+
+    def _term(self, term: Expr) -> Linear:
+        """One term as a sum over Q, K, PQ, …; itself, with its trouble noted, where it can't be read."""
+        if term == 1:
+            return {ONE: sympy.S.One}
+        if term == TOKENS:
+            return {TOKENS: sympy.S.One}
+        if term == self.pair.query:
+            return {Q: sympy.S.One}
+        if term == self.pair.key:
+            return {K: sympy.S.One}
+        if isinstance(term, AppliedUndef):
+            return self._read(term)
+        if isinstance(term, GENERATORS):
+            return self._generator(term) or self._trouble(term, self._generator_trouble(term))
+        if isinstance(term, sympy.floor | sympy.Mod):
+            return self._chunk_number(term) or self._trouble(term, self._plain_trouble(term))
+        return self._trouble(term, self._plain_trouble(term))
+
+    def _trouble(self, term: Expr, trouble: Trouble) -> Linear:
+        # The same thing said of the query and of the key is one trouble.
+        detail = re.sub(rf"\b{self.pair.key}\b", str(self.pair.query), trouble.detail)
+        self.troubles[term] = replace(trouble, detail=detail)
+        return {term: sympy.S.One}
+
+    def _plain_trouble(self, term: Expr) -> Trouble:
+        for symbol, name in self.pair.others.items():
+            if symbol in term.free_symbols:
+                return Trouble(Reason.MASK_WRONG_DIM, f"the mask varies with the {name}, not with tokens alone")
+        inner = [t for t in maximal_terms(term) if t != term]
+        for part in inner:
+            troubles = self.blame(part)
+            if troubles:
+                return troubles[0]
+        return Trouble(Reason.MASK_NOT_PACKED, f"a term `{term}` is no difference of indices or positions")
+
+    def _read(self, term: Any) -> Linear:
+        """A read of a leaf: the batch's own argument at the query or the key is one symbol, anything else a trouble."""
+        leaf = self.leaves.get(term.func)
+        packing = self.sharding.packing
+        assert leaf is not None
+        if leaf.trouble:
+            return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
+        if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
+            start = self._offsets.document_bound(term)
+            self.skips_end |= start is not None and PK in start and self._offsets.merges_padding(term)
+            detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
+            return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
+        if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
+            side = self._token_of(term, leaf)
+            if side is not None:
+                return self._value_at(side)
+            detail = (
+                f"{leaf.name!r} of shape {tuple(map(str, leaf.shape))} is read at [{', '.join(map(str, term.args))}], "
+                f"but its token dim is {self.sharding.tokens[leaf.name]} and its row is the attention's own row"
+            )
+            return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
+        return self._trouble(term, self._foreign(term, leaf))
+
+    def _value_at(self, side: tuple[Expr, ...]) -> Linear:
+        """What the packing's argument holds at a token, one number per token."""
+        match self.sharding.packing:
+            case DocumentIds(padding=padding):
+                return {side[2]: sympy.S.One, ONE: sympy.Integer(padding + 1)}
+            case EndOfDocument(token_id=token):
+                return {END_Q if side[0] == Q else END_K: sympy.S.One, ONE: sympy.Integer(token)}
+            case StartOfDocument(token_id=token):
+                return {START_Q if side[0] == Q else START_K: sympy.S.One, ONE: sympy.Integer(token)}
+            case _:
+                return {side[1]: sympy.S.One}
+
+    def _foreign(self, term: Any, leaf: Leaf) -> Trouble:
+        """Why a read of another tensor than the packing's is a trouble."""
+        at = {self.pair.side(i) for i in term.args}
+        if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
+            return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
+        if leaf.name.startswith("%"):
+            detail = f"the mask reads `{leaf.name[1:]}`, whose values come from the model, not from the batch"
+            return Trouble(Reason.MASK_OPAQUE, detail, leaf.node)
+        return Trouble(
+            Reason.MASK_WRONG_SOURCE,
+            f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",
+        )
+
+    def _token_of(self, term: Any, leaf: Leaf) -> tuple[Expr, ...] | None:
+        """The symbols (`Pair.side`) of the token at which a read takes the leaf, in the attention's own row."""
+        dim = self.sharding.tokens[leaf.name]
+        if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
+            return None
+        for d, index in enumerate(term.args):
+            if d != dim and not (leaf.shape[d] == 1 or index == self.pair.batch):
+                return None
+        return self.pair.side(term.args[dim])
+
+    def _chunk_number(self, term: Any) -> Linear | None:
+        """The chunk of the query or the key, x // size, or its place there, x % size, of its index or position x."""
+        x, size = cast(Any, term.args if isinstance(term, sympy.Mod) else term.args[0].as_numer_denom())
+        linear = self.linear(x) if size.is_Integer and size > 0 else {}
+        if list(linear.values()) != [1] or not set(linear) <= {Q, K, PQ, PK}:
+            return None
+        (token,) = linear
+        chunks = Chunks(int(size), token in (Q, K))
+        self.chunks = self.chunks or chunks
+        if chunks != self.chunks:
+            return None
+        number = CQ if token in (Q, PQ) else CK
+        return {number: ONE} if isinstance(term, sympy.floor) else {token: ONE, number: -size}
