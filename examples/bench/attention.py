@@ -141,6 +141,19 @@ def scaled(times: Times, ranks: int) -> Times:
     return Times(times.forward / ranks, times.backward / ranks, times.both / ranks, None, times.memory)
 
 
+def made(factory: Factory, pack: Pack, setup: Setup) -> Method | str:
+    """The method, or why it can't run, the same on all ranks. Any other error ends the run: where one rank fails later,
+    `torchrun` ends the others, which would wait for it."""
+    method, why = None, ""
+    try:
+        method = factory(pack, setup)
+    except (ValueError, ImportError) as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+    everyone: list[str] = [""] * setup.world_size
+    dist.all_gather_object(everyone, why)
+    return next((found for found in everyone if found), None) or method or why
+
+
 def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
     if setup.rank == 0:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
@@ -150,14 +163,13 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
     repeats = min(11, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
     alone = Alone(pack, setup)
     for factory in factories:
-        try:
-            method = factory(pack, setup)
+        method = made(factory, pack, setup)
+        if isinstance(method, str):
+            text = f"| {getattr(factory, '__name__', 'ours')} | can't run: {method} |"
+        else:
             capture = isinstance(method, Pushed) and method.name.startswith("balanced")
             times, ideal = measure(method, alone, repeats, capture)
             text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
-        except Exception as error:
-            # Decided alike on all ranks: these are refusals, not accidents of one rank.
-            method, text = None, f"| {getattr(factory, '__name__', 'ours')} | can't run: {str(error).splitlines()[0]} |"
         if setup.rank == 0:
             print(text, flush=True)
         del method
@@ -165,15 +177,12 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def begin(parser: argparse.ArgumentParser) -> tuple[Setup, argparse.Namespace]:
+    """The process group and what is measured; `parser` gets the options of its shape."""
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--heads-kv", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--kernel", default="fa4")
-    parser.add_argument("--only", default="", help="packs whose name holds this text")
-    parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
-    parser.add_argument("--ours", action="store_true", help="leave the others out")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -185,8 +194,18 @@ def main() -> None:
     if setup.rank == 0:
         name, count = torch.cuda.get_device_name(), setup.world_size
         print(
-            f"{count} x {name}, torch {torch.__version__}, heads {setup.heads}/{setup.heads_kv}, head dim {setup.dim}"
+            f"{count} x {name}, torch {torch.__version__}, heads {setup.heads}/{setup.heads_kv}, head dim {setup.dim}, "
+            f"kernel {setup.kernel}"
         )
+    return setup, options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="packs whose name holds this text")
+    parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
+    parser.add_argument("--ours", action="store_true", help="leave the others out")
+    setup, options = begin(parser)
     factories = OURS[:4] if options.quick else OURS if options.ours else OURS + OTHERS
     for pack in packs(setup.world_size):
         if any(text in pack.name for text in options.only.split(",")):

@@ -134,6 +134,8 @@ class Pushed(Ours):
     """Rows travel beside the kernel. `keep` keeps the expanded rows for the backward."""
 
     def __init__(self, pack: Pack, setup: Setup, layout: str, *, keep: bool = False) -> None:
+        if not capabilities(setup.kernel).overlaps_exchange:
+            raise ValueError(f"{setup.kernel} does not run beside an exchange")
         super().__init__(pack, setup, layout, "push")
         self.name = f"{layout} + push, beside the kernel{', kept' if keep else ''}"
         self.keep = keep

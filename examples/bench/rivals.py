@@ -109,6 +109,9 @@ class RingZigzag(_Autograd):
 
     def __init__(self, pack: Pack, setup: Setup) -> None:
         install_shim()
+        from ring_flash_attn import zigzag_ring_flash_attn_varlen_func
+
+        self.function: Any = zigzag_ring_flash_attn_varlen_func
         unit = 2 * setup.world_size
         local = [-(-length // unit) * 2 for length in pack.lengths]
         self.cu = torch.tensor([0, *local], device="cuda").cumsum(0).int()
@@ -118,9 +121,7 @@ class RingZigzag(_Autograd):
         super().__init__("ring-flash-attn zigzag", inputs, setup.draw(rows, setup.heads))
 
     def call(self) -> Tensor:
-        from ring_flash_attn import zigzag_ring_flash_attn_varlen_func
-
-        return zigzag_ring_flash_attn_varlen_func(*self.inputs, self.cu, self.most, causal=True, group=dist.group.WORLD)
+        return self.function(*self.inputs, self.cu, self.most, causal=True, group=dist.group.WORLD)
 
 
 class TorchContextParallel(_Autograd):
