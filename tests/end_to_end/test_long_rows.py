@@ -57,12 +57,16 @@ def test_long_rows_match_one_process(pool: Pool, row: str, mask: str, exchange: 
     *inputs, dout = inputs_of(row)
     leaves = [x.requires_grad_() for x in inputs]
     schedule, _ = make_schedule([ROWS[row]], 1, "contiguous", MASKS[mask])
+    padding = torch.from_numpy(ROWS[row].document_ids() < 0)
     alone = run_rank(*leaves, schedule, 0, Exchange("local", "", 1), Params(0.25))  # type: ignore[arg-type]
-    expected = [alone, *torch.autograd.grad(alone, leaves, dout)]
+    expected = [alone.detach().clone(), *torch.autograd.grad(alone, leaves, dout)]
     for ranks in ranks_of(exchange):
         parts = pool.run(ranks, results_on, exchange, row, mask)
         for i, name in enumerate(("out", "dq", "dk", "dv")):
             whole = torch.full_like(expected[i], torch.nan)
             for part in parts:
                 whole[part[-1]] = part[i]
+            if name == "out":  # rows of no document hold copies of others
+                assert not whole.isnan().any()
+                whole[padding], expected[i][padding] = 0, 0
             assert_close(whole, expected[i], terms=4096, what=f"{name} on {ranks} ranks")
