@@ -1,0 +1,44 @@
+"""Tries many models of `transformers`; each outcome is a JSON line.
+
+python -m tests.sweep --models LlamaForCausalLM,BertForMaskedLM --workers 2 --deadline 500 --out outcomes.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from .cases import all_cases
+from .processes import sweep
+from .trial import Outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="", help="names of classes, or kinds as in causal, encoder; default: all")
+    parser.add_argument("--workers", type=int, default=2, help="cases at once, each on two processes")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
+    parser.add_argument("--deadline", type=float, default=3600, help="seconds for all")
+    parser.add_argument("--out", type=Path, default=Path("outcomes.jsonl"))
+    options = parser.parse_args()
+    names = [name for name in options.models.split(",") if name]
+    cases = [case for case in all_cases() if not names or case.name in names or case.head in names]
+    counts: Counter[str] = Counter()
+
+    def done(outcome: Outcome) -> None:
+        counts[outcome.verdict] += 1
+        with options.out.open("a") as out:
+            out.write(json.dumps(asdict(outcome)) + "\n")
+        words = outcome.why[0].splitlines()[0][:150] if outcome.why else ""
+        print(f"{outcome.seconds:6} {outcome.name} {outcome.verdict} {words}", flush=True)
+
+    sweep(cases, options.workers, options.limit, time.monotonic() + options.deadline, done)
+    print(dict(counts), f"{len(cases)} cases")
+
+
+if __name__ == "__main__":
+    main()

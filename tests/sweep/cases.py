@@ -1,0 +1,139 @@
+"""What the sweep tries: classes of `transformers`, the batch that they get, their loss."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cp_rewrite as cp
+from tests.end_to_end.test_end_to_end import make_batch
+
+from .configs import VOCAB, class_of, small_config
+
+LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
+HEADS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "encoder": "MODEL_MAPPING_NAMES",
+    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+"""Kind of model -> the table of transformers that lists its classes by model type."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class of transformers, and whether it computes the loss itself."""
+
+    name: str
+    head: str
+    own_loss: bool = True
+
+
+class Result(NamedTuple):
+    """What a model returns."""
+
+    loss: Tensor
+
+
+class Wrapped(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """A model that is given what it takes. Its loss is its own, or computed from what it returns: logits, or hidden
+    states by a fixed projection."""
+
+    def __init__(self, model: nn.Module, own_loss: bool) -> None:
+        super().__init__()
+        self.model, self.own_loss = model, own_loss
+        parameters = inspect.signature(type(model).forward).parameters
+        self.takes = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+        if len(self.takes) < len(parameters):
+            self.takes |= {"shift_labels", "num_items_in_batch"}
+
+    def forward(self, **batch: Any) -> Result:
+        given = {name: value for name, value in batch.items() if name in self.takes}
+        if self.own_loss:
+            return Result(self.model(**given).loss)
+        targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
+        out = self.model(**{name: value for name, value in given.items() if name not in LOSS})
+        scores = out.logits if hasattr(out, "logits") else project(out[0])
+        count = batch["num_items_in_batch"] if "num_items_in_batch" in batch else (targets != -100).sum()
+        return Result(F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / count)
+
+
+LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def project(hidden: Tensor) -> Tensor:
+    """Hidden states times fixed numbers, (…, 64)."""
+    width = hidden.shape[-1]
+    rows, columns = torch.arange(width)[:, None] + 1, torch.arange(VOCAB)[None] + 1
+    return hidden @ (rows * columns).float().sin()
+
+
+def build(case: Case) -> Wrapped:
+    """The case's model, the same weights on every call."""
+    torch.manual_seed(0)
+    kind = class_of(case.name)
+    config = small_config(kind.config_class)
+    if not hasattr(config, "classifier_dropout"):  # heads have 0.1 without it
+        config.classifier_dropout = 0.0
+    model = kind(config)
+    if case.own_loss and getattr(model, "loss_type", "") is None:  # it would warn, which can't be traced
+        model.loss_type = "ForCausalLM"
+    return Wrapped(model, case.own_loss)
+
+
+def batch_of(case: Case) -> dict[str, Tensor]:
+    """What one process gets."""
+    batch = make_batch(LENGTHS, VOCAB)
+    batch["input_ids"] = batch["input_ids"].clamp(min=3)  # no padding, no end
+    takes = inspect.signature(class_of(case.name).forward).parameters
+    if "decoder_input_ids" in takes:
+        batch["decoder_input_ids"] = batch["input_ids"].roll(1, 1)
+    if case.head == "sequence":
+        batch["labels"] = torch.ones(1, dtype=torch.long)
+    if case.head == "tokens":
+        batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], batch["labels"] % 2)
+    return batch
+
+
+def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
+    tokens = dict.fromkeys([name for name, value in batch_of(case).items() if value.ndim > 1], 1)
+    return cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager")
+
+
+def shifts(case: Case) -> bool:
+    """Whether targets are the next tokens."""
+    return case.head == "causal"
+
+
+def all_cases() -> list[Case]:
+    """A case for each class that reads text alone; of model types that have a head, not the model without one."""
+    tables: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    found: dict[str, Case] = {}
+    types: set[str] = set()
+    for head, table in HEADS.items():
+        for model_type, names in getattr(tables, table).items():
+            name = names if isinstance(names, str) else names[0]
+            if head != "encoder" or model_type not in types:
+                found.setdefault(name, Case(name, head, own_loss=head != "encoder"))
+        types |= {*getattr(tables, table)}
+    return [case for case in found.values() if reads_text(case.name)]
+
+
+def reads_text(name: str) -> bool:
+    """Whether a class takes tokens, and its config has no part for anything else."""
+    try:
+        kind = class_of(name)
+        parts: dict[str, Any] = getattr(kind.config_class, "sub_configs", {})
+        takes = inspect.signature(kind.forward).parameters
+    except (ImportError, AttributeError):  # needs a package that is not installed, or has no config
+        return False
+    others = ("vision", "audio", "vq", "qformer", "acoustic")
+    return "input_ids" in takes and not any(word in part for part in parts for word in others)

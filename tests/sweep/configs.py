@@ -1,0 +1,146 @@
+"""Small configs of the models of `transformers`, by rules that hold for all of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+VOCAB = 64
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim", "embed_dim",
+           "rnn_hidden_size", "attention_hidden_size")  # fmt: skip
+_INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "d_inner", "hidden_dim", "inner_dim", "encoder_ffn_dim",
+          "decoder_ffn_dim", "ffn_hidden_size", "intermediate_size_mlp", "dense_intermediate_size",
+          "shared_intermediate_size",
+          "moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+          "expert_ffn_hidden_size", "mlp_intermediate_size", "dff", "feed_forward_size", "expert_intermediate_size",
+          "moe_ffn_hidden_size", "intermediate_dim")  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+           "num_decoder_layers",
+           "num_encoder_layers")  # fmt: skip
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
+          "num_encoder_attention_heads", "num_decoder_attention_heads")  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "num_selected_experts")
+_OTHERS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_key_value_heads": 2,
+    "n_kv_heads": 2,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "max_sequence_length": 256,
+    "original_max_position_embeddings": 256,
+    "type_vocab_size": 2,
+    "sliding_window": 7,
+    "initializer_range": 0.2,  # attention far from uniform, so that a wrong key shows
+    "init_std": 0.2,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "head_dim": 8,
+    "d_kv": 8,
+    "query_pre_attn_scalar": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "mamba_d_state": 8,
+    "mamba_d_head": 8,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_d_ssm": 64,
+    "state_size": 8,
+    "chunk_size": 8,
+    "time_step_rank": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 8,
+}
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(_WIDTHS, 32),
+    **dict.fromkeys(_INNER, 48),
+    **dict.fromkeys(_LAYERS, 2),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(_EXPERTS, 4),
+    **dict.fromkeys(_PER_TOKEN, 2),
+    **_OTHERS,
+}
+"""Field -> value, in configs that have the field."""
+
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "big_bird": {"attention_type": "original_full"},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [2, 1, 1]}}},
+    "cpmant": {"dim_head": 8, "dim_ff": 48},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.0}},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 1, "laurel_rank": 8,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2,
+                     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
+    "gptj": {"rotary_dim": 4},
+    "inkling_text": {"swa_head_dim": 8, "rel_extent": 64, "sliding_window_size": 7},
+    "jetmoe": {"kv_channels": 8},
+    "kimi_linear": {"linear_head_dim": 8},
+    "layoutlm": {"max_2d_position_embeddings": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longformer": {"attention_window": 8},
+    "longcat_flash": {"zero_expert_num": 2},
+    "luke": {"entity_vocab_size": 64, "entity_emb_size": 16},
+    "mamba2": {"head_dim": 8, "num_heads": 8, "n_groups": 1},
+    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "nemotron_h": {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8},
+    "neomme": {"head_dim": 16, "hidden_size": 64},
+    "qwen4_exp_text": {"hc_lowrank": 8, "ngram_vocab_size_base": 64},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"],
+                 "attention_head_size": 8},
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 64,
+                 "shape_vocab_size": 64},
+    "fsmt": {"src_vocab_size": 64, "tgt_vocab_size": 64, "langs": ["en", "de"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 64,
+              "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"attention_hidden_size": 64, "layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+"""Model type -> what its small config needs besides."""
+
+
+def small_config(kind: Any, **options: Any) -> Any:
+    """A config of class `kind`, its configs of parts small too; without dropout."""
+    known = kind().to_dict()
+    values = {name: value for name, value in SMALL.items() if name in known}
+    values |= {
+        name: 0.0 for name, value in known.items() if "drop" in name and (value is None or isinstance(value, float))
+    }
+    if "kv_lora_rank" in known:  # keys and values are expanded for every head
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    for name, part in getattr(kind, "sub_configs", {}).items():
+        if hasattr(part, "model_type"):
+            values[name] = small_config(part).to_dict()
+    values |= FAMILIES.get(kind.model_type, {}) | options
+    return kind(**values)
+
+
+def class_of(name: str) -> Any:
+    """A class of transformers by name."""
+    transformers: Any = importlib.import_module("transformers")
+    return getattr(transformers, name)

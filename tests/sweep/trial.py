@@ -1,0 +1,176 @@
+"""One case on one rank: build it, run it on one process, prove it, run it sharded, compare."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite.batch.active import is_part
+from cp_rewrite.refusal import Refusal, RewriteRefused
+
+from .cases import Case, batch_of, build, sharding_of, shifts
+
+LIMIT = 1e-5
+
+
+@dataclass
+class Outcome:
+    """What became of a case.
+
+    Args:
+        verdict: "right", "refused", "torch" (it can't capture the model, with us or without), "unbuilt" (the plain
+            model fails), "different", "crashed", "hung".
+        why: of all but "right".
+        loss, gradient: largest relative differences to one process.
+    """
+
+    name: str
+    head: str
+    verdict: str = ""
+    own_loss: bool = True
+    attention: str = ""
+    masks: list[str] = field(default_factory=list[str])
+    why: list[str] = field(default_factory=list[str])
+    sums: int = 0
+    loss: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""
+    seconds: float = 0.0
+
+
+class Trial:
+    """What a rank does for a case. `stage` is told what it is at."""
+
+    def __init__(self, case: Case, rank: int, mesh_of: Callable[[], DeviceMesh], stage: Callable[[str], None]) -> None:
+        self.case, self.rank, self.mesh_of, self.stage = case, rank, mesh_of, stage
+        self.outcome = Outcome(case.name, case.head, own_loss=case.own_loss)
+
+    def run(self) -> Outcome:
+        out = self.outcome
+        self.stage("plain")
+        try:
+            model = build(self.case)
+            out.attention = str(model.model.config._attn_implementation)
+            whole = self.whole_batch()
+            loss, grads = step(model, whole)
+        except Exception as error:
+            return self.ended("unbuilt", error)
+        self.stage("explain")
+        torch._dynamo.reset()
+        if self.rank == 0 and not self.proven(model, whole):
+            return out
+        self.stage("sharded")
+        torch._dynamo.reset()
+        model.zero_grad()
+        try:
+            total, sharded = self.sharded_step(model)
+        except Exception as error:
+            if isinstance(error, RewriteRefused):
+                return self.refused(error.refusals, "late: ")
+            return self.ended("crashed", error)
+        return self.compared(loss, total, grads, sharded)
+
+    def whole_batch(self) -> dict[str, Tensor]:
+        """What one process calls the model with."""
+        batch = batch_of(self.case)
+        if shifts(self.case) and not self.case.own_loss:
+            batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        return batch
+
+    def proven(self, model: nn.Module, whole: dict[str, Tensor]) -> bool:
+        """What a dry run says of it."""
+        out = self.outcome
+        sharding, batch = sharding_of(self.case, 2), batch_of(self.case)
+        try:
+            report = cp.explain(model, sharding, shift_labels=shifts(self.case))(**batch)
+        except Exception as error:
+            plain = plain_capture(model, whole)
+            self.ended("crashed" if plain is None else "torch", error if plain is None else plain)
+            return False
+        out.masks = [*dict.fromkeys(site.mask for site in report.sites)]
+        out.sums = sum(collective.bytes > 0 for collective in report.collectives)
+        if not report.ok:
+            self.refused(report.refusals)
+        return report.ok
+
+    def sharded_step(self, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+        sharding, batch = sharding_of(self.case, self.mesh_of()), batch_of(self.case)
+        compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+        with sharding.shard(batch, shift_labels=shifts(self.case)) as local:
+            loss = compiled(**local).loss
+        loss.backward()
+        cp.sum_gradients(model.parameters(), sharding)
+        total = loss.detach().clone()
+        if is_part(loss):
+            torch.distributed.all_reduce(total, group=sharding.group)
+        return float(total), gradients(model)
+
+    def compared(self, loss: float, total: float, grads: dict[str, Tensor], sharded: dict[str, Tensor]) -> Outcome:
+        out = self.outcome
+        floor = 1e-3 * max(float(g.norm()) for g in grads.values())
+        errors = {key: difference(sharded.get(key), grad, floor) for key, grad in grads.items()}
+        out.worst = max(errors, key=errors.__getitem__)
+        out.loss, out.gradient = abs(total - loss) / max(abs(loss), 1e-12), errors[out.worst]
+        out.verdict = "right" if out.loss <= LIMIT and out.gradient <= LIMIT else "different"
+        if out.verdict == "different":
+            out.why = [f"loss {loss} and {total}; {out.worst}: {out.gradient}"]
+        return out
+
+    def refused(self, refusals: Any, prefix: str = "") -> Outcome:
+        self.outcome.verdict = "refused"
+        self.outcome.why = [*dict.fromkeys(prefix + short(refusal) for refusal in refusals)]
+        return self.outcome
+
+    def ended(self, verdict: str, error: Exception) -> Outcome:
+        self.outcome.verdict = verdict
+        text = "".join(traceback.format_exception(error))
+        self.outcome.why = [f"{type(error).__name__}: {str(error)[:600]}", text[-3000:]]
+        return self.outcome
+
+
+def short(refusal: Refusal) -> str:
+    """Its place without folders, its reason and what was found."""
+    place = refusal.where.rpartition("/")[2] if "/" in refusal.where.partition(",")[0] else refusal.where
+    if "/" in refusal.where:
+        head, comma, code = refusal.where.partition(", ")
+        place = head.rpartition("/")[2] + comma + code
+    return f"{refusal.reason.name}: {place}: {refusal.detail}"
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    return float(loss.detach()), found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(actual: Tensor | None, expected: Tensor, floor: float) -> float:
+    """Relative norm error; a gradient that is zero in exact arithmetic is rounding, so norms count as `floor` at least.
+    NaN counts as infinite."""
+    if actual is None:
+        actual = torch.zeros_like(expected)
+    error = float((actual - expected).norm()) / max(float(expected.norm()), floor)
+    return error if error == error else float("inf")
+
+
+def plain_capture(model: nn.Module, batch: dict[str, Tensor]) -> Exception | None:
+    """Why torch.compile can't capture the plain model with a token count of any size; None: it can."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend="eager", fullgraph=True, dynamic=True)(**batch)
+    except Exception as error:
+        return error
+    return None
