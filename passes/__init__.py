@@ -73,10 +73,6 @@ def check_token_locality(state: State) -> State:
         state.tokens,
         refused=state.refused,
         kept=state.frame.kept,
-        tables=True,
-        padded_sums=True,
-        fixed_tokens=False,
-        resolve=state.sharding.resolve,
     )
     masked = {insert.node for insert in report.inserts}
     return replace(

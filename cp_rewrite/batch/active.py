@@ -74,10 +74,10 @@ class ActivePlan:
     """Of the batch, in this process."""
     counted: str | None = None
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    """What `shard` handed over, and what the compiled model reads instead: rows without a token hold 0 in the one, so
-    that they count in no sum that the caller masks, and copies of other rows in the other, so that what the model
-    computes of them is as valid as of those."""
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
+    one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
+    model computes of them is as valid as of those."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By mask, exchange and rank."""
@@ -128,8 +128,7 @@ class ActivePlan:
 
     def with_copies(self, args: Sequence[Any]) -> list[Any]:
         """A call's arguments, those that `shard` handed over as the compiled model reads them."""
-        copies = {id(given): filled for given, filled in self.copies}
-        return [copies.get(id(value), value) for value in args]
+        return [self.copies[id(value)][1] if id(value) in self.copies else value for value in args]
 
     def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:
         """Raise unless a call's argument, of `size` tokens at `dim`, can be this rank's part of this batch."""

@@ -170,7 +170,7 @@ def _cut_batch(
         active.refill()
         for readers in tuple(buffers.padding_readers):
             active.check_padding(readers)
-    active.copies = [(values[name], filled) for name, filled in copies.items()]
+    active.copies = {id(values[name]): (values[name], filled) for name, filled in copies.items()}
     for name, dim in tokens.items():
         number_tokens(values[name], active)
         mark_token_dim(values[name], dim)

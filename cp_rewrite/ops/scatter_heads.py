@@ -12,11 +12,11 @@ dims of qk and v.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers collectives' gradients # pyright: ignore[reportUnusedImport]
 from torch import Tensor
 from torch.library import custom_op
 
@@ -24,6 +24,7 @@ from cp_rewrite.planning.routes.head_deal import HeadDeal
 
 from . import local_rows
 
+importlib.import_module("torch.distributed._functional_collectives")  # registers collectives' gradients
 _c10d: Any = torch.ops._c10d_functional
 _ops: Any = torch.ops.cp_rewrite
 _pad: Any = torch.nn.functional.pad

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -25,9 +24,7 @@ def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:
     if not tokens.inputs or tokens.is_single:
         return None
     plain = Extents(0, 0, shape_env=shape_env)
-    count, *others = (plain.size(found.tokens) for found in tokens.inputs)
-    aliases = tuple({size for size in others if not isinstance(size, int) and size != count})
-    return Extents(count, plain.size(tokens.rows), aliases, shape_env)
+    return Extents(plain.size(tokens.inputs[0].tokens), plain.size(tokens.rows), shape_env)
 
 
 def input_state(
@@ -40,16 +37,15 @@ def input_state(
     if is_random_number(node):
         detail = "Python's random draws another number on each rank: draw it before, and pass it to the model"
         return UNKNOWN, Refusal(Reason.DROPOUT, detail, node)
+    if any(refusal.node is node for refusal in tokens.refusals):
+        return UNKNOWN, None
     found = tokens.input(node)
     if found is not None:
         return _token_rows(found, extents, sharding), None
-    if any(refusal.node is node for refusal in tokens.refusals):
-        return UNKNOWN, None
     packing = sharding.packing
-    metadata = isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg)
-    if metadata or (extents.static and (name is None or isinstance(value, torch.nn.Parameter))):
+    if isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg):
         return REPLICATED, None
-    if any(map(extents.is_made_of_tokens, value.shape)):
+    if any(map(extents.counts_tokens, value.shape)):
         called = name or node.name
         detail = (
             f"{called} has a dim as long as the tokens but is not named in tokens; add {called!r} and its token dim"

@@ -42,7 +42,7 @@ def scores_of(attention: Sequence[fx.Node], extents: Extents) -> set[fx.Node]:
 
 def _pairs_tokens(node: fx.Node, extents: Extents) -> bool:
     value = value_of(node)
-    return isinstance(value, Tensor) and sum(extents.is_made_of_tokens(size) for size in value.shape) > 1
+    return isinstance(value, Tensor) and sum(extents.counts_tokens(size) for size in value.shape) > 1
 
 
 class _Liveness:

@@ -9,7 +9,6 @@ import sympy
 import torch.fx as fx
 
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import TABLE_HINT
 from cp_rewrite.passes.locality.node.node_facts import Events
 from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
@@ -33,7 +32,6 @@ class LocalityReport:
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
-        static: the graph was captured for one token count; numbers made from it can only be guessed.
         resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
             that are taken apart for it.
     """
@@ -45,7 +43,6 @@ class LocalityReport:
     gap_sums: list[fx.Node] = field(default_factory=list[fx.Node])
     outputs: list[int | None] = field(default_factory=list[int | None])
     parts: list[bool] = field(default_factory=list[bool])
-    static: bool = False
     resolved: list[Insert] = field(default_factory=list[Insert])
     lowered: list[Lowering] = field(default_factory=list[Lowering])
 
@@ -88,24 +85,16 @@ class Findings:
         # A region that is entered twice: what it is given may have its tokens in other dims.
         self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
 
-    def report(self, tables: bool, padded_sums: bool, static: bool, resolver: Resolver) -> LocalityReport:
+    def report(self, resolver: Resolver) -> LocalityReport:
         for node in self.used:
             if node in self.indexed:
                 detail = "these positions both index the shard's rows and count the global row: make them twice"
                 self.refuse(node, Reason.POSITION_GENERATOR, detail)
-        for node in () if tables else self.tables:
-            self.refuse(node, Reason.POSITION_GENERATOR, TABLE_HINT)
-        for node in () if padded_sums else self.padded_sums:
-            detail = (
-                "sums over tokens whatever padding rows hold: multiply by a mask that is 0 there, as labels != -100 is"
-            )
-            self.refuse(node, Reason.TOKEN_MIXING, detail)
         positions = [PositionGenerator(node) for node in self.used]
-        if tables:
-            positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
+        positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
         inserts = [insert for each in self.padded_sums.values() for insert in each]
-        sums, fixed = (list(self.padded_sums), inserts, list(self.gap_sums)), static
-        found = self.refusals, positions, *sums, self.outputs, self.parts, fixed
+        sums = list(self.padded_sums), inserts, list(self.gap_sums)
+        found = self.refusals, positions, *sums, self.outputs, self.parts
         return LocalityReport(*found, resolver.inserts, resolver.lowered)
 
 

@@ -52,10 +52,6 @@ def check_locality(
     *,
     refused: Mapping[fx.Node, Site | None] | None = None,
     kept: Mapping[fx.Node, str] | None = None,
-    tables: bool = False,
-    padded_sums: bool = False,
-    fixed_tokens: bool = True,
-    resolve: bool = False,
 ) -> LocalityReport:
     """Prove that every op outside the attention of `sites` treats tokens alone, or say which does not.
 
@@ -66,31 +62,24 @@ def check_locality(
         tokens: which inputs carry tokens, unified.
         refused: attention nodes that were refused, as in `State`: nothing is said of what follows from that.
         kept: nodes whose values the next call may read -> what keeps them.
-        tables: the caller can make positions of kind `table` global; otherwise they are refused.
-        padded_sums: the caller puts the report's inserts in, and sees to it that no rank has rows without a token
-            where it names other padded sums; otherwise these sums are refused.
-        fixed_tokens: accept a graph captured for one token count. In it a number computed from the token count (a
-            window of T // 2) is a constant like any other; only plain ones (T, 1 / T, sqrt(T), log(T)) are recognised.
-        resolve: the caller does what the report says to nodes that are not the same on a shard; otherwise they are
-            refused.
     """
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None else read_extents(tokens, mode.shape_env)
     if mode is None or extents is None:
         return LocalityReport(list(tokens.refusals))
-    if extents.static and not fixed_tokens:
+    if isinstance(extents.tokens, int):
         fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
-        return LocalityReport([why_static(extents, fixed)], static=True)
+        return LocalityReport(list(tokens.refusals) or [why_static(extents, fixed)])
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
-    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites), resolve)
+    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
     walk.explained = scores_of([node for node, site in refused.items() if site is None], extents)
     with walk.runner.running():
         walk.walk_all(gm)
         output = next(iter(gm.graph.find_nodes(op="output")))
         for node, where in (kept or {}).items():
             walk.outputs.check_kept(output, node, where)
-    return walk.found.report(tables, padded_sums, extents.static, walk.resolver)
+    return walk.found.report(walk.resolver)
 
 
 class _Walk:
@@ -108,11 +97,10 @@ class _Walk:
         extents: Extents,
         mode: FakeTensorMode,
         live: set[fx.Node],
-        resolve: bool,
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        trace = Trace(extents, frozenset(sharding.local_ops), resolve, draws=sharding.random == "per_rank")
+        trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, draws=sharding.random == "per_rank")
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
         self.env: dict[fx.Node, States] = {}

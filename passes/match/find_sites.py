@@ -41,7 +41,6 @@ from .written_out import is_softmax, read_written
 
 _SDPA: frozenset[Any] = frozenset(
     {
-        torch._C._nn.scaled_dot_product_attention,  # pyright: ignore[reportAttributeAccessIssue]
         torch.nn.functional.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention.default,

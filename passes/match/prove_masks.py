@@ -113,10 +113,9 @@ class Prover:
 
     def holds_weights(self, scope: Scope, node: fx.Node) -> bool:
         """Whether a node's value comes from weights: no mask does, and tracing stops there."""
-        scope, node = resolve(scope, node)
-        if not isinstance(node, fx.Node):  # pyright: ignore[reportUnnecessaryIsInstance]
+        key = scope, found = resolve(scope, node)
+        if not isinstance(found, fx.Node):
             return False
-        key = (scope, node)
         if key not in self._weighed:
             for n in scope.gm.graph.nodes:
                 value = n.meta.get("example_value")
@@ -124,7 +123,7 @@ class Prover:
                     getattr(n.target, "__name__", n.target) not in _SHAPE_ONLY
                     and any(self.holds_weights(scope, arg) for arg in n.all_input_nodes if arg.op != "get_attr")
                 )
-                if n is node:
+                if n is found:
                     break
         return self._weighed[key]
 

@@ -95,8 +95,7 @@ def prove(
         return [Refusal(value.reason, value.detail, mask)]
     token_size = frozenset({TOKENS, *(evaluator.size(s) for s in local_tokens)})
     reader = Reader(sharding, evaluator.leaves, pair, token_size)
-    static = next((int(s) for s in local_tokens if s.is_Integer), None)
-    return decide(reader, value, static, mask)
+    return decide(reader, value, mask)
 
 
 def index_of(evaluator: Evaluator, sizes: Sequence[Expr]) -> Index:
@@ -120,12 +119,11 @@ def read_mask(tensor: SymTensor, index: Index, sizes: Sequence[Expr]) -> tuple[A
     return tensor.broadcast_at(index), pair
 
 
-def decide(reader: Reader, value: Value, static_tokens: int | None, mask: fx.Node) -> PackedMask | list[Refusal]:
+def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Refusal]:
     """Ask in every cell whether the mask keeps the key, and read a window off the answers.
 
     Args:
         value: the mask's element at (b, h, q, k).
-        static_tokens: the shard's token count, in a graph that was captured for one; else None.
         mask: the node that refusals name.
     """
     points = {0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value)))
@@ -147,23 +145,7 @@ def decide(reader: Reader, value: Value, static_tokens: int | None, mask: fx.Nod
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
     cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
-    found = PackedMask(window[1] == 0, window, packed, *cut)
-    if static_tokens is not None and (detail := _ambiguous(found, static_tokens)):
-        return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
-    return found
-
-
-def _ambiguous(mask: PackedMask, static_tokens: int) -> str:
-    """Which constant of a mask may be one, or the number of tokens, in a graph that was captured for one number."""
-    sizes = {"window": mask.window or (), "chunk": (mask.chunk,)}
-    near = [n for n, given in sizes.items() if any(s is not None and abs(s - static_tokens) <= 1 for s in given)]
-    if not near:
-        return ""
-    return (
-        f"the {near[0]} {getattr(mask, near[0])} may be the length of a shard ({static_tokens} tokens) or a constant: "
-        "the graph was captured with fixed sizes; mark the token dim dynamic (torch.compile(dynamic=True)) to tell "
-        "them apart"
-    )
+    return PackedMask(window[1] == 0, window, packed, *cut)
 
 
 def _chunk(kept: Kept) -> Chunks | None:

@@ -87,9 +87,8 @@ def start(stage: str) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[pytest.mark.slow] if stage != "exchange" else []) for stage in STAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_rank_is_named_and_the_other_ends(stage: str) -> None:
     ranks = start(stage)
     ranks[1].wait(timeout=240)

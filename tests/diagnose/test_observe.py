@@ -138,7 +138,7 @@ def test_the_hash_covers_all_sources() -> None:
     assert torch.compiler.config.cache_key_tag == ""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
         return attention._backward(ctx, 2 * dout, dlse)

@@ -90,7 +90,6 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "fsdp": (with_fsdp, "torchtitan", {}),
     "fsdp by blocks, aot": (with_fsdp_by_blocks, "llama", BLOCKS),
 }
-QUICK = ("ddp", "fsdp by blocks")
 
 
 def gradients_of(mesh: DeviceMesh, kind: str) -> dict[str, Tensor]:
@@ -100,7 +99,8 @@ def gradients_of(mesh: DeviceMesh, kind: str) -> dict[str, Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_one_process(pool: Pool, kind: str) -> None:
     expected = one_process(KINDS[kind][1])
     for found in pool.run(4, gradients_of, kind):

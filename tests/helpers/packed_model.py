@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,30 +147,17 @@ def judge(
     *,
     dynamic: bool = True,
     also_dynamic: Sequence[str] = (),
-    tables: bool = False,
-    padded_sums: bool = False,
-    fixed_tokens: bool = True,
-    resolve: bool = False,
 ) -> Verdict:
-    """Run matching and the locality check on a model's graph.
+    """Run matching and the locality check on a model's graph; what could be resolved is refused.
 
     `dynamic`: symbolic token counts, and a symbolic dim 1 of the arguments in `also_dynamic`.
-    The rest: for the locality check.
     """
 
     def look(gm: fx.GraphModule) -> Verdict:
         axis = TokenAxis.read(gm, sharding).unified()
         found = match_sites(gm, sharding, axis)
-        report = check_locality(
-            gm,
-            sharding,
-            found.sites,
-            axis,
-            refused=found.refused,
-            tables=tables,
-            padded_sums=padded_sums,
-            fixed_tokens=fixed_tokens,
-        )
+        unresolved = dataclasses.replace(sharding, resolve=False)
+        report = check_locality(gm, unresolved, found.sites, axis, refused=found.refused)
         return Verdict(found.sites, [*dict.fromkeys((*axis.refusals, *found.refusals, *report.refusals))], report)
 
     marks = {**sharding.tokens, **dict.fromkeys(also_dynamic, 1)}

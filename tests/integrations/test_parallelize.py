@@ -246,6 +246,7 @@ def outside_of_batches(mesh: DeviceMesh) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_outside_of_batches(pair: Pool) -> None:
     """Whole rows without gradients run on the plain model; with gradients they would count once per rank."""
     for errors in pair.run(2, outside_of_batches):

@@ -85,12 +85,19 @@ def gradcheck_on(mesh: DeviceMesh, exchange: str, mask: PackedMask, heads: tuple
     return gradcheck(whole, inputs(*heads))
 
 
+def is_slow(exchange: str, mask: PackedMask) -> bool:
+    return exchange in ("a2a+p2p", "a2a+all_gather") or ("a2a" in exchange and mask != MASKS[0])
+
+
 @pytest.mark.parametrize(
     ("exchange", "mask"),
-    [pytest.param(exchange, mask, marks=pytest.mark.slow if "a2a" in exchange and mask != MASKS[0] else ())
-     for exchange in EXCHANGES for mask in MASKS],
+    [
+        pytest.param(exchange, mask, marks=pytest.mark.slow if is_slow(exchange, mask) else ())
+        for exchange in EXCHANGES
+        for mask in MASKS
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_exchange(pool: Pool, exchange: str, mask: PackedMask) -> None:
     ranks = 4 if exchange.startswith("a2a+") else 2
     assert all(pool.run(ranks, gradcheck_on, exchange, mask, (2, 1), False))

@@ -112,13 +112,6 @@ def test_per_token_computation_is_proven(names: list[str], rows: int) -> None:
     assert not verdict.locality.positions
 
 
-@pytest.mark.parametrize("name", ["views", "matmuls", "constants", "experts by index", "write into new memory"])
-def test_fixed_shapes_are_proven_too(name: str) -> None:
-    verdict = judge(Mixed(LOCAL[name]), packed_batch(2), dynamic=False)
-    assert not verdict.refusals, str(verdict)
-    assert verdict.locality.static
-
-
 def test_a_mask_alone_is_not_looked_at() -> None:
     """The mask's T x T comparisons and arange are dead after the rewrite."""
     verdict = judge(PackedModel())
@@ -224,7 +217,7 @@ def test_an_annotated_input_must_have_its_token_dim(name: str, dim: int) -> None
             return super().forward(**rest) + 0 * table.sum()
 
     sharding = cp.Sharding(4, {**TOKENS, name: dim}, cp.DocumentIds("doc_ids"))
-    verdict = judge(TwoInputs(), {**packed_batch(), "table": torch.ones(3, 3)}, sharding, dynamic=False)
+    verdict = judge(TwoInputs(), {**packed_batch(), "table": torch.ones(3, 3)}, sharding)
     assert any(r.reason is cp.Reason.TOKEN_INPUT and name in r.detail for r in verdict.refusals), str(verdict)
 
 
@@ -255,10 +248,8 @@ class PaddedSum(PackedModel):
         return logits.square().sum() / num_items
 
 
-def test_tables_of_positions_are_refused_or_reported() -> None:
-    (refusal,) = judge(Table()).refusals
-    assert refusal.reason is cp.Reason.POSITION_GENERATOR
-    report = judge(Table(), tables=True).locality
+def test_tables_of_positions_are_reported() -> None:
+    report = judge(Table()).locality
     assert not report.refusals
     (position,) = report.positions
     assert (position.kind, position.dim) == ("table", 1)
@@ -269,7 +260,7 @@ def test_a_table_is_taken_by_a_slice_alone() -> None:
         def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return self.embed(input_ids) + self.places[0, : input_ids.shape[1], None].sum(1)
 
-    (refusal,) = judge(Both(), tables=True).refusals
+    (refusal,) = judge(Both()).refusals
     assert refusal.reason is cp.Reason.POSITION_GENERATOR
 
 
@@ -278,16 +269,13 @@ def test_a_dim_cut_to_the_token_count_is_refused() -> None:
     assert verdict.reasons == {"POSITION_GENERATOR"}
 
 
-def test_graphs_of_fixed_shapes_can_be_refused() -> None:
-    (refusal,) = judge(PackedModel(), dynamic=False, fixed_tokens=False).refusals
+def test_graphs_of_fixed_shapes_are_refused() -> None:
+    (refusal,) = judge(PackedModel(), dynamic=False).refusals
     assert refusal.reason is cp.Reason.TOKEN_INPUT
-    assert not judge(PackedModel(), fixed_tokens=False).refusals
 
 
-def test_sums_over_padding_are_refused_or_reported() -> None:
-    (refusal,) = judge(PaddedSum()).refusals
-    assert "padding rows" in refusal.detail
-    report = judge(PaddedSum(), padded_sums=True).locality
+def test_sums_over_padding_are_reported() -> None:
+    report = judge(PaddedSum()).locality
     assert not report.refusals
     assert len(report.padded_sums) == 1
 
@@ -330,7 +318,7 @@ SUMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_over_tokens_of_no_document_are_reported(name: str) -> None:
     each, counts = SUMS[name]
-    report = judge(Summed(each), padded_sums=True).locality
+    report = judge(Summed(each)).locality
     assert not report.refusals
     assert [node.target for node in report.gap_sums] == ["sum"] * counts
 
@@ -343,11 +331,11 @@ class SummedBlock(nn.Module):
 def test_a_blocks_arguments_were_attended() -> None:
     batch = {"input_ids": torch.ones(1, 14, dtype=torch.long), "hidden_states": torch.ones(1, 14, WIDTH)}
     blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
-    report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"], padded_sums=True).locality
+    report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"]).locality
     assert len(report.padded_sums) == 2
     assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.gap_sums] == [True]
     given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
-    assert not judge(SummedBlock(), batch, given, padded_sums=True).locality.gap_sums
+    assert not judge(SummedBlock(), batch, given).locality.gap_sums
 
 
 class CountedInPython(PackedModel):

@@ -90,7 +90,7 @@ def step_of_rank(mesh: DeviceMesh, batch: dict[str, Tensor]) -> tuple[dict[str, 
     return {name: x.numpy() for name, x in parts.items()}, grads
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sums_are_those_of_one_process(pool: Pool, rows: int) -> None:
     batch = packed_batch(rows, 13)
     batch["labels"] = batch["labels"].clamp(min=0)

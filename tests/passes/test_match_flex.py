@@ -76,7 +76,14 @@ def whole_blocks(blocks: BlockMask, _: Tensor) -> BlockMask:
     )
 
 
-@pytest.mark.parametrize("change", [as_is, without_last_block, whole_blocks])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(as_is, marks=pytest.mark.slow),
+        without_last_block,
+        pytest.param(whole_blocks, marks=pytest.mark.slow),
+    ],
+)
 def test_lists_of_blocks_are_compared_on_the_first_call(change: Callable[..., BlockMask]) -> None:
     sharding = cp.Sharding(1, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="eager")
     torch._dynamo.reset()

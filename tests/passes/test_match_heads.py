@@ -26,12 +26,11 @@ def expand_reshape(x: Tensor) -> Tensor:
     return x[:, :, None].expand(b, h, 3, t, d).reshape(b, h * 3, t, d)
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(
     "expand", [expand_reshape, lambda x: x.repeat_interleave(3, dim=1), lambda x: torch.repeat_interleave(x, 3, 1)]
 )
-def test_expanded_heads_are_taken_back(expand: Callable[[Tensor], Tensor], dynamic: bool) -> None:
-    site = the_site(grouped(expand), dynamic=dynamic)
+def test_expanded_heads_are_taken_back(expand: Callable[[Tensor], Tensor]) -> None:
+    site = the_site(grouped(expand))
     assert (site.key.name, site.value.name) == ("k", "v")
     assert site.key.meta["example_value"].shape[1] == 2
 

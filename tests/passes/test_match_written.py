@@ -109,9 +109,8 @@ SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks,
 
 
 @pytest.mark.parametrize("attend", SPELLINGS)
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_spellings_are_read(attend: Attention, dynamic: bool) -> None:
-    site = the_site(Written(attend), dynamic=dynamic)
+def test_spellings_are_read(attend: Attention) -> None:
+    site = the_site(Written(attend))
     assert site.mask == (PackedMask(window=(2, 0)) if attend is two_masks else PackedMask())
     assert site.scale == (1.0 if attend is scaled_queries else 0.5)
     assert site.softcap == pytest.approx(3.0 if attend is capped else 0.0)

@@ -26,9 +26,9 @@ GROUPS = groups(REFUSED)
 
 
 @functools.cache
-def verdict_of(names: tuple[str, ...], dynamic: bool = True) -> Verdict:
+def verdict_of(names: tuple[str, ...]) -> Verdict:
     batch = packed_batch(getattr(MUTANTS[names[0]], "rows", 1))
-    return judge(build(names), batch, dynamic=dynamic, tables=True, padded_sums=True)
+    return judge(build(names), batch)
 
 
 def check_refused(name: str, verdict: Verdict) -> None:
@@ -42,14 +42,11 @@ def test_mutant_is_refused_with_its_reason_and_line(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_mutant_alone_is_refused(name: str, dynamic: bool) -> None:
-    if dynamic and (len(GROUPS[name]) == 1 or getattr(MUTANTS[name], "bakes_size", False)):
+def test_mutant_alone_is_refused(name: str) -> None:
+    if len(GROUPS[name]) == 1 or getattr(MUTANTS[name], "bakes_size", False):
         pytest.skip("it was alone before, or has no such graph")
-    if not dynamic and getattr(MUTANTS[name], "dynamic_only", False):
-        pytest.skip("a number computed from a fixed token count can't be told from a constant")
-    check_refused(name, verdict_of((name,), dynamic))
+    check_refused(name, verdict_of((name,)))
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if getattr(MUTANTS[name], "bakes_size", False)])
@@ -107,7 +104,7 @@ def check_right(pool: Pool, names: tuple[str, ...], batch: dict[str, Tensor]) ->
 @pytest.mark.parametrize("name", PADDING)
 def test_mutant_counts_no_row_without_a_token(pool: Pool, name: str) -> None:
     mutant = MUTANTS[name]
-    verdict = judge(mutant(), tables=True, padded_sums=True)
+    verdict = judge(mutant())
     assert not verdict.refusals
     assert any(mutant.line in (insert.node.stack_trace or "") for insert in verdict.locality.inserts)
     batch = packed_batch(tokens=13)

@@ -46,17 +46,14 @@ def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options
     return [*found.sites, *tokens.refusals, *found.refusals]
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
-def test_every_spelling_means_what_it_says(spelling: Spelling, dynamic: bool) -> None:
+def test_every_spelling_means_what_it_says(spelling: Spelling) -> None:
     def model(**batch: Tensor) -> Tensor:
         return attend(spelling.mask, **batch)
 
-    found = match_model(model, annotate(spelling.packing), dynamic=dynamic)
+    found = match_model(model, annotate(spelling.packing))
     assert found
     meanings = [f.mask if isinstance(f, Site) else f.reason for f in found]
-    if not dynamic and spelling.mask.__name__ == "window_of_half_the_row":
-        pytest.skip("a half of a fixed length is a constant like any other")
     assert set(meanings) == {spelling.means}
 
 
@@ -116,21 +113,6 @@ def test_all_reasons_at_once() -> None:
 
     reasons = {f.reason for f in match_model(model, annotate(DOCUMENTS)) if isinstance(f, Refusal)}
     assert reasons == {Reason.MASK_UNSUPPORTED_OP, Reason.MASK_WRONG_SOURCE}
-
-
-def test_a_window_as_long_as_a_fixed_shard_is_ambiguous() -> None:
-    def mask(**batch: Tensor) -> Tensor:
-        i, ids = torch.arange(12), batch["doc_ids"]
-        near = (i[:, None] >= i[None, :]) & (i[:, None] - i[None, :] < 12)
-        return near & (ids[:, None, :, None] == ids[:, None, None, :])
-
-    def model(**batch: Tensor) -> Tensor:
-        return attend(mask, **batch)
-
-    (refusal,) = match_model(model, annotate(DOCUMENTS), dynamic=False)
-    assert isinstance(refusal, Refusal)
-    assert refusal.reason is Reason.MASK_NOT_PACKED
-    assert "dynamic" in refusal.detail
 
 
 def test_padding_between_documents_needs_causality() -> None:

@@ -132,19 +132,14 @@ def sharded(mesh: DeviceMesh, case: str, inner: Any) -> tuple[float, dict[str, T
     return float(total), grads
 
 
-QUICK = {
-    "checkpointed": "aot_eager",
-    "nested, only attention": "aot_eager",
-    "sdpa_kernel": "eager",
-    "windows": "eager",
-}
-"""What runs in the default suite, and how: ahead-of-time compilation matters to what a region keeps and returns."""
-SLOW = [case for case in CASES if QUICK.get(case) != "aot_eager"]
-
-
 @pytest.mark.parametrize(
     ("case", "inner"),
-    [*QUICK.items(), *(pytest.param(case, "aot_eager", marks=pytest.mark.slow) for case in SLOW)],
+    [
+        ("sdpa_kernel", "eager"),
+        ("windows", "eager"),
+        # Ahead-of-time compilation matters to what a region keeps and returns.
+        *(pytest.param(case, "aot_eager", marks=pytest.mark.slow) for case in CASES),
+    ],
 )
 def test_attention_is_found_and_right_wherever_it_hides(pool: Pool, case: str, inner: str) -> None:
     model = build(case)

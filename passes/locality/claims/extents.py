@@ -17,28 +17,17 @@ from .dims import Axis, B, Dim, Dims, Factor, Mixes, Order, Size, T, name, short
 
 @dataclass(frozen=True)
 class Extents:
-    """Sizes of the axes in this graph. `tokens` and `batch` may be symbols or, in a graph of fixed shapes, numbers.
-
-    `aliases` are other symbols for the token count: with `mark_dynamic` each argument brings its own.
-    """
+    """Sizes of the axes in this graph."""
 
     tokens: Size
     batch: Size
-    aliases: tuple[sympy.Expr, ...] = ()
     shape_env: Any = None
-
-    @property
-    def static(self) -> bool:
-        """The graph was captured for one token count, so numbers made from it can't be told from constants."""
-        return isinstance(self.tokens, int)
 
     def size(self, value: Any) -> Size:
         """A size as a number or an expression in one symbol for the token count."""
         if isinstance(value, int):
             return int(value)
         expr = simplified(self.shape_env, expression(value))
-        if self.aliases:
-            expr = expr.xreplace(dict.fromkeys(self.aliases, self.tokens))
         return int(expr) if expr.is_Integer else expr
 
     def of(self, factor: Factor) -> Size:
@@ -47,16 +36,11 @@ class Extents:
         return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
 
     def counts_tokens(self, value: Any) -> bool:
-        """Whether a number of the graph was made from the token count."""
-        if not hasattr(value, "node") or self.static:
+        """Whether a number of the graph, or a size, was made from the token count."""
+        if not hasattr(value, "node"):
             return False
         expr = self.size(value)
         return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
-
-    def is_made_of_tokens(self, value: Any) -> bool:
-        """Whether a size is the token count, or made from it."""
-        size = self.size(value)
-        return size == self.tokens if isinstance(size, int) else self.tokens in size.free_symbols
 
     def label(self, sizes: Sequence[Size]) -> Dims | None:
         """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,11 +20,6 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
 from .node_facts import NodeFacts
-
-DYNAMIC_HINT = (
-    "the graph was captured for one fixed number of tokens, so this may be the token count of the shard: "
-    "mark the token dim dynamic (torch._dynamo.mark_dynamic) to tell them apart"
-)
 
 
 @dataclass
@@ -123,18 +117,12 @@ class Call:
                     Reason.POSITION_GENERATOR,
                 )
 
-    def check_literals(self, *values: Any) -> None:
-        """In a graph of fixed shapes, numbers that look like the token count are refused: they may be it."""
-        for value in tree_leaves(values) if self.extents.static else ():
-            if isinstance(value, int | float) and not isinstance(value, bool) and _made_from(value, self.extents):
-                raise Mixes(f"{self.name} uses the number {value}; {DYNAMIC_HINT}", Reason.POSITION_GENERATOR)
-
 
 def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
     """What every rule's result must keep: dims are as long as their axes, and no other dim has T in its size."""
     extents = call.extents
     dims = state.dims if isinstance(state, Rows) else [None] * tensor.ndim
-    if not isinstance(state, Rows) and (extents.static or state is UNKNOWN):
+    if state is UNKNOWN:
         return
     for dim, size in zip(dims, call.sizes(tensor), strict=True):
         if dim is not None:
@@ -168,18 +156,6 @@ def op_name(func: OpOverload) -> str:
 
 def _default(argument: Any) -> Any:
     return argument.default_value if argument.has_default_value() else None
-
-
-def _made_from(value: float, extents: Extents) -> bool:
-    """Whether a number of a graph of fixed shapes is T, T - 1, 1 / T, a root or a logarithm of T, or so of B·T."""
-    counts = {int(extents.tokens)}
-    if isinstance(extents.batch, int):
-        counts.add(int(extents.tokens) * extents.batch)
-    for n in counts:
-        made = (n, n - 1, 1 / n, n**0.5, n**-0.5, math.log(n), math.log2(n), math.log10(n))
-        if n > 2 and any(math.isclose(abs(value), number, rel_tol=1e-12) for number in made):
-            return True
-    return False
 
 
 METADATA = frozenset(

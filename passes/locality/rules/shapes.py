@@ -193,13 +193,11 @@ def filled_like(call: Call) -> TensorState:
 def _check_number(call: Call, value: Any) -> None:
     """A tensor may not be filled with the token count, or with what looks like it in a graph of fixed shapes."""
     call.check_numbers(value)
-    call.check_literals(value)
 
 
 def arange(call: Call) -> TensorState:
     """`arange` over all tokens stands for positions; its node is noted, to be made global if its values are used."""
     sizes = call.sizes(call.outs[0])
-    call.check_literals(call.arg("step"))
     dims = _several_per_token(call, sizes[0]) or call.extents.label(sizes)
     if dims is None:
         call.check_numbers()
@@ -228,12 +226,8 @@ def _note_positions(call: Call, dims: Dims) -> Any:
 def _several_per_token(call: Call, size: Size) -> Dims | None:
     """Dims of `arange` over k entries of each token, (B, T, k) in one dim; such indices are never positions."""
     extents = call.extents
-    tokens: Any = extents.tokens * extents.batch  # type: ignore[operator]
-    if extents.static:
-        several = size // tokens if size % tokens == 0 else None  # type: ignore[operator]
-    else:
-        several = size / tokens  # type: ignore[operator]
-    if several is None or several in (0, 1) or not getattr(several, "is_Integer", isinstance(several, int)):
+    several: Any = size / (extents.tokens * extents.batch)  # type: ignore[operator]
+    if several in (0, 1) or not several.is_Integer:
         return None
     axis: Sequence[Any] = (T,) if extents.batch == 1 else (B, T)
     return ((*axis, int(several)),)

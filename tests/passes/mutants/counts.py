@@ -18,7 +18,7 @@ class WithTable(PackedModel):
 
 
 class RowOfLength(WithTable):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "self.table[length - 1 :", True
+    reason, line = "POSITION_GENERATOR", "self.table[length - 1 :"
 
     def mix(self, h: Tensor) -> Tensor:
         length = h.shape[1]
@@ -26,49 +26,49 @@ class RowOfLength(WithTable):
 
 
 class NarrowedAtLength(WithTable):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "self.table.narrow", True
+    reason, line = "POSITION_GENERATOR", "self.table.narrow"
 
     def mix(self, h: Tensor) -> Tensor:
         return h + self.table.narrow(0, h.shape[1], 1)
 
 
 class FeaturesAtLength(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "h.narrow", True
+    reason, line = "POSITION_GENERATOR", "h.narrow"
 
     def mix(self, h: Tensor) -> Tensor:
         return h + h.narrow(-1, h.shape[1] % 5, 3).sum(-1, keepdim=True)
 
 
 class RolledByLength(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "h.roll", True
+    reason, line = "POSITION_GENERATOR", "h.roll"
 
     def mix(self, h: Tensor) -> Tensor:
         return h + h.roll(h.shape[1] % 5, -1)
 
 
 class NthByLength(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "h.kthvalue", True
+    reason, line = "POSITION_GENERATOR", "h.kthvalue"
 
     def mix(self, h: Tensor) -> Tensor:
         return h + h.kthvalue(h.shape[1] % 5 + 1, -1, keepdim=True).values
 
 
 class ScatteredLength(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "scatter", True
+    reason, line = "POSITION_GENERATOR", "scatter"
 
     def mix(self, h: Tensor) -> Tensor:
         return h + torch.zeros_like(h).scatter(-1, h.topk(2, -1).indices, 1.0 / h.shape[1])
 
 
 class LengthAtMost(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "min(", True
+    reason, line = "POSITION_GENERATOR", "min("
 
     def mix(self, h: Tensor) -> Tensor:
         return h * min(h.shape[1], 512)
 
 
 class LengthReturned(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "labels.flatten()", True
+    reason, line = "POSITION_GENERATOR", "labels.flatten()"
     alone = True  # who returns the number is not seen in the line where it was first asked for
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
@@ -78,7 +78,7 @@ class LengthReturned(PackedModel):
 class ScaledByLength(PackedModel):
     """Attention by hand, with a scale of the shard's length."""
 
-    reason, line, dynamic_only = "KERNEL", "q @ k.mT", True
+    reason, line = "KERNEL", "q @ k.mT"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         assert mask is not None

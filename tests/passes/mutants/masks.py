@@ -98,7 +98,7 @@ class ChunkedOffByOne(MaskModel):
 
 
 class LengthTerm(MaskModel):
-    reason, line, dynamic_only = "MASK_", "", True
+    reason, line = "MASK_", ""
 
     def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor | None:
         index = index_of(doc_ids)

@@ -156,7 +156,7 @@ class FilledWithLength(PackedModel):
 
 
 class LengthDependentBase(PackedModel):
-    reason, line, dynamic_only = "POSITION_GENERATOR", "base", True
+    reason, line = "POSITION_GENERATOR", "base"
 
     def angles(self, h: Tensor, position_ids: Tensor) -> Tensor:
         base = 10000.0 * h.shape[1] / 8
