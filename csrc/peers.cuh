@@ -24,13 +24,28 @@ constexpr u32 SPAN = 32 * IN_FLIGHT;  // chunks that a warp moves in one go
 
 constexpr u64 HEADER = 1024;  // bytes of flags, before the rows
 constexpr u32 MAX_RANKS = 32;
-// Calls done; blocks done with part 1 or 2 of this call; calls that the main stream has started.
-enum Word { CALLS, PART, STARTED = 3 };
+// Calls done; calls that the main stream has started; blocks that have come to each signal of this call.
+enum Word { CALLS, STARTED, BLOCKS };
 // A push has the first three, a return the last two: each has memory of its own.
 //   ARRIVED     the rank's expanded rows may be overwritten      WRITTEN   its gradients of expanded rows are there
 //   SENT_EARLY  the rows that peers need at once are there       LEFT      it has read all gradients of this call
 //   SENT        all its rows are there
-enum Flag { ARRIVED, SENT_EARLY, SENT, WRITTEN = 0, LEFT = 1 };
+//   SENT_STAGE  and those after it: the heads of stage 0, 1, … of its rows are there, but for the last stage's (SENT)
+enum Flag { ARRIVED, SENT_EARLY, SENT, SENT_STAGE, WRITTEN = 0, LEFT = 1 };
+
+// Heads [from, to) of the `heads` of a row, which is k_width chunks of k, then those of v.
+struct Columns {
+  u32 k_from, k_count, v_from, count;
+  __device__ __forceinline__ Columns(u32 heads, u32 from, u32 to, u32 k_width, u32 width) {
+    const u32 k_head = k_width / heads, v_head = (width - k_width) / heads;
+    k_from = from * k_head;
+    k_count = (to - from) * k_head;
+    v_from = k_width + from * v_head;
+    count = k_count + (to - from) * v_head;
+  }
+  // Where in a row the c-th chunk of these heads is.
+  __device__ __forceinline__ u32 at(u32 c) const { return c < k_count ? k_from + c : v_from + (c - k_count); }
+};
 
 struct Peers {
   const u64* addresses;  // of every rank's symmetric memory
@@ -64,10 +79,10 @@ struct Peers {
       if (ranks >> p & 1) wait(kind, p, call);
   }
 
-  // Every block calls this at the end of part 1 or 2. True in one thread of the last block, which then sees what all
-  // blocks have written.
-  __device__ __forceinline__ bool last_block(int part) const {
-    u32* done = state + PART + part - 1;
+  // Every block calls this before signal 0, 1, … of a call. True in one thread of the last block, which then sees what
+  // all blocks have written.
+  __device__ __forceinline__ bool last_block(u32 signal) const {
+    u32* done = state + BLOCKS + signal;
     __syncthreads();
     if (threadIdx.x) return false;
     __threadfence_system();

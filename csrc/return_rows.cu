@@ -6,6 +6,8 @@
 // Local rows [source, source + count) were read in place: dk and dv hold their gradient already, and it is added first.
 // What is summed is of DTYPE, or MXINT15 (`rows.cuh`); the results are of DTYPE.
 //
+// One launch sums the gradients of heads [from, to) of `heads`.
+//
 // All ranks have written their gradients when this starts: a `signal_wait.cu` before has waited for that.
 #include "peers.cuh"
 
@@ -34,9 +36,10 @@ struct Gradients {
 };
 
 __device__ __forceinline__ void sum_row(
-    const Peers& peers, const Gradients& grads, const i64* holders, int begin, int end, u32 row, u32 lane) {
+    const Peers& peers, const Gradients& grads, const Columns& part, const i64* holders, int begin, int end, u32 row,
+    u32 lane) {
   const u32 width = grads.width;
-  for (u32 c0 = lane; c0 < width; c0 += SPAN) {
+  for (u32 c0 = lane; c0 < part.count; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
 #pragma unroll
     for (int u = 0; u < IN_FLIGHT; ++u)
@@ -45,7 +48,7 @@ __device__ __forceinline__ void sum_row(
     if (grads.in_place(row)) {
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) accumulate_part(*grads.at(row, c0 + 32 * u), sum[u]);
+        if (c0 + 32 * u < part.count) accumulate_part(*grads.at(row, part.at(c0 + 32 * u)), sum[u]);
     }
     for (int j = begin; j < end; ++j) {
       const i64 holder = holders[j];
@@ -53,25 +56,26 @@ __device__ __forceinline__ void sum_row(
       chunk held[IN_FLIGHT];
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) held[u] = load_once(from + c0 + 32 * u);
+        if (c0 + 32 * u < part.count) held[u] = load_once(from + part.at(c0 + 32 * u));
 #pragma unroll
       for (int u = 0; u < IN_FLIGHT; ++u)
-        if (c0 + 32 * u < width) accumulate_part(held[u], sum[u]);
+        if (c0 + 32 * u < part.count) accumulate_part(held[u], sum[u]);
     }
 #pragma unroll
     for (int u = 0; u < IN_FLIGHT; ++u) {
       const u32 c = c0 + 32 * u;
-      if (c < width) *grads.at(row, c) = rounded(sum[u]);
+      if (c < part.count) *grads.at(row, part.at(c)) = rounded(sum[u]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source,
-    u32 count, const u64* addresses, u32* state, int rank, int world) {
+    u32 count, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world) {
   const Peers peers = {addresses, state, rank, world};
   const u32 call = peers.call();
   const Gradients grads = {dk, dv, width, k_width, source, count};
+  const Columns columns(heads, from, to, k_width, width);
   const Share mine;
   for (u32 batch = mine.first; batch * BATCH < rows; batch += mine.step) {
     const u32 candidate = batch * BATCH + mine.lane;
@@ -87,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     u32 todo = __ballot_sync(0xffffffffu, there && remote == mine.remote);
     for (; todo; todo &= todo - 1) {
       const int at = __ffs(todo) - 1;
-      const int from = __shfl_sync(0xffffffffu, begin, at), to = __shfl_sync(0xffffffffu, end, at);
-      sum_row(peers, grads, holders, from, to, batch * BATCH + at, mine.lane);
+      const int start = __shfl_sync(0xffffffffu, begin, at), stop = __shfl_sync(0xffffffffu, end, at);
+      sum_row(peers, grads, columns, holders, start, stop, batch * BATCH + at, mine.lane);
     }
   }
-  if (peers.last_block(1)) {
+  if (peers.last_block(0)) {
     peers.signal(LEFT, call);
     state[CALLS] = call;
   }

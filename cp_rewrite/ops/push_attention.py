@@ -9,6 +9,8 @@ Keys that lie side by side in the local rows are read in place (`planning/routes
     backward    own rows, sums of out * dout | kernel | rounding of dq
                 rows of peers                |        | gradients go home
 
+Where rows travel longer than that, they and the kernel run in stages of heads (`push_stages.py`).
+
 Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
 
 Only for kernels whose `Capabilities` say `overlaps_exchange`; others exchange first (`packed_attention`). Results are
@@ -37,6 +39,7 @@ from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
 
+from . import push_stages
 from .local_rows import split_kv
 from .merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
 from .one_sided import zero_others
@@ -74,6 +77,9 @@ def pushed_attention(
     in_place = slice(at.source, at.source + at.early + at.whole)
     keys = near = k[in_place], v[in_place]
     kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
+    if len(sizes := push_stages.forward_sizes(q, k, v, x)) > 1:
+        out, lse = push_stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes)
+        return *_finished(out, lse, tables, sinks), kv
     if int(x.capacity):
         with nvtx("exchange"):
             push = _push(k, v, x, peers.FEW_BLOCKS, group, side, 0 if keep_kv else at.early)
@@ -92,8 +98,13 @@ def pushed_attention(
         out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(x.capacity):
         main.wait_stream(side)
+    return *_finished(out, lse, tables, sinks), kv
+
+
+def _finished(out: Tensor, lse: Tensor, tables: Tables, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """With sinks, and rows of no document filled."""
     out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    return (fill_gaps(out, lse) if has_gaps(tables, q.shape[0]) else out), lse, kv
+    return (fill_gaps(out, lse) if has_gaps(tables, out.shape[0]) else out), lse
 
 
 @pushed_attention.register_fake
@@ -136,6 +147,8 @@ def pushed_attention_backward(
     here = slice(at.source, at.source + at.whole)
     if not int(x.capacity):
         return _backward_in_place(run, k, v, here, x.holder_ptr)
+    if len(sizes := push_stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
+        return push_stages.backward(dout, q, k, v, kv, out, lse, tables, params, x, kernel, group, sizes)
     main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
     mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
     if kv is None:
@@ -154,7 +167,7 @@ def pushed_attention_backward(
     if at.whole:
         sums.extend(y.new_empty(y.shape) for y in (k, v))
         keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
-        holder_ptr = _csr_part(x.holder_ptr, here)
+        holder_ptr = push_stages.csr_part(x.holder_ptr, here)
         overlap = BackwardOverlap(grads, gradients_written=send_home, mxint15=mxint15, holder_ptr=holder_ptr)
     else:
         keys, grads = (split_kv(y, k.shape[1], k.shape[2], v.shape[2]) for y in (kv, rows))
@@ -171,13 +184,10 @@ def _backward_in_place(
     written in place too."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     zero_others((dk, dv), here)
-    dq = run((k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=_csr_part(holder_ptr, here)))
+    dq = run(
+        (k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=push_stages.csr_part(holder_ptr, here))
+    )
     return dq, dk, dv
-
-
-def _csr_part(ptr: Tensor, here: slice) -> Tensor:
-    """The part of a CSR index that is of rows `here`."""
-    return ptr[here.start : here.stop + 1]
 
 
 def _push(

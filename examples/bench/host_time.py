@@ -58,6 +58,7 @@ class Step:
     """Forward and backward of a compiled model on one batch."""
 
     def __init__(self, layers: int, lengths: tuple[int, ...], setup: Setup, mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)  # the same on all ranks
         model = Attention(layers, setup.heads, setup.heads_kv, setup.dim).to("cuda", setup.dtype)
         names, kernel = {"x": 1, "doc_ids": 1}, cast("cp.sharding.Kernel", setup.kernel)
         self.sharding = cp.Sharding(mesh, names, cp.DocumentIds("doc_ids"), kernel=kernel)

@@ -8,7 +8,7 @@ import pytest
 
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.flash import fa4_internals
-from cp_rewrite.kernels.peers import FEW_BLOCKS, WHOLE_GPU, return_gradients
+from cp_rewrite.kernels.peers import BESIDE, FEW_BLOCKS, SHAPE, WHOLE_GPU
 from tests.helpers import amount
 
 pytestmark = pytest.mark.long
@@ -25,8 +25,12 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
     "merge_steps.cu": [((DTYPES[2], "1"), ("ACCESS", str(n))) for n in (4, 16)],
     "signal_wait.cu": [()],
     "push_rows.cu": [shape.macros for shape in (WHOLE_GPU, FEW_BLOCKS)],
-    "return_rows.cu": [((dtype, "1"), *return_gradients.SHAPE.macros) for dtype in DTYPES]
-    + [((dtype, "1"), *cuda.MXINT15, *return_gradients.SHAPE.macros) for dtype in DTYPES[:2]],
+    "return_rows.cu": [
+        ((dtype, "1"), *mxint15, *shape.macros)
+        for shape in (SHAPE, BESIDE)
+        for mxint15 in ((), cuda.MXINT15)
+        for dtype in DTYPES[: 2 if mxint15 else 3]
+    ],
     "round_sums.cu": [
         ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
         for dtype in DTYPES[:2]

@@ -19,6 +19,7 @@ from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops import push_stages
 from cp_rewrite.ops.local_rows import as_rows, split_kv
 from cp_rewrite.ops.merge import fill_gaps
 from cp_rewrite.ops.one_sided import push_kv, return_kv
@@ -122,6 +123,7 @@ OVERLAPPED: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
     ([1500, 100, 4000, 2700, 1200], "contiguous", PackedMask(), (8, 2)),  # in place at the end of a rank's rows
     ([700] * 9 + [1234], "balanced", PackedMask(), (8, 2)),
     ([100] * 40 + [1100], "contiguous", PackedMask(), (16, 4)),  # few rows: no cut
+    ([16384], "balanced", PackedMask(), (8, 8)),  # stages
 )
 
 
@@ -163,7 +165,19 @@ def _check_overlap(
         for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
             assert torch.equal(want, found), (lengths, layout, what, name)
 
+    def in_stages(sizes: tuple[int, ...]) -> None:
+        if int(PUSH.bind(route).capacity):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("forward_sizes", "backward_sizes"):
+                    patch.setattr(push_stages, name, lambda *_: sizes)
+                for call in range(4):
+                    torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
+                    same(expected, overlapped(call > 1), (sizes, call))
+
     expected = apart()
+    for sizes in ((2, 2), (1, 2, 1), (2, 6), (2, 3, 3), (2, 2, 2, 2)):
+        if sum(sizes) == heads[1] and not schedule.launch.any():
+            in_stages(sizes)
     for call in range(4):
         torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
         same(expected, overlapped(call > 1), call)

@@ -94,7 +94,10 @@ MUTANTS = {
     ),
     "gradients in place are overwritten": Mutant("return_rows.cu", "if (grads.in_place(row))", "if (false)"),
     "peers' part of rows in place is lost": Mutant("return_rows.cu", "begin < end || !grads", "!grads"),
-    "a row too many is left out": Mutant("push_rows.cu", ": skip, end", ": skip + (skip > 0), end"),
+    "a row too many is left out": Mutant("push_rows.cu", "== OWN ? skip", "== OWN ? skip + (skip > 0)"),
+    "a stage is taken for the next": Mutant("push_rows.cu", "(SENT_STAGE + stage)", "(SENT_STAGE + stage + 1)"),
+    "blocks of all stages are counted together": Mutant("push_rows.cu", "(staged ? stage : part - 1)", "(part - 1)"),
+    "gradients of all heads are returned at once": Mutant("return_rows.cu", "heads, from, to, k", "heads, 0, heads, k"),
     "call numbers do not wrap": Mutant("peers.cuh", "(int)(seen - call) >= 0", "seen >= call"),
 }
 

@@ -43,11 +43,16 @@ def run_forward(
     tables: Tables,
     params: Params,
     overlap: ForwardOverlap | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there."""
+    """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. `into`: (out, lse) to write
+    instead of new ones, and only rows of pieces; heads of out are dense, lse is contiguous."""
     rows, heads = q_RHD.shape[:2]
-    out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
-    lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
+    if into is None:
+        out = q_RHD.new_empty(rows, heads, v_EHV.shape[2])
+        lse = q_RHD.new_empty(heads, rows, dtype=torch.float32)
+    else:
+        out, lse = into
     launches = launches_of(tables, rows)
     # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
     if overlap is not None and overlap.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
@@ -68,7 +73,7 @@ def run_forward(
         elif launch.stop:
             seen = slice(launch.stop)
             _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
-        if number == 0 and (launch.gaps or launch.stop < rows):
+        if into is None and number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return out, lse
 
@@ -98,11 +103,13 @@ def run_backward(
     tables: Tables,
     params: Params,
     overlap: BackwardOverlap | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer and
-    zeros past the last key, or `overlap.grads`, where rows that no piece reads keep what they hold."""
+    zeros past the last key, or `overlap.grads`, where rows that no piece reads keep what they hold. `into`: dq is
+    written there, and only in rows of pieces."""
     rows = q_RHD.shape[0]
-    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format)
+    dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
     launches = launches_of(tables, rows)
     inside = overlap is not None and len(launches) == 1 and launches[0].stop > 0
     if overlap is not None and not inside:
@@ -127,7 +134,7 @@ def run_backward(
             kernel(dout, q, k_EHD[keys], v_EHV[keys], out, lse, grad, *outputs, launch, params)
         if launch.rows is not None:
             dq.index_copy_(0, launch.rows, grad)
-        if number == 0 and (launch.gaps or launch.stop < rows):
+        if into is None and number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
     if overlap is not None and not inside:
         overlap.gradients_written()

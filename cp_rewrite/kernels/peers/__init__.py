@@ -8,17 +8,21 @@ never used.
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 """
 
-from .channel import LaunchShape, side_stream
+from .channel import MAX_STAGES, LaunchShape, lane, side_stream
 from .push import FEW_BLOCKS, WHOLE_GPU, Push, dense_rows
-from .return_gradients import gradient_rows, return_rows
+from .return_gradients import BESIDE, SHAPE, gradient_rows, return_rows
 
 __all__ = [
+    "BESIDE",
     "FEW_BLOCKS",
+    "MAX_STAGES",
+    "SHAPE",
     "WHOLE_GPU",
     "LaunchShape",
     "Push",
     "dense_rows",
     "gradient_rows",
+    "lane",
     "return_rows",
     "side_stream",
 ]

@@ -15,11 +15,13 @@ from cp_rewrite import torch_internals
 from cp_rewrite.kernels import cuda
 
 _HEADER = 1024
-ARRIVED, SENT_EARLY = 0, 1
+ARRIVED, SENT_EARLY, SENT, SENT_STAGE = 0, 1, 2, 3
 """Flags of a push."""
+MAX_STAGES = 6
+"""Of heads, as many as there are flags for."""
 WRITTEN, LEFT = 0, 1
 """Flags of a return."""
-THIS_CALL, CALL_BEFORE, STARTED_CALL = (0, 1), (0, 0), (3, 0)
+THIS_CALL, CALL_BEFORE, STARTED_CALL = (0, 1), (0, 0), (1, 0)
 """(word of `Channel.state`, what is added to it): the number of a call. `STARTED_CALL` is this call, too, on the main
 stream, while its end on another stream may not have been counted."""
 # All of these are those of `csrc/peers.cuh`.
@@ -160,6 +162,12 @@ def _make_channel(group: dist.ProcessGroup, nbytes: int, device: torch.device) -
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of exchanges that overlap with kernels: its blocks go first."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+@cache
+def lane(device: torch.device) -> torch.cuda.Stream:
+    """A stream for every other stage's kernel: its blocks fill the GPU up as those of the stage before end."""
+    return torch.cuda.Stream(device)
 
 
 def chunks(x: Tensor) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from cp_rewrite.kernels import cuda
 
-from .channel import ARRIVED, SENT_EARLY, STARTED_CALL, LaunchShape, channel, chunks
+from .channel import ARRIVED, SENT, SENT_EARLY, SENT_STAGE, STARTED_CALL, LaunchShape, channel, chunks
 
 WHOLE_GPU = LaunchShape(0, 16)
 FEW_BLOCKS = LaunchShape(16, 8)
@@ -21,6 +24,7 @@ class Push:
     Args:
         k_RHD, v_RHV: `dense_rows`.
         sends, targets, ends, copied, partners, capacity: of `push_route`; capacity is not 0.
+        stages: rows travel in so many, of so many heads each, all heads together; the same on all ranks. (1,): at once.
     Attributes:
         rows: (E, C), the expanded rows, in memory that the next call overwrites.
     """
@@ -36,12 +40,15 @@ class Push:
         partners: Tensor,
         capacity: Tensor,
         group: str,
+        stages: Sequence[int] = (1,),
     ) -> None:
         k_width, size = chunks(k_RHD), k_RHD.element_size()
         width = k_width + chunks(v_RHV)
         self._channel = channel(group, "push", int(capacity) * width * 16, k_RHD.device)
         self.rows = self._channel.rows(copied.shape[0], k_RHD, width * 16 // size)
         self._senders, self._receivers = partners, partners[1:]
+        self._stages = len(stages)
+        bounds = sum(bound << 8 * i for i, bound in enumerate(accumulate(stages)))
         self._arguments = (
             k_RHD.data_ptr(),
             v_RHV.data_ptr(),
@@ -53,6 +60,8 @@ class Push:
             targets.data_ptr(),
             ends.data_ptr(),
             partners.data_ptr(),
+            cuda.u32(sum(stages)),
+            cuda.u64(bounds),
         )
 
     def to_peers(self, shape: LaunchShape, stream: torch.cuda.Stream | None = None) -> None:
@@ -68,19 +77,28 @@ class Push:
         if shape.blocks == 0:
             # Many blocks that wait for peers could keep out the kernels that the peers wait for.
             self._channel.signal_and_wait(stream, ARRIVED, signal=ARRIVED, ranks=self._receivers)
-        self._launch(shape, stream, to_peers=True)
+        self._launch(shape, stream, slice(self._stages), to_peers=True)
 
-    def own_rows(self, skip: int = 0) -> None:
-        """Write rows of this rank to itself but for the first `skip`, on the current stream."""
-        self._launch(WHOLE_GPU, None, to_peers=False, skip=skip)
+    def own_rows(self, skip: int = 0, stages: slice | None = None) -> None:
+        """Write rows of this rank to itself but for the first `skip`, on the current stream; only these stages. Stage 0
+        is written on the main stream, before `wait_for_stage`."""
+        self._launch(WHOLE_GPU, None, stages or slice(self._stages), to_peers=False, skip=skip)
 
     def wait_for_early_rows(self) -> None:
         """Wait, on the current stream, for the rows that this rank needs at once; after `own_rows`."""
         self._channel.signal_and_wait(None, SENT_EARLY, STARTED_CALL, ranks=self._senders)
 
-    def _launch(self, shape: LaunchShape, stream: torch.cuda.Stream | None, *, to_peers: bool, skip: int = 0) -> None:
+    def wait_for_stage(self, stage: int) -> None:
+        """Wait, on the current stream, for the heads of a stage; after `own_rows`."""
+        flag = SENT if stage + 1 == self._stages else SENT_STAGE + stage
+        self._channel.signal_and_wait(None, flag, STARTED_CALL, ranks=self._senders)
+
+    def _launch(
+        self, shape: LaunchShape, stream: torch.cuda.Stream | None, stages: slice, *, to_peers: bool, skip: int = 0
+    ) -> None:
         kernel = cuda.kernel("push_rows", self._channel.device, shape.macros)
-        self._channel.launch(kernel, shape, stream, *self._arguments, cuda.u32(to_peers), cuda.u32(skip))
+        numbers = stages.start or 0, stages.stop, to_peers, skip
+        self._channel.launch(kernel, shape, stream, *self._arguments, *map(cuda.u32, numbers))
 
 
 def dense_rows(x_RHD: Tensor) -> Tensor:

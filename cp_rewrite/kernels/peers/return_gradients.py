@@ -11,6 +11,8 @@ from cp_rewrite.kernels import cuda
 from .channel import CALL_BEFORE, LEFT, WRITTEN, LaunchShape, channel, chunks
 
 SHAPE = LaunchShape(0, 16, remote_warps=4)
+BESIDE = LaunchShape(24, 16, remote_warps=12)
+"""To run while a kernel runs that fills every multiprocessor it gets."""
 
 
 def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: torch.cuda.Stream | None = None) -> Tensor:
@@ -34,6 +36,8 @@ def return_rows(
     group: str,
     stream: torch.cuda.Stream | None = None,
     mxint15: bool = False,
+    heads: tuple[int, int, int] = (0, 1, 1),
+    shape: LaunchShape = SHAPE,
 ) -> None:
     """Write dk and dv: fp32 sums over all ranks' expanded rows, in a fixed order. All ranks call it, in one order.
 
@@ -43,14 +47,16 @@ def return_rows(
         here: these rows of dk and dv hold a gradient already, which is added.
         dk_RHD, dv_RHV: contiguous, in the gradient's dtype. stream: as of `Push.to_peers`.
         mxint15: what is summed is MXINT15 (`csrc/rows.cuh`).
+        heads: (first, stop, of how many): only the gradients of these; then one call for each stage. shape: SHAPE or
+            BESIDE.
     """
     width = chunks(grad_EC)
     memory = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
     memory.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=partners[1:])
     dtypes = ((cuda.DTYPES[grad_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
     memory.launch(
-        cuda.kernel("return_rows", memory.device, (*dtypes, *SHAPE.macros)),
-        SHAPE,
+        cuda.kernel("return_rows", memory.device, (*dtypes, *shape.macros)),
+        shape,
         stream,
         holder_ptr.data_ptr(),
         holders.data_ptr(),
@@ -61,4 +67,5 @@ def return_rows(
         cuda.u32(width),
         cuda.u32(here.start),
         cuda.u32(here.stop - here.start),
+        *(cuda.u32(heads[i]) for i in (2, 0, 1)),
     )

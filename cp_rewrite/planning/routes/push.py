@@ -16,6 +16,8 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
+from cp_rewrite.planning.stages import StageLoad
+from cp_rewrite.planning.tiles import window_tiles
 
 from .push_cut import Cut, choose_cut
 from .route import Arrays, PlanTensor, Route, filled, row_index
@@ -44,6 +46,8 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
             expanded row of the reader, ascending.
         stages (5,) int64: a `StageRow`: the kernel's work in two parts, of n entries and of the rest.
         rest_cu_seqlens_q, rest_cu_seqlens_k (N - n + 1,) int32: running sums over the rest, from 0.
+        loads (P, 4) int64: a `StageLoad` of each rank, by which heads travel in stages. All 0: in
+            one, for the host does not know, or some pieces run in launches of their own.
     """
     ranks = range(schedule.world_size)
     # A captured step always waits: in another batch rows of peers may come.
@@ -72,6 +76,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         "stages": np.array(stages, dtype=np.int64),
         "rest_cu_seqlens_q": tables["cu_seqlens_q"][stages.entries :] - stages.queries,
         "rest_cu_seqlens_k": tables["cu_seqlens_k"][stages.entries :] - stages.keys,
+        "loads": _loads(schedule, cuts) * (cut and not schedule.launch.any()),
     }
 
 
@@ -110,6 +115,7 @@ PUSH = Route(
         PlanTensor("stages", on_host=True, static=True),
         PlanTensor("rest_cu_seqlens_q"),
         PlanTensor("rest_cu_seqlens_k"),
+        PlanTensor("loads", on_host=True, static=True),
     ),
     push_route,
     fixed_push_route,
@@ -119,6 +125,24 @@ PUSH = Route(
 def _stages(tables: Arrays, cut: Cut) -> StageRow[int]:
     n = int(np.searchsorted(tables["cu_seqlens_k"], cut.keys))
     return StageRow(n, int(tables["cu_seqlens_q"][n]), cut.keys, cut.early, cut.awaited)
+
+
+def _loads(schedule: Schedule, cuts: list[Cut]) -> Int:
+    """`loads` of `push_route`."""
+    pieces, runs = schedule.pieces, schedule.runs
+    tiles = window_tiles(pieces.q1 - pieces.q0, pieces.key1 - pieces.key0, pieces.left, pieces.right)
+    coming = np.bincount(runs.reader, np.where(runs.owner == runs.reader, 0, runs.length), schedule.world_size)
+    found: list[StageLoad] = []
+    for rank, cut in enumerate(cuts):
+        mine = slice(*schedule.piece_bounds[rank : rank + 2])
+        before = np.cumsum((pieces.key1 - pieces.key0)[mine]) <= cut.keys
+        first, second = float(tiles[mine][before].sum()), float(tiles[mine][~before].sum())
+        if cut.keys == 0:
+            found.append(StageLoad(0, round(second), 0, int(coming[rank])))
+        else:
+            early, late = (second, first) if cut.early else (first, second)
+            found.append(StageLoad(round(early), round(late), cut.awaited, int(coming[rank])))
+    return np.array(found, dtype=np.int64)
 
 
 def _sends(runs: Runs, rank: int, cuts: list[Cut], world_size: int) -> tuple[Int, Int, Int]:

@@ -6,11 +6,11 @@
 
 #include "world.hpp"
 
-enum Stream { MAIN, SIDE };
+enum Stream { MAIN, SIDE, LANE };
 constexpr u32 FEW_BLOCKS = 2, WHOLE_GPU = 5, WIDEST = 40;  // blocks; blocks; chunks
 
 std::vector<Launch*> launches;
-std::vector<std::vector<Launch*>> awaited[2];  // by stream and rank: what its next launch waits for
+std::vector<std::vector<Launch*>> awaited[3];  // by stream and rank: what its next launch waits for
 
 // The host of one rank in one call: what it enqueues. The order is that of `kernels/peers/` and `ops/`.
 struct Host {
@@ -31,7 +31,7 @@ struct Host {
     std::vector<u32> order(blocks);
     for (u32 i = 0; i < blocks; ++i) order[i] = blocks - 1 - i;
     // In any order, unless one that waits could keep out the one that signals.
-    if (blocks != FEW_BLOCKS || gpus[rank].slots > (int)FEW_BLOCKS)
+    if (blocks != FEW_BLOCKS || gpus[rank].slots > (int)FEW_BLOCKS + 2)
       for (u32 i = blocks; i > 1; --i) std::swap(order[i - 1], order[below(i)]);
     const u64 delay = below(3) ? 0 : below(1u << below(15));
     const std::string title = std::string(name) + " of call " + std::to_string(call.number);
@@ -49,46 +49,59 @@ struct Host {
     });
   }
 
-  void push(Stream stream, const char* name, u32 blocks, u32 to_peers, u32 skip = 0) {
+  void push(Stream stream, const char* name, u32 blocks, u32 to_peers, u32 skip, u32 first, u32 last) {
     if (stream == SIDE) wait(SIDE, MAIN);
-    enqueue(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers, skip] {
+    enqueue(stream, name, blocks, THREADS, [c = &call, t = &table, rank = rank, to_peers, skip, first, last] {
       push_rows(c->k[rank].data(), c->v[rank].data(), c->k_stride, c->v_stride, c->k_width, c->width(), t->sends.data(),
-                t->targets.data(), t->ends.data(), t->partners.data(), to_peers, skip, addresses[PUSH].data(),
-                states[PUSH][rank].data(), rank, world);
+                t->targets.data(), t->ends.data(), t->partners.data(), c->heads(), c->packed_bounds(), first, last,
+                to_peers, skip, addresses[PUSH].data(), states[PUSH][rank].data(), rank, world);
     });
   }
 
   void to_peers(Stream stream, u32 blocks) {
     if (blocks == WHOLE_GPU)
       signal_wait(PUSH, stream, "wait for ARRIVED", ARRIVED, ARRIVED, table.partners.data() + 1, CALLS, 1);
-    push(stream, "to_peers", blocks, 1);
+    push(stream, "to_peers", blocks, 1, 0, 0, call.stages());
   }
 
-  void own_rows(u32 skip = 0) { push(MAIN, "own_rows", WHOLE_GPU, 0, skip); }
+  void own_rows(u32 skip = 0) { push(MAIN, "own_rows", WHOLE_GPU, 0, skip, 0, call.stages()); }
 
-  void read(Stream stream, const char* what, i64 from, i64 to) {
-    enqueue(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to] {
-      check_rows(*c, rank, what, from, to);
+  void read(Stream stream, const char* what, i64 from, i64 to) { read(stream, what, from, to, 0, call.stages()); }
+
+  void read(Stream stream, const char* what, i64 from, i64 to, u32 stage, u32 stop) {
+    enqueue(stream, what, 1 + below(2), 1, [c = &call, rank = rank, what, from, to, stage, stop] {
+      check_rows(*c, rank, what, from, to, stage, stop);
     });
   }
 
-  void gradients() {
-    enqueue(MAIN, "gradients", 1 + below(2), 1, [c = &call, rank = rank] {
-      write_gradients(*c, rank);
-      write_in_place(*c, rank);
+  void gradients() { gradients(MAIN, 0, call.stages()); }
+
+  void gradients(Stream stream, u32 stage, u32 stop) {
+    enqueue(stream, "gradients", 1 + below(2), 1, [c = &call, rank = rank, stage, stop] {
+      write_gradients(*c, rank, stage, stop);
+      write_in_place(*c, rank, stage, stop);
     });
   }
 
   void gradient_rows(Stream stream) { signal_wait(RETURN, stream, "wait for LEFT", -1, LEFT, nullptr, CALLS, 0); }
 
   void return_to_owners(Stream stream) {
+    return_to_owners(stream, 0, call.stages());
+    if (stream == SIDE) wait(MAIN, SIDE);
+    check_all_sums();
+  }
+
+  void return_to_owners(Stream stream, u32 stage, u32 stop) {
     signal_wait(RETURN, stream, "wait for WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
     if (stream == SIDE) wait(SIDE, MAIN);
-    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [c = &call, t = &table, rank = rank] {
+    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [c = &call, t = &table, rank = rank, stage, stop] {
       return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                  c->width(), t->place[0], t->place[2], addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
+                  c->width(), t->place[0], t->place[2], c->heads(), c->bounds[stage], c->bounds[stop],
+                  addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
-    if (stream == SIDE) wait(MAIN, SIDE);
+  }
+
+  void check_all_sums() {
     enqueue(MAIN, "sums", 1, 1, [c = &call, rank = rank] { check_sums(*c, rank); });
   }
 
@@ -125,6 +138,60 @@ struct Host {
     return_to_owners(SIDE);
   }
 
+  Stream of(u32 stage) const { return stage % 2 ? LANE : MAIN; }
+
+  // What `push_stages.py` begins with.
+  void start_stages() {
+    to_peers(SIDE, FEW_BLOCKS);
+    push(MAIN, "own_rows", WHOLE_GPU, 0, 0, 0, 1);
+    wait(LANE, MAIN);
+    push(LANE, "own_rows", WHOLE_GPU, 0, 0, 1, call.stages());
+  }
+
+  void wait_for_stage(u32 stage) {
+    const int flag = stage + 1 == call.stages() ? SENT : SENT_STAGE + stage;
+    if (!table.place[2])
+      signal_wait(PUSH, of(stage), "wait for a stage", -1, flag, table.partners.data(), STARTED, 0);
+  }
+
+  void join() {
+    wait(MAIN, LANE);
+    wait(MAIN, SIDE);
+  }
+
+  // `push_stages.forward`.
+  void forward_in_stages(bool keep) {
+    start_stages();
+    Launch* copied = gpus[rank].streams[LANE].back();
+    for (u32 stage = 0; stage < call.stages(); ++stage) {
+      if (stage == 2) awaited[MAIN][rank].push_back(copied);
+      wait_for_stage(stage);
+      read(of(stage), "a stage", 0, all(), stage, stage + 1);
+    }
+    if (keep) {
+      awaited[SIDE][rank].push_back(copied);
+      read(SIDE, "kept rows", 0, all());
+    }
+    join();
+  }
+
+  // `push_stages.backward`.
+  void backward_in_stages(bool kept) {
+    Launch* copied = nullptr;
+    if (!kept) start_stages(), copied = gpus[rank].streams[LANE].back();
+    gradient_rows(MAIN);
+    wait(LANE, MAIN);
+    for (u32 stage = 0; stage < call.stages(); ++stage) {
+      if (stage == 2 && copied) awaited[MAIN][rank].push_back(copied);
+      if (!kept) wait_for_stage(stage), read(of(stage), "a stage backward", 0, all(), stage, stage + 1);
+      gradients(of(stage), stage, stage + 1);
+      wait(SIDE, of(stage));
+      return_to_owners(SIDE, stage, stage + 1);
+    }
+    join();
+    check_all_sums();
+  }
+
   // `push_rows` and `return_pushed`.
   void exchange() {
     to_peers(MAIN, WHOLE_GPU);
@@ -140,8 +207,17 @@ struct Host {
 };
 
 Call draw_call(u32 number, const Route& route) {
-  const u32 k_width = 1 + below(below(3) ? 5 : WIDEST - 12), v_width = 1 + below(below(3) ? 5 : 12);
-  Call call = {number, k_width, v_width, k_width + below(3), v_width + below(3), &route, {}, {}, {}, {}};
+  u32 k_width = 1 + below(below(3) ? 5 : WIDEST - 12), v_width = 1 + below(below(3) ? 5 : 12);
+  std::vector<u32> bounds = {0, 1};
+  if (below(2)) {  // stages
+    for (u32 i = 0, more = 1 + below(5); i < more; ++i) bounds.push_back(bounds.back() + 1 + below(2));
+    if (bounds.back() <= 12) {
+      k_width = bounds.back() * (1 + below(2)), v_width = bounds.back();
+    } else {
+      bounds = {0, 1};
+    }
+  }
+  Call call = {number, k_width, v_width, k_width + below(3), v_width + below(3), &route, {}, {}, {}, {}, bounds};
   for (int rank = 0; rank < world; ++rank) {
     std::vector<chunk> k(route.rows * call.k_stride), v(route.rows * call.v_stride);
     for (u32 row = 0; row < route.rows; ++row)
@@ -159,7 +235,8 @@ void enqueue_calls(Call& call) {
   for (int rank = 0; rank < world; ++rank) {
     Host host = {call, rank};
     if (!call.route->capacity) continue;  // no row travels
-    if (kind < 2) host.forward(choice, in_one);
+    if (kind < 4 && call.stages() > 1) kind < 2 ? host.forward_in_stages(choice) : host.backward_in_stages(choice);
+    else if (kind < 2) host.forward(choice, in_one);
     else if (kind < 4) host.backward(choice);
     else if (kind == 4) host.exchange();
     else host.exchange_back();
@@ -170,7 +247,7 @@ void enqueue_calls(Call& call) {
 // Memory as calls before left it. Some numbers of calls are about to wrap.
 void start(u32 capacity) {
   const u32 before = below(2) ? 0 : 0u - 1 - below(4);
-  const int slots = 2 + (int)below(3);
+  const int slots = 3 + (int)below(3);
   const u32 words = HEADER / 4 + capacity * WIDEST * 4;
   symmetric.assign(2 * world * words, ~0u);
   gpus.assign(world, {});

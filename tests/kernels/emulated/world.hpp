@@ -8,14 +8,14 @@
 
 extern "C" void push_rows(
     const chunk* k, const chunk* v, u64 k_stride, u64 v_stride, u32 k_width, u32 width, const int* sends,
-    const i64* targets, const u32* ends, const u32* senders, u32 to_peers, u32 skip, const u64* addresses, u32* state,
-    int rank, int world);
+    const i64* targets, const u32* ends, const u32* senders, u32 heads, u64 bounds, u32 first_stage, u32 last_stage,
+    u32 to_peers, u32 skip, const u64* addresses, u32* state, int rank, int world);
 extern "C" void signal_wait(
     int signaled, int awaited, u32 word, u32 ahead, const u32* ranks, const u64* addresses, u32* state, int rank,
     int world);
 extern "C" void return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source, u32 count,
-    const u64* addresses, u32* state, int rank, int world);
+    u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world);
 
 struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row that is copied, of which
 // `used` count
@@ -38,8 +38,21 @@ struct Call {
   u32 number, k_width, v_width, k_stride, v_stride;
   const Route* route;
   std::vector<std::vector<chunk>> k, v, dk, dv;  // of every rank
+  std::vector<u32> bounds;  // heads before each stage, and all heads
   u32 width() const { return k_width + v_width; }
   u32 size() const { return route->rows; }
+  u32 heads() const { return bounds.back(); }
+  u32 stages() const { return (u32)bounds.size() - 1; }
+  u64 packed_bounds() const {
+    u64 made = 0;
+    for (u32 i = 0; i < stages(); ++i) made |= (u64)bounds[i + 1] << 8 * i;
+    return made;
+  }
+  // Whether chunk c of a row is of the heads of stages [from, to).
+  bool has(u32 c, u32 from, u32 to) const {
+    const u32 head = c < k_width ? c / (k_width / heads()) : (c - k_width) / (v_width / heads());
+    return head >= bounds[from] && head < bounds[to];
+  }
 };
 
 inline int world;
@@ -102,25 +115,25 @@ inline void check(
 
 // These run as kernels.
 
-inline void check_rows(const Call& call, int rank, const char* what, i64 from, i64 to) {
+inline void check_rows(const Call& call, int rank, const char* what, i64 from, i64 to, u32 stage, u32 stop) {
   const auto& sources = call.route->tables[rank].sources;
   for (i64 e = from + blockIdx.x; e < to; e += gridDim.x)
     for (u32 c = 0; c < call.width(); ++c)
-      check(call, rank, what, e, c, rows_of(PUSH, rank)[e * call.width() + c],
+      if (call.has(c, stage, stop)) check(call, rank, what, e, c, rows_of(PUSH, rank)[e * call.width() + c],
             drawn(call, PUSH, sources[e] / call.size(), sources[e] % call.size(), c));
 }
 
-inline void write_gradients(const Call& call, int rank) {
+inline void write_gradients(const Call& call, int rank, u32 stage, u32 stop) {
   for (u32 e = blockIdx.x; e < call.route->tables[rank].used; e += gridDim.x)
     for (u32 c = 0; c < call.width(); ++c)
-      rows_of(RETURN, rank)[e * call.width() + c] = drawn(call, RETURN, rank, e, c);
+      if (call.has(c, stage, stop)) rows_of(RETURN, rank)[e * call.width() + c] = drawn(call, RETURN, rank, e, c);
 }
 
-inline void write_in_place(Call& call, int rank) {
+inline void write_in_place(Call& call, int rank, u32 stage, u32 stop) {
   const Table& table = call.route->tables[rank];
   for (i64 row = table.place[0] + blockIdx.x; row < table.place[0] + table.place[2]; row += gridDim.x)
     for (u32 c = 0; c < call.width(); ++c)
-      (c < call.k_width ? call.dk[rank][row * call.k_width + c]
+      if (call.has(c, stage, stop)) (c < call.k_width ? call.dk[rank][row * call.k_width + c]
                         : call.dv[rank][row * call.v_width + c - call.k_width]) =
           drawn(call, RETURN, rank, IN_PLACE + row, c);
 }

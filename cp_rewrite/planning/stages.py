@@ -1,0 +1,129 @@
+"""In how many stages of heads rows travel beside the kernel, under `push`.
+
+Heads are independent: while the kernel works on those of one stage, those of the next arrive, and gradients of the one
+before go home. The first stage waits for its rows, the last one's gradients for their way.
+
+    link      rows 0 | rows 1 | rows 2                | gradients 0 | gradients 1          | gradients 2
+    kernel             stage 0 | stage 1      | stage 2                                …
+
+What a stage costs is a launch and its tail, so little data travels in one stage. Only speed depends on the numbers
+here, but all ranks must find the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from .devices import Device
+from .tiles import TILE
+
+_DEVICE = Device.named("h200")
+_FEW_LINK = 0.8
+"""Share of the link that an exchange reaches beside a kernel."""
+_TAKEN = 0.12
+"""Share of the GPU that it takes from the kernel meanwhile; gradients take as much again."""
+_FORWARD_STAGE, _BACKWARD_STAGE = 15e-6, 35e-6
+"""Seconds that a stage more takes: launches, and a GPU that empties and fills."""
+_WORTH = 0.0
+"""Several stages are taken where the time is below this share of that of one."""
+_FORWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 3), (1, 7), (1, 3, 4), (1, 2, 2, 3), (1, 3, 6, 6), (2, 3, 3))
+_BACKWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 2, 2, 1))
+"""Shares of the heads that stages may have."""
+
+
+class StageLoad(NamedTuple):
+    """What one rank does in one call. Args: early, late: tiles per query head of the two parts of `choose_cut`, in the
+    order in which they run. awaited: rows of peers that the early part reads. coming: rows of peers, all."""
+
+    early: int
+    late: int
+    awaited: int
+    coming: int
+
+
+class Shape(NamedTuple):
+    """Of an attention. Args: heads, heads_kv. dim, dim_v: of k and of v. item_bytes: of an element."""
+
+    heads: int
+    heads_kv: int
+    dim: int
+    dim_v: int
+    item_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token's keys and values."""
+        return self.heads_kv * (self.dim + self.dim_v) * self.item_bytes
+
+
+@cache
+def forward_stages(loads: tuple[StageLoad, ...], shape: Shape) -> tuple[int, ...]:
+    """Key heads of each stage of a forward. Args: loads: of all ranks."""
+    return _best(_FORWARD, shape, lambda sizes: max(forward_seconds(load, shape, sizes) for load in loads))
+
+
+@cache
+def backward_stages(loads: tuple[StageLoad, ...], shape: Shape, kept: bool) -> tuple[int, ...]:
+    """Key heads of each stage of a backward. Args: kept: rows are here already."""
+    return _best(_BACKWARD, shape, lambda sizes: max(backward_seconds(load, shape, sizes, kept) for load in loads))
+
+
+def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int]) -> float:
+    """Predicted seconds of a rank's forward with its exchange, in stages of so many key heads; one stage is cut in an
+    early and a late part."""
+    kernel, rows = _kernel_seconds(load, shape, _DEVICE.forward), _row_seconds(load.coming, shape)
+    if len(sizes) == 1:
+        early = kernel * load.early / max(1, load.early + load.late)
+        start = _row_seconds(load.awaited, shape)
+        return max(start + early + _TAKEN * rows, rows) + kernel - early
+    end = sent = 0.0
+    for size in sizes:
+        share = size / shape.heads_kv
+        sent += rows * share
+        end = max(end, sent) + kernel * share + _FORWARD_STAGE
+    return end + _TAKEN * rows
+
+
+def backward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], kept: bool) -> float:
+    """The same of a backward. In one stage rows come before the kernel and gradients go home after it, both faster."""
+    kernel = 2.5 * _kernel_seconds(load, shape, _DEVICE.backward)
+    back = _row_seconds(load.coming, shape)
+    rows = 0.0 if kept else back
+    if len(sizes) == 1:
+        return _FEW_LINK * (rows + back) + kernel
+    end = sent = home = 0.0
+    for size in sizes:
+        share = size / shape.heads_kv
+        sent += rows * share
+        end = max(end, sent) + kernel * share + _BACKWARD_STAGE
+        home = max(home, end, rows) + back * share
+    return home + _TAKEN * (rows + back)
+
+
+def _best(
+    all_shares: Sequence[Sequence[int]], shape: Shape, seconds: Callable[[Sequence[int]], float]
+) -> tuple[int, ...]:
+    """The stages that take least; one where several gain little."""
+    one = (shape.heads_kv,)
+    several = {sizes for shares in all_shares if (sizes := _sizes(shares, shape.heads_kv))}
+    best = min(sorted(several), key=seconds, default=one)
+    return best if seconds(best) < _WORTH * seconds(one) else one
+
+
+def _sizes(shares: Sequence[int], heads: int) -> tuple[int, ...]:
+    """Whole numbers of heads, at least 2 each: kernels read rows of one head through other strides. Empty: too few
+    heads."""
+    bounds = [round(heads * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
+    sizes = tuple(stop - start for start, stop in zip([0, *bounds], bounds, strict=False))
+    return sizes if min(sizes) >= 2 and heads < 256 else ()
+
+
+def _kernel_seconds(load: StageLoad, shape: Shape, speed: float) -> float:
+    flops = 2.0 * TILE * TILE * (shape.dim + shape.dim_v) * shape.heads
+    return (load.early + load.late) * flops / speed
+
+
+def _row_seconds(rows: int, shape: Shape) -> float:
+    return rows * shape.row_bytes / (_FEW_LINK * _DEVICE.link)
