@@ -40,9 +40,7 @@ ROOMS = {
     "kernels": "cp_rewrite/kernels",
     "batch": "cp_rewrite/batch",
 }
-LEFT_OUT = re.compile(
-    r".*/(plot|cuda|nvtx|fa3|fa4|aten_flash|overlap|push_attention|push_rows|peers/(?!reasons).*)\.py"
-)
+LEFT_OUT = re.compile(r".*/(plot|cuda|nvtx|fa3|fa4|aten_flash|overlap|pushed/.*|push_rows|peers/(?!reasons).*)\.py")
 """Modules that only run on GPUs, and drawings."""
 START_S = 8.0
 """Python, torch and transformers, before the first test of a job."""

@@ -19,10 +19,10 @@ from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops import push_stages
 from cp_rewrite.ops.local_rows import as_rows, split_kv
 from cp_rewrite.ops.merge import fill_gaps
 from cp_rewrite.ops.one_sided import push_kv, return_kv
+from cp_rewrite.ops.pushed import stages
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import PUSH, push_route
@@ -169,7 +169,7 @@ def _check_overlap(
         if int(PUSH.bind(route).capacity):
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("forward_sizes", "backward_sizes"):
-                    patch.setattr(push_stages, name, lambda *_: sizes)
+                    patch.setattr(stages, name, lambda *_: sizes)
                 for call in range(4):
                     torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
                     same(expected, overlapped(call > 1), (sizes, call))

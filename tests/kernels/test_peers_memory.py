@@ -20,7 +20,7 @@ from cp_rewrite.kernels.flash.launches import Launch
 from cp_rewrite.kernels.peers import channel as channels
 from cp_rewrite.kernels.peers import push, return_gradients
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops import push_attention as pushed
+from cp_rewrite.ops.pushed import attention as pushed
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.kernel_cases import make_case
 from tests.helpers.packed import make_schedule

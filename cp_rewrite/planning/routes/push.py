@@ -16,10 +16,10 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
-from cp_rewrite.planning.stages import StageLoad
 from cp_rewrite.planning.tiles import window_tiles
 
 from .push_cut import Cut, choose_cut
+from .push_stages import StageLoad
 from .route import Arrays, PlanTensor, Route, filled, row_index
 
 _LOADED_BEYOND = 256

@@ -140,7 +140,7 @@ struct Host {
 
   Stream of(u32 stage) const { return stage % 2 ? LANE : MAIN; }
 
-  // What `push_stages.py` begins with.
+  // What `pushed/stages.py` begins with.
   void start_stages() {
     to_peers(SIDE, FEW_BLOCKS);
     push(MAIN, "own_rows", WHOLE_GPU, 0, 0, 0, 1);
@@ -159,7 +159,7 @@ struct Host {
     wait(MAIN, SIDE);
   }
 
-  // `push_stages.forward`.
+  // `pushed.stages.forward`.
   void forward_in_stages(bool keep) {
     start_stages();
     Launch* copied = gpus[rank].streams[LANE].back();
@@ -175,7 +175,7 @@ struct Host {
     join();
   }
 
-  // `push_stages.backward`.
+  // `pushed.stages.backward`.
   void backward_in_stages(bool kept) {
     Launch* copied = nullptr;
     if (!kept) start_stages(), copied = gpus[rank].streams[LANE].back();

@@ -1,5 +1,5 @@
-"""The steps of pushed attention in stages of heads (`planning/stages.py`): the kernel of a stage hides what another one
-exchanges.
+"""The steps of pushed attention in stages of heads (`planning/routes/push_stages.py`): the kernel of a stage hides what
+another one exchanges.
 
     side     rows of all stages, in their order             gradients 0 | gradients 1 …
     main     own rows 0 | stage 0        | stage 2        …
@@ -10,7 +10,7 @@ are the same bit for bit as in one stage, for each head's kernel does the same.
 
 A rank whose keys are all read in place takes part in the others' stages, and waits for none of their rows.
 
-Shapes: as of `push_attention.py`.
+Shapes: as of `attention.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.ops.merge import has_gaps
+from cp_rewrite.ops.schemas import fake_results
 from cp_rewrite.planning.columns import PlaceRow
-from cp_rewrite.planning.stages import Shape, StageLoad, backward_stages, forward_stages
-
-from .local_rows import split_kv
-from .merge import has_gaps
-from .schemas import fake_results
+from cp_rewrite.planning.routes.push_stages import Shape, StageLoad, backward_stages, forward_stages
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Keys that lie side by side in the local rows are read in place (`planning/routes
     backward    own rows, sums of out * dout | kernel | rounding of dq
                 rows of peers                |        | gradients go home
 
-Where rows travel longer than that, they and the kernel run in stages of heads (`push_stages.py`).
+Where rows travel longer than that, they and the kernel run in stages of heads (`stages.py`).
 
 Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
 
@@ -36,14 +36,14 @@ from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.ops.merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
+from cp_rewrite.ops.one_sided import zero_others
+from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
 
-from . import push_stages
-from .local_rows import split_kv
-from .merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
-from .one_sided import zero_others
-from .schemas import bind, call, fake_results, gradients, keep, kept
+from . import stages
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -77,8 +77,8 @@ def pushed_attention(
     in_place = slice(at.source, at.source + at.early + at.whole)
     keys = near = k[in_place], v[in_place]
     kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
-    if len(sizes := push_stages.forward_sizes(q, k, v, x)) > 1:
-        out, lse = push_stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes)
+    if len(sizes := stages.forward_sizes(q, k, v, x)) > 1:
+        out, lse = stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes)
         return *_finished(out, lse, tables, sinks), kv
     if int(x.capacity):
         with nvtx("exchange"):
@@ -147,8 +147,8 @@ def pushed_attention_backward(
     here = slice(at.source, at.source + at.whole)
     if not int(x.capacity):
         return _backward_in_place(run, k, v, here, x.holder_ptr)
-    if len(sizes := push_stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
-        return push_stages.backward(dout, q, k, v, kv, out, lse, tables, params, x, kernel, group, sizes)
+    if len(sizes := stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
+        return stages.backward(dout, q, k, v, kv, out, lse, tables, params, x, kernel, group, sizes)
     main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
     mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
     if kv is None:
@@ -167,7 +167,7 @@ def pushed_attention_backward(
     if at.whole:
         sums.extend(y.new_empty(y.shape) for y in (k, v))
         keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
-        holder_ptr = push_stages.csr_part(x.holder_ptr, here)
+        holder_ptr = stages.csr_part(x.holder_ptr, here)
         overlap = BackwardOverlap(grads, gradients_written=send_home, mxint15=mxint15, holder_ptr=holder_ptr)
     else:
         keys, grads = (split_kv(y, k.shape[1], k.shape[2], v.shape[2]) for y in (kv, rows))
@@ -184,9 +184,7 @@ def _backward_in_place(
     written in place too."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     zero_others((dk, dv), here)
-    dq = run(
-        (k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=push_stages.csr_part(holder_ptr, here))
-    )
+    dq = run((k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=stages.csr_part(holder_ptr, here)))
     return dq, dk, dv
 
 

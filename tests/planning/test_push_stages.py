@@ -7,9 +7,9 @@ import pytest
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning import stages
+from cp_rewrite.planning.routes import push_stages as stages
 from cp_rewrite.planning.routes.push import push_route
-from cp_rewrite.planning.stages import (
+from cp_rewrite.planning.routes.push_stages import (
     Shape,
     StageLoad,
     backward_seconds,
