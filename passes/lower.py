@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS
 from cp_rewrite.passes.locality.node.call import METADATA, bound_arguments, op_name
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
@@ -20,14 +19,11 @@ from .graph.operands import value_of
 from .plan_inputs import Inputs
 from .values.resolution import Converted, Lowering, Ranks, Step, group_of
 
-LOWERED_INPUTS = (HAS_TOKEN, ROW_TOKENS)
-"""What ops that are made whole read of the plan."""
-
 
 def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
     """Put a node's ATen ops in its place."""
     node, graph = lowering.node, lowering.node.graph
-    plan = [inputs.node(graph, key) for key in LOWERED_INPUTS]
+    plan = [inputs.node(graph, key) for key in lowering.reads]
     operands = [*dict.fromkeys([*node.all_input_nodes, *plan])]
     traced = _traced(lowering, operands, plan, inputs.mode, sharding)
     env: dict[fx.Node, fx.Node] = {}
@@ -52,7 +48,11 @@ def _traced(
     def run(*values: Any) -> Any:
         given = dict(zip(operands, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
-        ranks = Ranks(group_of(sharding), sharding.world_size, *(given[key] for key in plan))
+        ranks = Ranks(
+            group_of(sharding),
+            sharding.world_size,
+            dict(zip(lowering.reads, (given[key] for key in plan), strict=True)),
+        )
         function = getattr(args[0], target) if node.op == "call_method" else target
         with _Changes(lowering, ranks):
             return function(*(args[1:] if node.op == "call_method" else args), **kwargs)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN, ROW_INDEX, PlanInput
+from cp_rewrite.batch.active import HAS_TOKEN, IN_DOCUMENT, ROW_INDEX, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from cp_rewrite.passes.graph.dynamo_internals import fake_input, inner_mode
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.values.state import State
@@ -76,10 +76,13 @@ def _append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 def _set_fake_values(node: fx.Node, state: State, key: PlanInput, mode: FakeTensorMode) -> None:
     """Give a new input its fake values: one in the graph's mode, one (`example_input`) in the inner compiler's."""
     tensor, inner = state.plan.example(key), inner_mode(mode)
-    if key in (ROW_INDEX, HAS_TOKEN):
+    if key in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX):
         # As long as a row's tokens, by the graph's own symbol: a symbol of its own would have to be guarded equal.
         shape = (state.tokens.rows, state.tokens.inputs[0].tokens)
         fake = _empty(inner, shape[2 - tensor.ndim :], tensor)
+    elif key in (TOKEN_ROWS, IN_DOCUMENT):
+        fake = fake_input(inner, tensor[:, 0], node.name, [True])  # of all ranks' tokens: a size of its own
+        fake = _empty(inner, (*fake.shape, state.tokens.rows), tensor)
     else:
         # Lengths differ from batch to batch; what has a fixed size (columns, ranks) is static.
         dynamic = [dim == 0 and not key.tensor.static for dim in range(tensor.ndim)]

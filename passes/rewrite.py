@@ -22,14 +22,15 @@ from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
-from .lower import LOWERED_INPUTS, lower_node
+from .lower import lower_node
 from .plan_inputs import Inputs
 
 
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
-    keys += [key for insert in state.inserts for key in insert.inputs] + [*LOWERED_INPUTS] * bool(state.lowered)
+    keys += [key for insert in state.inserts for key in insert.inputs]
+    keys += [key for lowering in state.lowered for key in lowering.reads]
     inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
     made: dict[Any, fx.Node] = {}
     for insert in state.inserts:  # first: what they read may be replaced below

@@ -55,6 +55,12 @@ ROW_INDEX = PlanInput(PlanTensor("row_index"))
 """(T_l,) int64: index in the global row of each local token. It belongs to no mask or exchange."""
 HAS_TOKEN = PlanInput(PlanTensor("has_token"))
 """(B, T_l) bool: whether a local row holds a token or fills the rank up. It belongs to no mask or exchange."""
+TOKEN_INDEX = PlanInput(PlanTensor("token_index"))
+"""(B, T_l) int64: as `row_index`, for each row of the batch its own."""
+TOKEN_ROWS = PlanInput(PlanTensor("token_rows"))
+"""(T, B) int64: the local row of each token of the global rows, -1 of another rank's. It belongs to no mask."""
+IN_DOCUMENT = PlanInput(PlanTensor("in_document"))
+"""(T, B) bool: whether each token of the global rows belongs to a document. It belongs to no mask or exchange."""
 ROW_TOKENS = PlanInput(PlanTensor("row_tokens", static=True))
 """(1,) int64: the tokens of a row, of all ranks together. It belongs to no mask or exchange."""
 
@@ -171,9 +177,15 @@ class ActivePlan:
         return torch.device("cpu") if key.tensor.on_host else self.device
 
     def _rows(self, key: PlanInput) -> NDArray[Any]:
-        """The array of ROW_INDEX, HAS_TOKEN or ROW_TOKENS."""
+        """The array of what belongs to no mask."""
         if key == ROW_TOKENS:
             return np.array([self.plan.rows[0].total])
+        if key == IN_DOCUMENT:
+            return np.stack([row.document_ids() >= 0 for row in self.plan.rows], axis=1)
+        if key == TOKEN_ROWS:
+            return self.plan.local_rows(self.sharding.rank).T
+        if key == TOKEN_INDEX:
+            return self.plan.filled_indices(self.sharding.rank)
         indices = self.indices()
         if key == HAS_TOKEN:
             return indices >= 0

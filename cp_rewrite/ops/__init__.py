@@ -2,6 +2,15 @@
 
 from . import attention, exchange, max_logits, ring_attention, scatter_heads
 from .pushed import attention as pushed_attention
-from .sums import over_ranks
+from .sums import over_ranks, token_rows
 
-__all__ = ["attention", "exchange", "max_logits", "over_ranks", "pushed_attention", "ring_attention", "scatter_heads"]
+__all__ = [
+    "attention",
+    "exchange",
+    "max_logits",
+    "over_ranks",
+    "pushed_attention",
+    "ring_attention",
+    "scatter_heads",
+    "token_rows",
+]

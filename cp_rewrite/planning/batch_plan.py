@@ -46,6 +46,14 @@ class BatchPlan:
             row[: order.local_size] = order.local_indices(rank)
         return indices
 
+    def local_rows(self, rank: int) -> Int:
+        """(B, T) int64: the local row of each token of the global row, -1 of another rank's; undoes `local_indices`."""
+        indices = self.local_indices(rank)
+        rows = np.full((len(self.rows), self.rows[0].total), -1, dtype=np.int64)
+        row, place = np.nonzero(indices >= 0)
+        rows[row, indices[row, place]] = place
+        return rows
+
     def filled_indices(self, rank: int) -> Int:
         """(B, T_l) int64: as `local_indices`, but fill has a token too: what is computed of it is as valid as of that.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.batch.active import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 
@@ -50,16 +51,44 @@ class Converted:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What an op that is made whole reads of the plan. has_token: (B, T_l) bool. row_tokens: (1,), tokens of a row."""
+    """What an op that is made whole reads: of the plan, `READ` and what it names itself."""
 
     group: str
     world_size: int
-    has_token: Tensor
-    row_tokens: Tensor
+    plan: Mapping[PlanInput, Tensor]
+
+    @property
+    def has_token(self) -> Tensor:
+        """(B, T_l) bool: not of rows that fill the rank up."""
+        return self.plan[HAS_TOKEN]
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(1,) int64: the tokens of a row."""
+        return self.plan[ROW_TOKENS]
+
+    @property
+    def token_index(self) -> Tensor:
+        """(B, T_l) int64: the place in the global row of each local row's token."""
+        return self.plan[TOKEN_INDEX]
+
+    def local_rows(self, token: Tensor, row: Tensor | None, in_document: bool) -> Tensor:
+        """The local rows of tokens of the global rows, -1 where another rank has them.
+
+        Args:
+            token: places in the global row, int64. row: the rows of the batch; None: `token` counts through them all.
+            in_document: tokens of no document are an error.
+        """
+        documents = self.plan[IN_DOCUMENT] if in_document else None
+        return _ops.local_rows.default(self.plan[TOKEN_ROWS], token, row, documents, self.has_token.shape[1])
 
     def sum(self, part: Tensor) -> Tensor:
         """The whole of a part."""
         return _ops.sum_over_ranks.default(part, self.group)
+
+    def most(self, part: Tensor) -> Tensor:
+        """The largest of all ranks, of numbers that need no gradient."""
+        return _ops.max_over_ranks.default(part, self.group)
 
     def largest(self, part: Tensor, count: Tensor) -> Tensor:
         """The largest of all ranks; `count` entries of this rank have the value of its part."""
@@ -67,7 +96,11 @@ class Ranks:
 
 
 Whole = Callable[[Ranks, Any, dict[str, Any]], Any]
-"""Runs an ATen op over the tokens of all ranks: (ranks, the op, its arguments by name) -> its results."""
+"""Runs an ATen op over the tokens of all ranks: (ranks, the op, its arguments by name) -> its results.
+
+Its attribute `reads` names what it needs of the plan beside `READ`, `why` what it does, for the report."""
+READ = (HAS_TOKEN, ROW_TOKENS)
+"""What all of them may read of the plan."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +143,16 @@ class Lowering:
     autocasts: tuple[Sequence[Any], ...] = ()
 
     @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        """What its ops read of the plan."""
+        own = (key for step in self.steps for key in getattr(step.whole, "reads", ()))
+        return tuple(dict.fromkeys((*READ, *own)))
+
+    @property
     def why(self) -> str:
         """For the report."""
-        return ", ".join(f"{step.op} over the tokens of all ranks" for step in self.steps if step.whole) or (
-            "sums inside of it are needed whole"
-        )
+        made = [f"{step.op} {getattr(step.whole, 'why', _OVER_ALL)}" for step in self.steps if step.whole]
+        return ", ".join(made) or "sums inside of it are needed whole"
+
+
+_OVER_ALL = "over the tokens of all ranks"

@@ -42,6 +42,12 @@ def share_out_gradient(x: Tensor, world_size: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@custom_op("cp_rewrite::max_over_ranks", mutates_args=())
+def max_over_ranks(x: Tensor, group: str) -> Tensor:
+    """The largest of all ranks' `x`, of numbers that need no gradient."""
+    return _all_reduced(x, dist.ReduceOp.MAX, group)
+
+
 @custom_op("cp_rewrite::largest_over_ranks", mutates_args=())
 def largest_over_ranks(x: Tensor, count: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """(the largest of all ranks' `x`, this rank's share of its gradient).
@@ -72,6 +78,7 @@ def _like(x: Tensor) -> Tensor:
 @sum_over_ranks.register_fake
 @sum_gradient_over_ranks.register_fake
 @share_out_gradient.register_fake
+@max_over_ranks.register_fake
 def _(x: Tensor, _: Any) -> Tensor:
     return _like(x)
 

@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.batch.active import IN_DOCUMENT
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import (
@@ -120,7 +121,8 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         new, whole = attempt.whole(call)
         new = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
         use_lost_positions(call, new)
-        new = whole_of_gaps(call, new)
+        if IN_DOCUMENT not in getattr(whole, "reads", ()):  # such a one checks the batch's
+            new = whole_of_gaps(call, new)
         return new, whole
 
     def _transfer(self, call: Call) -> States:

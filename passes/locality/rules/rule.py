@@ -58,10 +58,15 @@ class Rule:
 
 
 def rows(
-    ops: str, gives: RowsTransfer, takes: Takes = Takes.NOTHING, mixes: Mixing | None = None, others: str = ""
+    ops: str,
+    gives: RowsTransfer,
+    takes: Takes = Takes.NOTHING,
+    mixes: Mixing | None = None,
+    others: str = "",
+    whole: Resolve | None = None,
 ) -> Rule:
     """The rule of ops that work on the rows of their first tensor; arguments as of `Rule` and `on_rows`."""
-    return Rule(ops, on_rows(gives, mixes, others), takes)
+    return Rule(ops, on_rows(gives, mixes, others), takes, whole)
 
 
 def refused(ops: str, why: str, reason: Reason = Reason.TOKEN_MIXING) -> Rule:

@@ -31,6 +31,8 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes, wholes
 from .elementwise import pointwise
+from .picked import entries as picked
+from .picked import first, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
 
@@ -46,7 +48,8 @@ VIEWS = (
     rows("unsqueeze", shapes.unsqueezed, SUMS),
     rows("squeeze", shapes.squeezed, SUMS),
     rows("view_as_real view_as_complex", shapes.as_complex, SUMS),
-    rows("select", shapes.without_dim, SUMS, mixes=over("takes one entry of")),
+    # an entry of the token dim -> whole
+    rows("select", shapes.without_dim, SUMS, mixes=over("takes one entry of"), whole=picked.select),
     rows("unbind", shapes.without_dim, SUMS | SIZES, mixes=over("splits")),
     rows("split split_with_sizes chunk unsafe_split", unchanged, SUMS | SIZES, mixes=over("splits")),
     rows("repeat", shapes.repeated, SUMS | SIZES),
@@ -58,8 +61,8 @@ VIEWS = (
     Rule("cat stack", shapes.cat, SUMS),
     # the token dim had one entry or none: · · -> (T,) ·, rows that are all equal
     Rule("expand", shapes.expand, SUMS | SIZES | UNCUT),
-    # a slice of an ordinary dim -> the same dims; the first T rows of a table -> (T,) ·
-    Rule("slice", shapes.slice_, SUMS | SIZES | UNCUT),
+    # a slice of an ordinary dim -> the same dims; the first T rows of a table -> (T,) ·; of some tokens -> whole
+    Rule("slice", shapes.slice_, SUMS | SIZES | UNCUT, picked.slice_),
 )
 
 # A tensor is made of one number, or counts 0, 1, 2, … -> its dim of T entries is the token dim.
@@ -101,7 +104,9 @@ SUMMED = (
     Rule("sum nansum count_nonzero", reductions.reduce, SUMS),
     Rule("mean amax amin logsumexp max min", reductions.reduce, SUMS, whole=wholes.reduced),
     Rule("var std var_mean std_mean norm linalg_vector_norm", reductions.reduce, SUMS, whole=wholes.reduced),
-    Rule("prod argmax argmin any all aminmax median mode kthvalue", reductions.reduce, SUMS),
+    # over tokens: the place in the whole row
+    Rule("argmax argmin", reductions.reduce, whole=first.largest_place),
+    Rule("prod any all aminmax median mode kthvalue", reductions.reduce, SUMS),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
@@ -122,13 +127,15 @@ INDEXED = (
     # a table that is the same on all ranks -> the indices' dims and one more
     Rule("embedding", indexing.embedding),
     # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
-    Rule("gather scatter scatter_reduce", indexing.gather),
+    Rule("scatter", indexing.gather),
+    # the same; or token rows at places that all ranks know -> whole
+    Rule("gather", indexing.gather, whole=picked.gather),
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part
-    Rule("scatter_add", indexing.gather, whole=wholes.scatter_add),
+    Rule("scatter_add scatter_reduce", indexing.gather, whole=segments.added),
     # an indexed dim without tokens -> in its place the indices' dim
-    Rule("index_select", indexing.index_select),
+    Rule("index_select", indexing.index_select, whole=picked.index_select),
     # indexed dims without tokens, or all rows of a shard in turn -> in their place the indices' dims
-    Rule("index _unsafe_index", indexing.index, POSITIONS),
+    Rule("index _unsafe_index", indexing.index, POSITIONS, picked.index),
     # x[mask] = number, where x and mask have the same tokens -> the same dims
     Rule("index_put _unsafe_index_put _index_put_impl", indexing.index_put, POSITIONS),
 )
@@ -150,7 +157,9 @@ MIXING = (
     # with minlength -> per-rank counts
     replace(refused("bincount", "counts over all tokens"), whole=wholes.bincount),
     refused("searchsorted", "compares over all tokens"),
-    refused("index_add index_copy index_fill masked_scatter put", "writes token rows by place"),
+    # token rows added up in a tensor without tokens -> a per-rank part
+    replace(refused("index_add", "writes token rows by place"), whole=segments.added),
+    refused("index_copy index_fill masked_scatter put", "writes token rows by place"),
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 

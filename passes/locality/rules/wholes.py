@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Deferred, Partial, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 
 from .elementwise import pointwise
 from .losses import nll_rows
+from .picked.first import LargestPlace
 from .rule import States, given_dims
 from .spread import can_spread, spread
 
@@ -40,7 +42,9 @@ def reduced(call: Call) -> tuple[States, Whole]:
     if call.name in ("max", "min") and len(call.outs) > 1:
         if call.facts.has_gradient(call.first):
             raise Mixes("which of equal entries gets the gradient depends on their order")
-        return [WHOLE, Deferred(f"{call.name} gives the place of a token in a shard")], runs(rows.dims)
+        if call.arg("dim") is None or rows.dims[call.arg("dim")] != (T,):
+            raise Mixes(f"{call.name} over something else than tokens")
+        return WHOLE, LargestWithPlace(rows.dims)
     if call.first.dtype in (torch.bool, torch.uint8) or call.arg("ord", "p") not in (None, 2, 2.0):
         raise Mixes(f"{call.name} of such values is not put together from parts")
     return WHOLE, runs(rows.dims)
@@ -95,20 +99,6 @@ def bincount(call: Call) -> tuple[States, Whole]:
     if rows is None or not can_spread(rows) or not call.arg("minlength") or call.arg("weights") is not None:
         raise Mixes("bincount without minlength has as many entries as the shard's largest number asks for")
     return Partial(), BinCount(rows.dims)
-
-
-def scatter_add(call: Call) -> tuple[States, Whole]:
-    """Token rows added to a tensor that is the same on all ranks, along a dim of it: a part of the sum of all."""
-    x, index, source = (call.arg(name) for name in ("self", "index", "src"))
-    rows, dim = call.rows(index), call.arg("dim") % max(call.first.ndim, 1)
-    if call.state(x) is not REPLICATED or rows is None or rows.token_dim != dim or not can_spread(rows):
-        raise Mixes("scatter_add of something else than token rows")
-    others = [d for i, d in enumerate(rows.dims) if i != dim and d is not None]
-    if others or call.rows(source) is None or call.entries(source) != call.entries(index):
-        raise Mixes("scatter_add of rows that are not cut like their indices")
-    if not x.is_floating_point() or x.requires_grad:
-        raise Mixes("scatter_add to whole numbers")
-    return Partial(), ScatterAdd(rows.dims)
 
 
 @dataclass(frozen=True)
@@ -219,9 +209,20 @@ class Largest(_OverTokens):
         kept = self.keep(ranks, sign * x, least)
         part = kept.amax(dims, keepdim=keepdim)
         equal = kept == kept.amax(dims, keepdim=True)
-        found = sign * ranks.largest(part, equal.sum(dims, keepdim=keepdim))
-        places = func._schema.name in ("aten::max", "aten::min") and "dim" in args
-        return (found, kept.argmax(args["dim"], keepdim=keepdim)) if places else found
+        return sign * ranks.largest(part, equal.sum(dims, keepdim=keepdim))
+
+
+@dataclass(frozen=True)
+class LargestWithPlace(_OverTokens):
+    """max and min of one dim, of numbers without a gradient."""
+
+    reads: ClassVar[tuple[PlanInput, ...]] = LargestPlace.reads
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        amax = _aten.amin.default if "min" in func._schema.name else _aten.amax.default
+        place = LargestPlace(self.dims, _dims(args["self"], args["dim"])[0])
+        values = Largest(self.dims)(ranks, amax, args)
+        return values, place(ranks, _aten.argmin.default if "min" in func._schema.name else _aten.argmax.default, args)
 
 
 @dataclass(frozen=True)
@@ -250,14 +251,6 @@ class BinCount(_OverTokens):
         x: Tensor = args["self"]
         ones = self.keep(ranks, torch.ones_like(x, dtype=torch.int64), 0)
         return x.new_zeros(args["minlength"], dtype=torch.int64).scatter_add(0, x.to(torch.int64), ones)
-
-
-@dataclass(frozen=True)
-class ScatterAdd(_OverTokens):
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        written = func._schema.is_mutable
-        base = args["self"].div_(ranks.world_size) if written else args["self"] / ranks.world_size
-        return func(**{**args, "self": base, "src": self.keep(ranks, args["src"], 0)})
 
 
 _REDUCED: dict[str, Any] = {

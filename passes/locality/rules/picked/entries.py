@@ -1,0 +1,187 @@
+"""Entries of the token dim at places that all ranks know, as `x[:, -1]` or `x[0, cu_seqlens[1:] - 1]`.
+
+A rank gives the rows that it has and 0 for others; the sum over ranks is whole. Its gradient is whole on every rank,
+and goes to the rows that were given.
+
+    tokens of rank 0, rank 1     0 1 5, 2 3 4
+    x[[5, 2]]                    rank 0: x5 0      rank 1: 0 x2      sum: x5 x2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.batch.active import IN_DOCUMENT, TOKEN_ROWS, PlanInput
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows
+from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.rules.rule import States
+from cp_rewrite.passes.values.resolution import Ranks, Whole
+
+from .places import Place, end_of, place_of
+
+_aten: Any = torch.ops.aten
+
+
+def select(call: Call) -> tuple[States, Whole]:
+    """x[:, 3], x[:, -1], x[:, x.shape[1] - 1]."""
+    rows, dim = _rows_at(call, call.arg("dim"))
+    place = place_of(call.extents, call.arg("index"))
+    return WHOLE, Picked(rows.dims, rows.attended, dim, (place, place.next, 1))
+
+
+def slice_(call: Call) -> tuple[States, Whole]:
+    """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
+    rows, dim = _rows_at(call, call.arg("dim"))
+    first, end = place_of(call.extents, call.arg("start") or 0), end_of(call.extents, call.arg("end"))
+    if first.from_end != end.from_end or not isinstance(call.sizes(call.outs[0])[dim], int):
+        raise Mixes("slice of as many tokens as the shard happens to have")
+    return WHOLE, Picked(rows.dims, rows.attended, dim, (first, end, call.arg("step") or 1))
+
+
+def index_select(call: Call) -> tuple[States, Whole]:
+    """Entries of one dim by an index that all ranks have."""
+    rows, dim = _rows_at(call, call.arg("dim"))
+    _check_known(call, [call.arg("index")])
+    return WHOLE, Picked(rows.dims, rows.attended, dim)
+
+
+def gather(call: Call) -> tuple[States, Whole]:
+    """For each entry of the index, which all ranks have, one of the token dim."""
+    rows, dim = _rows_at(call, call.arg("dim"))
+    _check_known(call, [call.arg("index")])
+    return WHOLE, Gathered(rows.dims, rows.attended, dim)
+
+
+def index(call: Call) -> tuple[States, Whole]:
+    """x[:, idx], and x[rows, idx] with the row of the batch for each token; x[rows, idx, features] in addition."""
+    given: list[Tensor | None] = list(call.arg("indices"))
+    used = [dim for dim, i in enumerate(given) if i is not None]
+    rows, dim = _rows_at(call, call.rows(call.first).token_dim if call.rows(call.first) else 0)  # type: ignore[union-attr]
+    if dim not in used or (
+        used != [dim] and any(rows.dims[i] == (B,) and i not in used for i in range(len(rows.dims)))
+    ):
+        raise Mixes("index of other dims than those of the tokens")
+    _check_known(call, [given[i] for i in used])
+    return WHOLE, Indexed(rows.dims, rows.attended, dim)
+
+
+def _rows_at(call: Call, dim: int) -> tuple[Rows, int]:
+    """The rows that an op picks from, and the dim, where that is the tokens' own."""
+    rows = call.rows(call.first)
+    dim = dim % max(call.first.ndim, 1)
+    if rows is None or rows.places is not None or rows.key or rows.dims[dim] not in ((T,), (B, T)) or call.written:
+        raise Mixes(f"{call.name} of something else than tokens")
+    if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim):
+        raise Mixes(f"{call.name} of rows of the batch that are no dim of their own")
+    call.use_positions(call.first)
+    return rows, dim
+
+
+def _check_known(call: Call, indices: Sequence[Tensor | None]) -> None:
+    """Places must be the same on all ranks, and whole numbers."""
+    for i in indices:
+        if i is None or call.state(i) is not REPLICATED:
+            raise Mixes(f"{call.name} by places that differ from rank to rank")
+        if i.dtype in (torch.bool, torch.uint8):
+            raise Mixes("picks tokens by a mask, as many as there happen to be")
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Entries of one dim, at the op's index, or at `places`.
+
+    Args:
+        dims: of the tensor that tokens are picked from. attended: tokens of no document may not be picked.
+        dim: of its tokens. places: (first, end, step) of places.
+    """
+
+    dims: Dims
+    attended: bool
+    dim: int
+    places: tuple[Place, Place, int] | None = None
+    why: ClassVar[str] = "of tokens, from the ranks that have them"
+
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return (TOKEN_ROWS, IN_DOCUMENT) if self.attended else (TOKEN_ROWS,)
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x: Tensor = args["self"]
+        if self.places is None:
+            return self.along(ranks, x, args["index"].reshape(-1))
+        tokens = ranks.row_tokens * ranks.has_token.shape[0] if self.is_flat else ranks.row_tokens
+        found = self.along(ranks, x, Place.count(*self.places, tokens))
+        return found.squeeze(self.dim) if "index" in args else found
+
+    @property
+    def is_flat(self) -> bool:
+        return self.dims[self.dim] == (B, T)
+
+    def along(self, ranks: Ranks, x: Tensor, index_N: Tensor) -> Tensor:
+        """Entries of the token dim; the same of all rows of the batch."""
+        sizes: list[Any] = [*x.shape[: self.dim], index_N.shape[0], *x.shape[self.dim + 1 :]]
+        index = index_N.view(-1, *[1] * (x.ndim - 1 - self.dim))
+        return self.gathered(ranks, x, index, sizes)
+
+    def gathered(self, ranks: Ranks, x: Tensor, index: Tensor, sizes: Sequence[Any]) -> Tensor:
+        """As torch.gather, by an index that broadcasts to `sizes`."""
+        local = self.local(ranks, index, self.rows_of(index, sizes)).expand(sizes)
+        return self.add_up(ranks, torch.gather(x, self.dim, local.clamp(min=0)), local)
+
+    def rows_of(self, index: Tensor, sizes: Sequence[Any]) -> Tensor | None:
+        """The row of the batch of each entry of an index; None: the index counts through all of them."""
+        if self.is_flat:
+            return None
+        if (B,) not in self.dims:
+            return index.new_zeros((), dtype=torch.int64)
+        place = self.dims.index((B,))
+        rows = torch.arange(sizes[place], device=index.device)
+        return rows.view(-1, *[1] * (len(sizes) - 1 - place))
+
+    def local(self, ranks: Ranks, token: Tensor, row: Tensor | None) -> Tensor:
+        return ranks.local_rows(token.to(torch.int64), row, self.attended)
+
+    def add_up(self, ranks: Ranks, x: Tensor, local: Tensor) -> Tensor:
+        """The rows that this rank has, where `local` is not negative, added up over ranks."""
+        number = torch.uint8 if x.dtype is torch.bool else x.dtype
+        kept = torch.where(local >= 0, x.to(number), x.new_zeros((), dtype=number))
+        return ranks.sum(kept).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Gathered(Picked):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        return self.gathered(ranks, args["self"], args["index"], args["index"].shape)
+
+
+@dataclass(frozen=True)
+class Indexed(Picked):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x: Tensor = args["self"]
+        given: list[Tensor | None] = list(args["indices"])
+        used = [dim for dim, i in enumerate(given) if i is not None]
+        token = given[self.dim]
+        assert token is not None
+        row = self.dims.index((B,)) if (B,) in self.dims else None
+        if used == [self.dim]:
+            return self.along(ranks, x, token.reshape(-1)).unflatten(self.dim, token.shape)
+        if row is None:
+            at = None if self.is_flat else token.new_zeros((), dtype=torch.int64)
+        else:
+            at = given[row]
+            assert at is not None, "its rule asks for the rows of the batch"
+            at = at.to(torch.int64)
+        local = self.local(ranks, token, at)
+        given[self.dim] = local.clamp(min=0)
+        out = func(x, given)
+        # The indices' dims stand where the first indexed dim was; in front, where indexed dims are not side by side.
+        beside = used == list(range(used[0], used[-1] + 1))
+        kept = x.ndim - len(used)
+        behind = kept - used[0] if beside else kept
+        return self.add_up(ranks, out, local.view(*local.shape, *[1] * behind))

@@ -1,0 +1,212 @@
+"""Tokens that a model picks by place, and sums by document: one process's loss and gradients, on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.border.model import TOKENS, VOCAB, Model
+from tests.helpers.pool import Pool
+
+Batch = Mapping[str, Any]
+Loss = Callable[[Any, Tensor, Batch], Tensor]
+DOCUMENTS = 4
+
+
+def token_losses(x: Tensor, b: Batch) -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), b["labels"].flatten(), reduction="none").view_as(b["labels"])
+
+
+def logps(x: Tensor, b: Batch) -> Tensor:
+    return x.log_softmax(-1).gather(-1, b["labels"].clamp(min=0)[..., None])[..., 0] * (b["labels"] != -100)
+
+
+def row_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device)
+
+
+def ids(b: Batch) -> Tensor:
+    """(B, T) a number for each document of the batch."""
+    return b["doc_ids"] + DOCUMENTS * row_of(b["doc_ids"])[:, None]
+
+
+def by_document(x: Tensor, b: Batch) -> Tensor:
+    """(B * N, …) sums over documents of (B, T, …)."""
+    return x.new_zeros(b["ends"].numel(), *x.shape[2:]).index_add(0, ids(b).flatten(), x.flatten(0, 1))
+
+
+def last_of_mask(x: Tensor, b: Batch) -> Tensor:
+    """As transformers classifies sequences."""
+    mask = (b["input_ids"] != 3).to(torch.int32)
+    index = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    return x[row_of(x), (index * mask).argmax(-1)]
+
+
+def dpo(m: Any, x: Tensor, b: Batch) -> Tensor:
+    sums = by_document(logps(x, b), b)
+    chosen, rejected = sums[0::2], sums[1::2]
+    return -F.logsigmoid(0.3 * (chosen - rejected - b["reference"])).mean()
+
+
+def grpo(m: Any, x: Tensor, b: Batch) -> Tensor:
+    new, mask = logps(x, b), (b["labels"] != -100).to(x.dtype)
+    old = new.detach() - 0.1 * torch.sin(b["input_ids"].to(x.dtype))
+    ratio, advantage = (new - old).exp(), b["advantages"][ids(b)]
+    each = torch.min(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage) - 0.04 * (old - new).expm1()
+    return -(by_document(each * mask, b) / by_document(mask, b).clamp(min=1)).mean()
+
+
+def gspo(m: Any, x: Tensor, b: Batch) -> Tensor:
+    """Ratios of whole sequences, put back on their tokens."""
+    mask = (b["labels"] != -100).to(x.dtype)
+    away = (logps(x, b) - logps(x, b).detach() * 1.1) * mask
+    ratio = (by_document(away, b) / by_document(mask, b).clamp(min=1)).exp()[ids(b)]
+    return (ratio * mask).sum() / 9
+
+
+def means(m: Any, x: Tensor, b: Batch) -> Tensor:
+    counts = torch.zeros(b["ends"].numel(), dtype=torch.long, device=x.device)
+    counts = counts.scatter_add(0, ids(b).flatten(), torch.ones_like(b["doc_ids"]).flatten())
+    return (by_document(x, b) / counts[:, None]).square().sum()
+
+
+def added_in_place(m: Any, x: Tensor, b: Batch) -> Tensor:
+    sums, counts = x.new_zeros(DOCUMENTS, VOCAB), x.new_zeros(DOCUMENTS)
+    sums.index_add_(0, b["doc_ids"].flatten(), x.flatten(0, 1))
+    counts.scatter_add_(0, b["doc_ids"].flatten(), x.new_ones(b["doc_ids"].shape).flatten())
+    return (sums / counts[:, None]).sin().sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "last": lambda m, x, b: x[:, -1].logsumexp(-1).sum(),
+    "last_but_one": lambda m, x, b: x.select(1, x.shape[1] - 2).sin().sum(),
+    "first": lambda m, x, b: F.cross_entropy(m.score(x[:, 0].tanh()), b["classes"]),
+    "slice": lambda m, x, b: (x[:, :2] * x[:, -2:]).sum(),
+    "last_of_documents": lambda m, x, b: x[row_of(x)[:, None], b["ends"]].square().sum(),
+    "same_of_rows": lambda m, x, b: x[:, b["picks"]].sin().sum() + x.mT[:, :, b["picks"][:2]].cos().sum(),
+    "index_select": lambda m, x, b: x.index_select(1, b["picks"]).square().sum(),
+    "gathered": lambda m, x, b: x[..., 0].gather(1, b["ends"]).exp().sum(),
+    "flat": lambda m, x, b: x.flatten(0, 1)[b["flat"]].square().sum() + x.flatten(0, 1)[-3].sum(),
+    "entries": lambda m, x, b: x[row_of(x)[:, None], b["ends"], b["ends"] % 5].exp().sum(),
+    "classified": lambda m, x, b: F.cross_entropy(last_of_mask(m.score(x), b), b["classes"]),
+    "rewarded": lambda m, x, b: -F.logsigmoid(m.reward(x)[..., 0].gather(1, b["ends"]).diff(dim=1)).mean(),
+    "largest_place": lambda m, x, b: (
+        x[row_of(x), b["input_ids"].argmax(1)].sum() + x[row_of(x), x[..., 1].argmin(1)].sum()
+    ),
+    "largest_of_ids": lambda m, x, b: (
+        x[row_of(x), b["input_ids"].max(1)[1]].sum() * b["input_ids"].max(1)[0].sum() / 30
+    ),
+    "count_of_mask": lambda m, x, b: x[row_of(x), (b["input_ids"] > 5).sum(1) - 1].square().sum(),
+    "means": means,
+    "one_hot": lambda m, x, b: (F.one_hot(b["doc_ids"], DOCUMENTS).to(x.dtype).mT @ x).square().sum() / 50,
+    "by_row": lambda m, x, b: (
+        torch.zeros_like(b["reference_rows"]).scatter_add(1, b["doc_ids"], logps(x, b)).exp().sum()
+    ),
+    "reduced": lambda m, x, b: (
+        x.new_zeros(4).scatter_reduce(0, b["doc_ids"].flatten(), token_losses(x, b).flatten(), "sum").sin().sum()
+    ),
+    "in_place": added_in_place,
+    "dpo": dpo,
+    "grpo": grpo,
+    "gspo": gspo,
+    "kl_of_sequences": lambda m, x, b: (logps(x, b) - 0.2).sum(1).square().mean(),
+    "picked_token": lambda m, x, b: (x * x[:, -1:].detach()).sum() / 40 + (x.sin() * x[:, :1].sigmoid()).sum() / 50,
+    "tokens": lambda m, x, b: token_losses(x, b).sum() / 10,
+}
+PARTS = frozenset({"tokens", "gspo", "picked_token"})
+
+
+class Picked(Model):
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            lambda m, x, b: {name: LOSSES[name](m, x, b) for name in names},
+            extra=lambda m: m.more(),  # type: ignore
+        )
+
+    def more(self) -> None:
+        self.score = torch.nn.Linear(VOCAB, 3)
+        self.reward = torch.nn.Linear(VOCAB, 1, bias=False)
+
+
+def packed(rows: int, tokens: int) -> dict[str, Any]:
+    """(B, T) rows of four documents each, in each row of other lengths."""
+    generator = torch.Generator().manual_seed(rows + tokens)
+    cuts = [[0, 2 + i, 5 + i, 8 + i, tokens] for i in range(rows)]
+    lengths = torch.tensor(cuts).diff(dim=1)
+    labels = torch.randint(0, VOCAB, (rows, tokens), generator=generator)
+    labels[:, 3:5] = -100
+    return {
+        "input_ids": torch.randint(0, VOCAB, (rows, tokens), generator=generator),
+        "doc_ids": torch.stack([torch.repeat_interleave(torch.arange(DOCUMENTS), n) for n in lengths]),
+        "labels": labels,
+        "ends": lengths.cumsum(1) - 1,
+        "picks": torch.tensor([tokens - 1, 0, 4, 4]),
+        "flat": torch.tensor([tokens * rows - 1, 3, -2]),
+        "classes": torch.arange(rows) % 3,
+        "reference": torch.rand(rows * DOCUMENTS // 2, generator=generator).double(),
+        "reference_rows": torch.zeros(rows, DOCUMENTS).double(),
+        "advantages": torch.randn(rows * DOCUMENTS, generator=generator).double(),
+    }
+
+
+def step(model: Callable[..., dict[str, Tensor]], batch: Batch) -> dict[str, float]:
+    """Losses by name, after the backward of them all, each with a weight of its own."""
+    found = model(**batch)
+    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
+    return {name: loss.item() for name, loss in found.items()}
+
+
+def sharded_step(
+    mesh: DeviceMesh, names: Sequence[str], batch: Batch, layout: Any
+) -> tuple[dict[str, float], dict[str, Any]]:
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), layout, "all_gather", inner="aot_eager")
+    torch._dynamo.reset()
+    model = Picked(names).double()
+    with sharding.shard(batch) as local:
+        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+    cp.sum_gradients(model.parameters(), sharding)
+    return found, {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
+    batch = packed(rows, tokens)
+    model = Picked(names).double()
+    expected = step(model, batch)
+    results = pool.run(ranks, sharded_step, names, batch, layout)
+    for name, loss in expected.items():
+        found = [losses[name] for losses, _ in results]
+        found = [sum(found)] if name in PARTS else found
+        assert found == pytest.approx([loss] * len(found), rel=1e-8), f"the loss of {name!r}"
+    for _, grads in results:
+        for key, p in model.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(torch.from_numpy(grads[key]), p.grad, rtol=1e-7, atol=1e-9, msg=key)
+
+
+def test_picked_tokens_are_whole(pool: Pool) -> None:
+    compare(pool, ["classified", "last_of_documents", "means", "dpo"], 2, "balanced", 1, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "rows", "tokens"),
+    [
+        (2, "balanced", 2, 13),
+        (3, "contiguous", 2, 14),
+        (4, "dual_chunk", 1, 15),
+        (4, "head_tail", 2, 13),
+        (3, "balanced", 3, 14),
+    ],
+)
+def test_picked_tokens_are_whole_on_more_ranks(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
+    names = [*LOSSES]
+    if rows > 1 and layout == "balanced":
+        names.remove("classified")  # positions from arange are those of all rows at once
+    compare(pool, names, ranks, layout, rows, tokens)
