@@ -13,12 +13,6 @@ from .arguments import whole_number
 from .documents import Documents
 
 Window = tuple[int | None, int | None]
-DROPPED_AT = -65504.0
-"""An additive mask drops the keys to which it adds this, the lowest fp16 number, or less.
-
-A key's softmax weight is then exactly zero in every dtype, unless its logit is as much above another one. The additive
-masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
-"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,3 @@ class PackedMask:
         elif not self.causal:
             parts.append("full")
         return " & ".join(parts)
-
-
-class MaskMismatch(RuntimeError):
-    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""

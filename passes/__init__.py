@@ -84,6 +84,7 @@ def check_token_locality(state: State) -> State:
         padded_sums=tuple(node for node in report.padded_sums if node not in masked),
         gap_sums=tuple(report.gap_sums),
         lowered=tuple(report.lowered),
+        reads=tuple(report.reads),
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN, IN_DOCUMENT, ROW_INDEX, TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from cp_rewrite.batch.active import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 from cp_rewrite.passes.graph.dynamo_internals import fake_input, inner_mode
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.values.state import State
@@ -27,9 +27,11 @@ class Inputs:
         self.keys = tuple(dict.fromkeys(keys))
         self.callers = region_calls(self.root)
         masks = list(dict.fromkeys(key.mask for key in self.keys if key.mask))
+        reads = list(dict.fromkeys(key.read for key in self.keys if key.read))
         self._nodes: dict[tuple[fx.Graph, PlanInput], fx.Node] = {}
         for key in self.keys:
-            name = "_".join(["cp", key.name] + ([str(masks.index(key.mask))] if key.mask else []))
+            number = [masks.index(key.mask)] if key.mask else [f"read{reads.index(key.read)}"] if key.read else []
+            name = "_".join(["cp", key.name, *map(str, number)])
             node = _append_placeholder(self.root.graph, name)
             _set_fake_values(node, state, key, self.mode)
             self._nodes[self.root.graph, key] = node
@@ -76,7 +78,7 @@ def _append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 def _set_fake_values(node: fx.Node, state: State, key: PlanInput, mode: FakeTensorMode) -> None:
     """Give a new input its fake values: one in the graph's mode, one (`example_input`) in the inner compiler's."""
     tensor, inner = state.plan.example(key), inner_mode(mode)
-    if key in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX):
+    if key.is_per_token:
         # As long as a row's tokens, by the graph's own symbol: a symbol of its own would have to be guarded equal.
         shape = (state.tokens.rows, state.tokens.inputs[0].tokens)
         fake = _empty(inner, shape[2 - tensor.ndim :], tensor)

@@ -17,6 +17,7 @@ from cp_rewrite.ops.attention import attend
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.torch_internals import FakeTensorMode
@@ -24,6 +25,7 @@ from cp_rewrite.torch_internals import FakeTensorMode
 from .erase import erase_dead
 from .lower import lower_node
 from .plan_inputs import Inputs
+from .read_neighbours import read_neighbours
 
 
 def rewrite_sites(state: State) -> State:
@@ -31,18 +33,22 @@ def rewrite_sites(state: State) -> State:
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
     keys += [key for insert in state.inserts for key in insert.inputs]
     keys += [key for lowering in state.lowered for key in lowering.reads]
+    keys += [key for read in state.reads for key in PlanInput.of_neighbours(read.read)]
     inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
     made: dict[Any, fx.Node] = {}
-    for insert in state.inserts:  # first: what they read may be replaced below
-        _insert_before(insert, inputs, made)
+    replaced: dict[fx.Node, fx.Node] = {}
+    stale = [operand for read in state.reads for operand in read.node.all_input_nodes]
+    for read in state.reads:  # first: what they read may be replaced below
+        replaced[read.node] = _replace_read(read, inputs, replaced)
+    for insert in state.inserts:
+        _insert_before(replace(insert, operand=replaced.get(insert.operand, insert.operand)), inputs, made)
     for lowering in state.lowered:
         lower_node(lowering, inputs, state.sharding)
     for position in state.positions:
         _globalize(position, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
     live = live_nodes(state.graph_module, state.sites)
-    stale = [node for decision in state.decisions for node in decision.site.node.all_input_nodes]
-    replaced: dict[fx.Node, fx.Node] = {}
+    stale += [node for decision in state.decisions for node in decision.site.node.all_input_nodes]
     for decision in state.decisions:
         replaced[decision.site.node] = _rewrite_site(decision, state, inputs, replaced)
     erase_dead([node for node in stale if node not in replaced], live, inputs)
@@ -72,15 +78,32 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
             return out
         return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
 
-    new = _insert(site.node, emit, inputs.mode)
+    return _take_place(site.node, _insert(site.node, emit, inputs.mode), inputs.mode)
+
+
+def _take_place(node: fx.Node, new: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Let all that read `node` read `new`, and erase it."""
     # Nested regions take their word for it that no gradient comes in where an output's example needs none.
-    with inputs.mode:
-        new.meta["example_value"] = new.meta["example_value"].detach().requires_grad_(value.requires_grad)
-    site.node.replace_all_uses_with(new)
-    name = site.node.name
-    graph.erase_node(site.node)
+    with mode:
+        needed = node.meta["example_value"].requires_grad
+        new.meta["example_value"] = new.meta["example_value"].detach().requires_grad_(needed)
+    node.replace_all_uses_with(new)
+    name = node.name
+    node.graph.erase_node(node)
     new.name = name
     return new
+
+
+def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The node that takes the place of one that shifts, rolls or convolves tokens."""
+    graph, tracer = read.node.graph, GraphAppendingTracer(read.node.graph)
+    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_neighbours(read.read)]
+
+    def proxy(node: fx.Node) -> fx.Proxy:
+        return fx.Proxy(replaced.get(node, node), tracer)
+
+    new = _insert(read.conv or read.node, lambda: read_neighbours(read, proxy, plan), inputs.mode, read.why)
+    return _take_place(read.node, new, inputs.mode)
 
 
 def _rows(x: fx.Proxy, dtype: torch.dtype, rows: bool) -> fx.Proxy:

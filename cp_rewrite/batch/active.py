@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,25 +19,40 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes import grid
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fixed_tables
+from cp_rewrite.planning.routes.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours, neighbours_route
 from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
 from cp_rewrite.sharding import Sharding, split_exchange
 
 from .buffers import buffers_of
-from .masks.argument import MaskArgument, mask_argument
 from .padding import PaddingReaders
 
 
 @dataclass(frozen=True)
 class PlanInput:
-    """One extra input of a rewritten graph: a tensor of the schedule of `mask`, as `exchange` needs it."""
+    """One extra input of a rewritten graph: a tensor of the schedule of `mask`, as `exchange` needs it; or of the route
+    of `read`."""
 
     tensor: PlanTensor
     mask: PackedMask | None = None
     exchange: str | None = None
+    read: Neighbours | None = None
 
     @property
     def name(self) -> str:
         return self.tensor.name
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it has an entry for each of this rank's tokens, of one row of the batch or of all."""
+        narrow = self.read is not None and self.read.span == 1
+        return (
+            self in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX) or self.tensor == OUT_ROWS or (narrow and self.name == "rows")
+        )
+
+    @staticmethod
+    def of_neighbours(read: Neighbours) -> tuple[PlanInput, ...]:
+        """What `neighbour_rows` reads; where a token reads several rows, `out_rows` too."""
+        return tuple(PlanInput(x, read=read) for x in NEIGHBOURS + (OUT_ROWS,) * (read.span > 1))
 
     @staticmethod
     def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
@@ -81,8 +96,6 @@ class ActivePlan:
     """Of the batch, in this process."""
     counted: str | None = None
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
-    masks: Collection[str] = ()
-    """The arguments that are masks of whole rows."""
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
     """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
     one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
@@ -90,11 +103,13 @@ class ActivePlan:
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By mask, exchange and rank."""
+    _neighbours: dict[tuple[Neighbours, int], Arrays] = field(default_factory=dict[Any, Arrays])
+    """By what is read, and rank."""
 
     def tensor(self, key: PlanInput) -> Tensor:
         """The tensor of one extra input, on the device unless the host reads it."""
         if key not in self._tensors:
-            array = self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange)[key.name]
+            array = self._array(key, self.sharding.rank)
             tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._device_of(key)
             fixed = self.sharding.capacity is not None
             made = buffers_of(self.sharding).fill(key, tensor, device) if fixed else to_device(tensor, device)
@@ -110,9 +125,9 @@ class ActivePlan:
     def example(self, key: PlanInput) -> Tensor:
         """A tensor like `tensor(key)` but with rank 0's sizes: compilers decide by an example's sizes (what to keep
         for the backward, in which order to run), and must decide the same on all ranks."""
-        if key.mask is None:
+        if key.mask is None and key.read is None:
             return self.tensor(key)
-        array = self._arrays_of(key.mask, key.exchange, 0)[key.name]
+        array = self._array(key, 0)
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self._device_of(key))
 
     @property
@@ -150,22 +165,20 @@ class ActivePlan:
             "rank: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
         )
 
-    def check_mask(self, argument: MaskArgument, value: Any) -> None:
-        """Raise unless a call's mask is what `shard` put in the place of this batch's."""
-        found = mask_argument(value)
-        if found != argument or batch_number(value) != self.number:
-            raise ValueError(
-                f"the model was compiled for {argument}, and is called with {found or 'another tensor'}, or another "
-                "batch's: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
-            )
-
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
 
-    def _arrays_of(self, mask: PackedMask, exchange: str | None, rank: int | None = None) -> Arrays:
-        """A rank's arrays, this one's by default: of an exchange; for None, the kernel tables that exchanges share."""
-        place = mask, exchange, self.sharding.rank if rank is None else rank
+    def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:
+        if key.read is not None:
+            if (key.read, rank) not in self._neighbours:
+                self._neighbours[key.read, rank] = neighbours_route(self.plan, key.read, rank)
+            return self._neighbours[key.read, rank][key.name]
+        return self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange, rank)[key.name]
+
+    def _arrays_of(self, mask: PackedMask, exchange: str | None, rank: int) -> Arrays:
+        """A rank's arrays of an exchange; for None, the kernel tables that exchanges share."""
+        place = mask, exchange, rank
         if place not in self._arrays:
             self._arrays[place] = self._make_arrays(*place)
         return self._arrays[place]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import SymInt, nn
 
 from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
-from cp_rewrite.batch.active import active_plan
+from cp_rewrite.batch.active import PlanInput, active_plan
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
@@ -42,11 +42,12 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Collective:
-    """A sum over the ranks that was put in, or a gradient that is shared out.
+    """A sum over the ranks that was put in, a gradient that is shared out, or a read of neighbouring tokens' rows.
 
     Args:
         where: the source line. why: the rule that asked for it. op: what was put in.
-        bytes: that travel, in the forward or in the backward; of a dim that the batch decides, for the example.
+        bytes: that travel, in the forward or in the backward; of a dim that the batch decides, for the example. Of
+            neighbours: what this rank gets of others.
     """
 
     where: str
@@ -55,7 +56,8 @@ class Collective:
     bytes: int
 
     def __str__(self) -> str:
-        return f"made whole {self.where}\n          {self.why} | {self.op} | {self.bytes} bytes"
+        what = "neighbours" if self.op == _READ else "made whole"
+        return f"{what} {self.where}\n          {self.why} | {self.op} | {self.bytes} bytes"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Report:
         ops_before, ops_after: how often each op stands in the graph; equal when refused.
         before, after: the normalised graphs, a line a node.
         inserts: what was put in elsewhere, and why; nothing when refused.
-        collectives: sums over the ranks that were put in for what a model uses as the whole; none when refused.
+        collectives: sums over the ranks that were put in for what a model uses as the whole, and reads of neighbouring
+            tokens; none when refused.
     """
 
     sites: tuple[SiteReport, ...]
@@ -90,8 +93,10 @@ class Report:
         return graph_diff(list(self.before), list(self.after))
 
     def __str__(self) -> str:
-        found = [collective for collective in self.collectives if collective.bytes]
-        travels = f", {len(found)} sums over ranks of {sum(x.bytes for x in found)} bytes" if found else ""
+        reads = [x.bytes for x in self.collectives if x.op == _READ]
+        sums = [x.bytes for x in self.collectives if x.op != _READ and x.bytes]
+        travels = f", {len(sums)} sums over ranks of {sum(sums)} bytes" if sums else ""
+        travels += f", {len(reads)} reads of neighbours of {sum(reads)} bytes" if reads else ""
         lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals{travels}"]
         lines += _folded([str(site) for site in self.sites])
         lines += _folded([str(collective) for collective in self.collectives])
@@ -169,9 +174,11 @@ def _report(state: passes.State) -> Report:
     found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
     texts = tuple(before), tuple(after), tuple(found)
-    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(_collectives(state.graph_module)))
+    collectives = [*_collectives(state.graph_module), *(() if state.refusals else _reads(state, where))]
+    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives))
 
 
+_READ = "neighbour_rows"
 _SUMS: dict[str, int] = {
     "cp_rewrite.sum_over_ranks": 1,
     "cp_rewrite.sum_gradient_over_ranks": 1,
@@ -191,6 +198,15 @@ def _collectives(gm: fx.GraphModule) -> Iterator[Collective]:
             count = hint(value.numel()) if isinstance(value.numel(), SymInt) else value.numel()
             size = times * value.element_size() * int(count or 0)
             yield Collective(source_line(node), node.meta["cp_rewrite"], target_name(node.target).split(".")[-1], size)
+
+
+def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective]:
+    for read in state.reads:
+        splits = next(key for key in PlanInput.of_neighbours(read.read) if key.name == "splits")
+        value: Any = read.source.meta["example_value"]
+        count = hint(value.numel()) // (state.plan.plan.local_size * len(state.plan.plan.rows))
+        size = value.element_size() * count * int(state.plan.tensor(splits)[1].sum())
+        yield Collective(where.get(id(read.node)) or source_line(read.node), read.why, _READ, size)
 
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:

@@ -1,13 +1,16 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
 from . import attention, exchange, max_logits, ring_attention, scatter_heads
+from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
 from .sums import over_ranks, token_rows
 
 __all__ = [
     "attention",
+    "convolve_rows",
     "exchange",
     "max_logits",
+    "neighbour_rows",
     "over_ranks",
     "pushed_attention",
     "ring_attention",

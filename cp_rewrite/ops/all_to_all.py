@@ -48,7 +48,7 @@ def exchange_rows(
     send, recv = splits.tolist()
     local = pack_kv(k, v)
     with nvtx("exchange"):
-        received = _all_to_all(local_rows.gather_rows(local, send_rows[: sum(send)]), recv, send, group)
+        received = all_to_all_rows(local_rows.gather_rows(local, send_rows[: sum(send)]), recv, send, group)
     return local_rows.gather_rows(torch.cat([local, received]), kv_rows)
 
 
@@ -77,7 +77,7 @@ def return_rows(
     partial = local_rows.sum_rows(dkv, sum_ptr, sum_rows, size + sum(recv))
     own, foreign = partial.split([size, sum(recv)])
     with nvtx("exchange_backward"):
-        returned = _all_to_all(foreign, send, recv, group)
+        returned = all_to_all_rows(foreign, send, recv, group)
     return local_rows.sum_rows(torch.cat([own, returned]), return_ptr, return_rows, size)
 
 
@@ -102,7 +102,8 @@ def return_needed(
     return split_kv(total, k.shape[1], k.shape[2], v.shape[2])
 
 
-def _all_to_all(send: Tensor, recv_splits: list[int], send_splits: list[int], group: str) -> Tensor:
+def all_to_all_rows(send: Tensor, recv_splits: list[int], send_splits: list[int], group: str) -> Tensor:
+    """(sum(recv_splits), C) rows by source, of rows (sum(send_splits), C) by destination."""
     received = send.new_empty(sum(recv_splits), send.shape[1])
     dist.all_to_all_single(received, send.contiguous(), recv_splits, send_splits, group=process_group(group))
     return received

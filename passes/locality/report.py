@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -13,6 +13,7 @@ from cp_rewrite.passes.locality.node.node_facts import Events
 from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.resolution import Lowering
 from cp_rewrite.refusal import Reason, Refusal
@@ -33,7 +34,7 @@ class LocalityReport:
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
         resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
-            that are taken apart for it.
+            that are taken apart for it. reads: nodes that shift, roll or convolve tokens, and what replaces them.
     """
 
     refusals: list[Refusal] = field(default_factory=list[Refusal])
@@ -45,6 +46,7 @@ class LocalityReport:
     parts: list[bool] = field(default_factory=list[bool])
     resolved: list[Insert] = field(default_factory=list[Insert])
     lowered: list[Lowering] = field(default_factory=list[Lowering])
+    reads: list[NeighbourRead] = field(default_factory=list[NeighbourRead])
 
 
 class Findings:
@@ -85,7 +87,7 @@ class Findings:
         # A region that is entered twice: what it is given may have its tokens in other dims.
         self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
 
-    def report(self, resolver: Resolver) -> LocalityReport:
+    def report(self, resolver: Resolver, reads: Iterable[NeighbourRead]) -> LocalityReport:
         for node in self.used:
             if node in self.indexed:
                 detail = "these positions both index the shard's rows and count the global row: make them twice"
@@ -95,7 +97,7 @@ class Findings:
         inserts = [insert for each in self.padded_sums.values() for insert in each]
         sums = list(self.padded_sums), inserts, list(self.gap_sums)
         found = self.refusals, positions, *sums, self.outputs, self.parts
-        return LocalityReport(*found, resolver.inserts, resolver.lowered)
+        return LocalityReport(*found, resolver.inserts, resolver.lowered, list(reads))
 
 
 def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:

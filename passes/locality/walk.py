@@ -28,7 +28,8 @@ from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Rows
+from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
 from cp_rewrite.passes.locality.resolve.mask_sums import mask_sum
@@ -72,14 +73,14 @@ def check_locality(
         return LocalityReport(list(tokens.refusals) or [why_static(extents, fixed)])
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
-    walk = _Walk(sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
+    walk = _Walk(gm, sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
     walk.explained = scores_of([node for node, site in refused.items() if site is None], extents)
     with walk.runner.running():
         walk.walk_all(gm)
         output = next(iter(gm.graph.find_nodes(op="output")))
         for node, where in (kept or {}).items():
             walk.outputs.check_kept(output, node, where)
-    return walk.found.report(walk.resolver)
+    return walk.found.report(walk.resolver, walk.reads.found.values())
 
 
 class _Walk:
@@ -91,6 +92,7 @@ class _Walk:
 
     def __init__(
         self,
+        gm: fx.GraphModule,
         sharding: Sharding,
         sites: Sequence[Site],
         tokens: TokenAxis,
@@ -100,12 +102,14 @@ class _Walk:
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, draws=sharding.random == "per_rank")
+        ways = {"draws": sharding.random == "per_rank", "moves": sharding.resolve and sharding.capacity is None}
+        trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, **ways)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(trace, mode, self.env)
         self.found = Findings()
+        self.reads = Reads(gm, self.runner, sharding, self.found)
         self.outputs = Outputs(self.runner, self.resolver, self.found)
         self.regions: dict[Any, States] = {}
         self.explained: set[fx.Node] = set()
@@ -122,11 +126,12 @@ class _Walk:
         """Walk the nodes of one graph whose placeholders are known; returns its output node."""
         for node in gm.graph.nodes:
             if node.op == "output":
+                self.reads.settle(node.all_input_nodes, self.visit)
                 return node
             if node.op == "call_function" and getattr(node.target, "__name__", "") in _TOGGLES:
                 self.runner.toggle(node)
             elif node in self.live and node.op != "placeholder":
-                self.env[node] = self.visit(node)
+                self.env[node] = self.reads.visit(node, self.visit)
         raise AssertionError("a graph has an output")
 
     def visit(self, node: fx.Node) -> States:
@@ -157,7 +162,7 @@ class _Walk:
             return self.found.refuse(node, Reason.TOKEN_MIXING, detail)
         if isinstance(node.target, HigherOrderOperator):
             return self.found.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
-        return self.record(node, self.runner.outcome(node))
+        return self.record(node, self.reads.outcome(node))
 
     def shares_ranks(self, group: str) -> bool:
         """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""
@@ -169,6 +174,9 @@ class _Walk:
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
         events = outcome.events
+        if isinstance(outcome.states, Moved):
+            self.found.note(node, events)
+            return outcome.states
         refused = self.resolver.add(node, outcome.steps)
         if refused is not None:
             return self.found.refuse(node, refused.reason, refused.detail)

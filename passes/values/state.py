@@ -17,6 +17,7 @@ from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
 from .insert import Insert
+from .neighbour_read import NeighbourRead
 from .recorded_mask import RecordedMask
 from .resolution import Lowering
 from .site import Site
@@ -74,7 +75,8 @@ class State:
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         gap_sums: what takes in the values that tokens of no document have after attention.
-        inserts: what is put between nodes and their operands. lowered: nodes that are taken apart.
+        inserts: what is put between nodes and their operands. lowered: nodes that are taken apart. reads: nodes that
+            are replaced by a read of neighbouring tokens.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -92,6 +94,7 @@ class State:
     gap_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()
     lowered: tuple[Lowering, ...] = ()
+    reads: tuple[NeighbourRead, ...] = ()
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()
     refusals: tuple[Refusal, ...] = ()

@@ -6,6 +6,7 @@ Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-proces
     Rows(dims)     x_l holds, along the token dim, this rank's tokens of x; along the batch dim all batch rows
     Partial()      the sum of x_l over the ranks is x
     WHOLE          x_l == x, and the gradient that comes to x_l is x's; of REPLICATED it is a part of x's on each rank
+    Moved(pieces)  what x is made of is known; x_l is not used
     UNKNOWN        a refusal stands before it; nothing more is said about it
 """
 
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch.fx as fx
+
+from cp_rewrite.planning.routes.neighbours import Length
 
 from .dims import Dims, Factor, Order, T, has
 
@@ -86,13 +89,51 @@ class GroupSizes:
     ends: bool = False
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Successive entries of a token dim. Args: of: what they are entries of, from `start` on: None, of `Moved.source`;
+    a node that is the same on all ranks; or a number, which all of them are."""
+
+    length: Length
+    start: Length
+    of: fx.Node | Number | None = None
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A convolution over tokens: entry i of its result is made of the entries i … i + span - 1 of its padded operand,
+    which is made of `pieces`."""
+
+    node: fx.Node
+    pieces: tuple[Piece, ...]
+    span: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Entries of the whole row's token dim in other places, as of a shift: no rank has them until something reads them.
+
+        x[:, :-1]                              [0, T - 1) of x
+        cat([zero, x[:, :-1]], 1)              1 entry of zero, [0, T - 1) of x
+
+    Args:
+        source: a tensor with `rows`. pieces: the entries of the token dim in turn.
+        taps: the pieces are of this convolution of the source.
+    """
+
+    source: fx.Node
+    rows: Rows
+    pieces: tuple[Piece, ...]
+    taps: Taps | None = None
+
+
 class Known(Enum):
     REPLICATED = "replicated"
     UNKNOWN = "unknown"
 
 
 REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
-TensorState = Rows | Partial | Deferred | GroupSizes | Known
+TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Known
 
 
 SHIFT_HINT = (

@@ -36,6 +36,7 @@ class Events:
         table: the dim of the node's first operand, a table, that it takes the first T rows of.
         unmasked: a sum over tokens took in the rows that fill a rank up, whatever they hold.
         gaps: a sum over tokens took in rows of tokens of no document, which hold something else than on one process.
+        moved: an op moved tokens to other places: what it gives is known by the nodes that it is made of.
         steps: ops that were refused as they are, and what makes them right.
     """
 
@@ -45,6 +46,7 @@ class Events:
     table: int | None = None
     unmasked: bool = False
     gaps: bool = False
+    moved: bool = False
     steps: list[Step] = field(default_factory=list[Step])
 
     def copy(self) -> Events:
@@ -86,6 +88,8 @@ class NodeFacts:
         """Known values of tensors filled with one number, by `id`."""
         self.operands = {id(tensor): tensor for tensor, _ in states[:1]}
         """Tensors that are the node's first operand, whole."""
+        self.sources: dict[int, fx.Node] = {}
+        """The node that gave a tensor, where it is one's whole value, by `id`."""
         self._gradients = {id(tensor) for tensor in gradients}
         self.states = {id(tensor): (tensor, state) for tensor, state in states}
         """Tensors are kept with their states: an `id` is used again once its tensor is gone."""

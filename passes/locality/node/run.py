@@ -83,14 +83,16 @@ class NodeRunner:
     def outcome(self, node: fx.Node) -> Outcome:
         """Run a node, or remember what came of one that looks alike.
 
-        Not remembered are nodes that write in place, take rows of a table or sort: what they do is their own.
+        Not remembered are nodes that write in place, take rows of a table, move tokens or sort: what they do is their
+        own.
         """
         key = self._key(node)
         if key is not None and key in self._memo:
             return self._memo[key]
         orders = self.facts.orders
         outcome = self._run(node)
-        again = not self.trace.written and outcome.events.table is None and orders == self.facts.orders
+        events = outcome.events
+        again = not self.trace.written and events.table is None and not events.moved and orders == self.facts.orders
         if key is not None and again:
             self._memo[key] = outcome
         return outcome
@@ -103,6 +105,7 @@ class NodeRunner:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._load(n, next(places), operands))
         gradients = [operand.tensor for operand in operands if needs_gradient(operand.source)]
         self.trace.start(node, [(operand.tensor, operand.state) for operand in operands], gradients)
+        self.facts.sources = {id(o.tensor): o.source for o in operands if isinstance(value_of(o.source), Tensor)}
         target: Any = node.target
         run: Callable[..., Any] = getattr(args[0], target) if node.op == "call_method" else target
         try:
@@ -212,7 +215,8 @@ class NodeRunner:
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
-        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.facts.nested, own)
+        flags = self.facts.nested, self.trace.moves
+        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), *flags, own)
         try:
             hash(key)
         except TypeError:

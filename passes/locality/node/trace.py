@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     WHOLE,
     Deferred,
     GroupSizes,
+    Moved,
     Partial,
     Rows,
     TensorState,
 )
+from cp_rewrite.passes.locality.neighbours.moves import follow_source, moved
 from cp_rewrite.passes.locality.resolve.attempts import Attempt, attempts
 from cp_rewrite.passes.locality.rules.draws import drawn
 from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
@@ -47,13 +50,21 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         extents: sizes of the token and batch axes.
         vouched: names of ops that the user says act on each token alone.
         resolves: ops that are not the same on a shard are made so where a rule says how.
+        moves: tokens may be moved to other places (`Moved`).
         draws: each rank may draw random numbers of its own for its tokens.
     """
 
     def __init__(
-        self, extents: Extents, vouched: frozenset[str], resolves: bool = False, *, draws: bool = False
+        self,
+        extents: Extents,
+        vouched: frozenset[str],
+        resolves: bool = False,
+        *,
+        draws: bool = False,
+        moves: bool = False,
     ) -> None:
         super().__init__()
+        self.moves = moves
         self.facts, self.vouched, self.resolves, self.draws = NodeFacts(extents), vouched, resolves, draws
         self.place = 0
         """How many ops the node ran so far."""
@@ -95,9 +106,17 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         """The states of an op's results: as it is, or after a step that makes it the same on a shard."""
         before = self.facts.events.copy()
         try:
-            return _checked(call, self._transfer(call))
+            if any(isinstance(call.state(x), Moved) for x in call.tensors):
+                return self._moved(call)
+            states = _checked(call, self._transfer(call))
+            follow_source(call)
+            return states
         except Mixes as mixes:
             refused = mixes
+        if self.moves:
+            self.facts.events = before.copy()
+            with suppress(Mixes):
+                return self._moved(call)
         for attempt in attempts(call, find_rule(call.func)) if self.resolves else ():
             self.facts.events = before.copy()
             try:
@@ -112,6 +131,11 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.facts.events = before
         self.facts.refuse(refused.reason, refused.detail)
         return [UNKNOWN] * len(call.outs)
+
+    def _moved(self, call: Call) -> list[TensorState]:
+        state = moved(call)
+        self.facts.events.moved = True
+        return [state]
 
     def _attempted(self, call: Call, attempt: Attempt) -> tuple[States, Whole | None]:
         if attempt.whole is None:

@@ -1,0 +1,1 @@
+"""Ops that read rows of neighbouring tokens."""

@@ -1,0 +1,194 @@
+"""The route of neighbours: what a shift, a roll or a convolution over tokens reads of other ranks' rows.
+
+Entries are what one process would read: the row's T tokens and a few rows that all ranks have, in some order. The local
+row of token p reads the entries p + first, p + first + 1, …, as many as `span`:
+
+    cat([zero, x[:, :-1]], 1)                    x padded by 2 zeros, for a convolution of 3 taps
+    entries  0  x0 x1 x2 x3 x4                   entries  0  0  x0 x1 x2 x3 x4 x5
+    token 2     x1          first 0, span 1      token 2        x0 x1 x2           first 0, span 3
+
+Tokens that stand side by side on a rank read their entries in one run:
+
+    rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
+    rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
+
+from .route import Arrays, PlanTensor, row_index
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length or a place in a row of T tokens: constant + T * rows."""
+
+    constant: int = 0
+    rows: int = 0
+
+    def __add__(self, other: Length) -> Length:
+        return Length(self.constant + other.constant, self.rows + other.rows)
+
+    def __sub__(self, other: Length) -> Length:
+        return Length(self.constant - other.constant, self.rows - other.rows)
+
+    def of(self, tokens: int) -> int:
+        """Of a row of so many tokens."""
+        return self.constant + self.rows * tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `repeats`
+    the same one again and again."""
+
+    length: Length
+    start: Length = Length()
+    extra: int | None = None
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What each token's local row reads.
+
+    Args:
+        parts: all entries. first, span: as drawn above; `first` may not be negative.
+        extras: how many rows all ranks have, for each row of the batch.
+        keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
+        apart: tokens of documents may not read tokens of none, whose values attention made.
+    """
+
+    parts: tuple[Part, ...]
+    first: int = 0
+    span: int = 1
+    extras: int = 0
+    keeps_fill: bool = False
+    apart: bool = False
+
+    def sources(self, entries: Int, tokens: int) -> Int:
+        """The token of each entry; of a row that all ranks have, `tokens` and its number.
+
+        Raises:
+            ValueError: the row is too short.
+        """
+        lengths = np.array([part.length.of(tokens) for part in self.parts])
+        if (lengths < 0).any() or (entries >= lengths.sum()).any():
+            raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
+        starts = np.array([tokens + p.extra if p.extra is not None else p.start.of(tokens) for p in self.parts])
+        moves = np.array([not part.repeats for part in self.parts])
+        stops = lengths.cumsum()
+        part = np.searchsorted(stops, entries, side="right")
+        return starts[part] + (entries - (stops - lengths)[part]) * moves[part]
+
+
+NEIGHBOURS = (
+    PlanTensor("rows"),
+    PlanTensor("send_rows"),
+    PlanTensor("splits", on_host=True, static=True),
+    PlanTensor("sum_ptr"),
+    PlanTensor("sum_rows"),
+    PlanTensor("return_ptr"),
+    PlanTensor("return_rows"),
+)
+"""What `neighbour_rows` reads of the plan, in order."""
+OUT_ROWS = PlanTensor("out_rows")
+
+
+def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int) -> Arrays:
+    """The tables of one rank. B rows, P ranks, R = B T_l local rows, V rows received, S rows sent, M extras.
+
+    Returns:
+        rows: int32 into cat(R local rows, V received rows by source, B M extras); (B, T_l) where span is 1, else (E,).
+        out_rows: (B, T_l) int32, where each local row's entries begin among `rows`.
+        send_rows, splits, return_ptr, return_rows: as of `needed_route`.
+        sum_ptr (R + V + B M + 1,), sum_rows: int32, which of `rows` name each row, see `intervals.sum_lists`.
+    Raises:
+        ValueError: a row is too short, or a token of a document reads one of none against `apart`.
+    """
+    size, total = len(plan.rows) * plan.local_size, plan.rows[0].total
+    batch, source, kept, out_rows = _expanded(plan, read, rank)
+    slots = _slots(plan)
+    slot = np.where(source < total, slots[batch, np.minimum(source, total - 1)], -1)
+    slot = np.where(kept >= 0, rank * size + kept, slot)
+    foreign = (slot >= 0) & (slot // size != rank)
+    received = np.unique(slot[foreign])
+    rows = np.where(slot >= 0, slot - rank * size, size + len(received) + batch * read.extras + source - total)
+    rows[foreign] = size + np.searchsorted(received, slot[foreign])
+    sent = [_foreign_slots(plan, read, slots, reader, rank) for reader in range(plan.world_size)]
+    send_rows = np.concatenate(sent) - rank * size
+    ptr, members = sum_lists(rows, size + len(received) + len(plan.rows) * read.extras)
+    return_ptr, return_rows = sum_lists(np.concatenate([np.arange(size), send_rows]), size)
+    shape = len(plan.rows), plan.local_size
+    return {
+        "rows": rows.astype(np.int32).reshape(shape) if read.span == 1 else row_index(rows),
+        "out_rows": out_rows.astype(np.int32).reshape(shape),
+        "send_rows": row_index(send_rows),
+        "splits": np.stack([[len(slots) for slots in sent], np.bincount(received // size, minlength=plan.world_size)]),
+        "sum_ptr": row_index(ptr),
+        "sum_rows": row_index(members),
+        "return_ptr": row_index(return_ptr),
+        "return_rows": row_index(return_rows),
+    }
+
+
+def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, Int, Int]:
+    """What a rank reads: (row of the batch, source, local row that is read as it is or -1) of each expanded row, and
+    `out_rows`."""
+    tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
+    batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
+    if read.span == 1:
+        kept = np.where(own | (not read.keeps_fill), -1, np.arange(tokens.size).reshape(tokens.shape)).reshape(-1)
+        source = read.sources(tokens.reshape(-1) + read.first, plan.rows[0].total)
+        _check_apart(plan, read, batch, tokens.reshape(-1), source)
+        return batch, source, kept, np.arange(tokens.size)
+    # A run begins where a token does not follow the one before it; fill is a run by itself.
+    starts = np.ones(tokens.shape, dtype=np.bool_)
+    starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
+    begin = np.flatnonzero(starts)
+    count = np.diff(np.append(begin, tokens.size))
+    lengths = count + read.span - 1
+    token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
+    source = read.sources(expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
+    out_rows = expand_ranges(np.cumsum(lengths) - lengths, count)
+    for tap in range(read.span if read.apart else 0):
+        _check_apart(plan, read, batch, token, source[out_rows + tap])
+    return row, source, np.full(len(source), -1), out_rows
+
+
+def _check_apart(plan: BatchPlan, read: Neighbours, batch: Int, token: Int, source: Int) -> None:
+    if not read.apart or all(int(row.lengths.sum()) == row.total for row in plan.rows):
+        return
+    others = np.ones((len(plan.rows), read.extras), dtype=np.bool_)
+    of_document = np.concatenate([np.stack([row.document_ids() >= 0 for row in plan.rows]), others], axis=1)
+    if (of_document[batch, token] & ~of_document[batch, source]).any():
+        raise ValueError(
+            "a shift or a convolution of the model carries padding into a document: tokens of no document attend to "
+            "nothing here, whatever the model's mask says. Put padding at the end of rows, or give it a document of "
+            "its own"
+        )
+
+
+def _slots(plan: BatchPlan) -> Int:
+    """(B, T): where each token is among the local rows of all ranks, rank after rank."""
+    slots = np.empty((len(plan.rows), plan.rows[0].total), dtype=np.int64)
+    for b, order in enumerate(plan.orders):
+        starts, stops, owners, sources = order.segments
+        slots[b] = expand_ranges((owners * len(plan.rows) + b) * plan.local_size + sources, stops - starts)
+    return slots
+
+
+def _foreign_slots(plan: BatchPlan, read: Neighbours, slots: Int, reader: int, owner: int) -> Int:
+    """Of one rank's local rows those that another reads, ascending, among those of all ranks."""
+    if reader == owner:
+        return np.zeros(0, dtype=np.int64)
+    batch, source, kept, _ = _expanded(plan, read, reader)
+    found = (source < plan.rows[0].total) & (kept < 0)
+    read_slots = slots[batch[found], source[found]]
+    return np.unique(read_slots[read_slots // (len(plan.rows) * plan.local_size) == owner])

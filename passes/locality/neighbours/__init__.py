@@ -1,0 +1,1 @@
+"""Shifts, rolls and convolutions over tokens: which entries of the whole row they read."""

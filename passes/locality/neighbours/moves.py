@@ -1,0 +1,250 @@
+"""Ops that move tokens to other places: what their results are made of, in entries of the whole row.
+
+    a = x[:, :-1]                      [0, T - 1) of x
+    b = F.pad(x, (0, 0, 2, 0))         0 0, [0, T) of x
+    c = b[:, :-2]                      0 0, [0, T - 2) of x
+    d = x.roll(1, 1)                   [T - 1, T) of x, [0, T - 1) of x
+
+T is the row's number of tokens: where the graph says S - 1 of a shard of S tokens, one process has T - 1. Each function
+raises Mixes where the entries can't be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Piece, Rows, Taps
+from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.planning.routes.neighbours import Length
+
+ZERO, ROW = Length(), Length(0, 1)
+
+
+def moved(call: Call) -> Moved:
+    """The state of the one result of an op that moves tokens."""
+    move = _MOVES.get(call.name)
+    if move is None or len(call.outs) != 1 or "out" in call.kwargs or call.written:
+        raise Mixes(f"{call.name} of tokens in other places")
+    new = move(call)
+    if call.name not in ("convolution", "_to_copy") and call.outs[0].dtype != call.first.dtype:
+        raise Mixes(f"{call.name} of tokens in other places gives another dtype")
+    length = _length(call, call.outs[0], new.rows.token_dim)
+    if total(new.pieces) != length:
+        raise Mixes(f"{call.name} moves tokens by a number that is not known")
+    return new
+
+
+def follow_source(call: Call) -> None:
+    """Note that an op gives the very tensor that it was given."""
+    sources = call.facts.sources
+    same = call.name == "slice" and call.sizes(call.first) == call.sizes(call.outs[0])
+    if call.tensors and id(call.first) in sources and (same or _casts_for_conv(call)):
+        sources[id(call.outs[0])] = sources[id(call.first)]
+
+
+def total(pieces: Sequence[Piece]) -> Length:
+    """How many entries pieces have."""
+    return sum((piece.length for piece in pieces), ZERO)
+
+
+def take(pieces: Sequence[Piece], start: Length, length: Length) -> tuple[Piece, ...]:
+    """`length` entries from `start` on, of rows that are longer than every constant."""
+    found: list[Piece] = []
+    for piece in pieces:
+        skipped = _smaller(start, piece.length)
+        taken = _smaller(piece.length - skipped, length)
+        start, length = start - skipped, length - taken
+        if taken != ZERO:
+            found.append(replace(piece, length=taken, start=piece.start + skipped))
+    if length != ZERO or start != ZERO:
+        raise Mixes("takes more tokens than there are")
+    return tuple(found)
+
+
+def _smaller(a: Length, b: Length) -> Length:
+    return min(a, b, key=lambda x: (x.rows, x.constant))
+
+
+def _whole(call: Call, x: Tensor) -> Moved:
+    """A tensor's entries as they are."""
+    state = call.state(x)
+    if isinstance(state, Moved):
+        return state
+    source = call.facts.sources.get(id(x))
+    if not isinstance(state, Rows) or source is None or state.places is not None or state.key:
+        raise Mixes("moves something else than rows of tokens")
+    batch = sum(dim == (B,) for dim in state.dims)
+    others = any(dim not in (None, (B,), (T,)) for dim in state.dims)
+    if others or state.dims[state.token_dim] != (T,) or (batch != 1 and call.extents.batch != 1):
+        raise Mixes("moves tokens that are not in a dim of their own")
+    call.use_positions(x)
+    return Moved(source, state, (Piece(ROW, ZERO),))
+
+
+def _number(call: Call, value: Any) -> Length:
+    """A number of the graph as one of the whole row."""
+    size = call.extents.size(value)
+    if isinstance(size, int):
+        return Length(size)
+    for rows in (1, 2):
+        rest = sympy.expand(size - rows * call.extents.tokens)
+        if rest.is_Integer:
+            return Length(int(rest), rows)
+    raise Mixes("moves tokens by a number that is not known")
+
+
+def _length(call: Call, x: Tensor, dim: int) -> Length:
+    return _number(call, x.shape[dim])
+
+
+def _dim(call: Call, x: Moved) -> int:
+    """The token dim, which must be the op's."""
+    if call.arg("dim") is None or call.arg("dim") % len(x.rows.dims) != x.rows.token_dim:
+        raise Mixes(f"{call.name} along another dim than that of the tokens")
+    return x.rows.token_dim
+
+
+def _slice(call: Call) -> Moved:
+    x = _whole(call, call.first)
+    dim = call.arg("dim") % call.first.ndim
+    if dim != x.rows.token_dim:
+        if call.sizes(call.first)[dim] == call.sizes(call.outs[0])[dim]:
+            return x
+        raise Mixes("takes a part of another dim of tokens in other places")
+    if call.arg("step") not in (None, 1):
+        raise Mixes("takes every other token")
+    start = _number(call, call.arg("start") or 0)
+    if start.rows == 0 and start.constant < 0:
+        start = start + total(x.pieces)
+    return replace(x, pieces=take(x.pieces, start, _length(call, call.outs[0], dim)))
+
+
+def _pad(call: Call) -> Moved:
+    x, amounts = _whole(call, call.first), call.arg("pad")
+    ndim, value = call.first.ndim, call.arg("value")
+    if not all(isinstance(n, int) for n in amounts) or not isinstance(value, int | float):
+        raise Mixes("pads by a number that is not known")
+    pieces = x.pieces
+    for i in range(len(amounts) // 2):  # from the last dim on: (before, after)
+        before, after = amounts[2 * i : 2 * i + 2]
+        if ndim - 1 - i != x.rows.token_dim and (before or after):
+            raise Mixes("pads another dim too")
+        if ndim - 1 - i == x.rows.token_dim:
+            cut = Length(max(-before, 0)), Length(max(-before, 0) + max(-after, 0))
+            pieces = take(pieces, cut[0], total(pieces) - cut[1])
+            ends = [Piece(Length(n), ZERO, value) for n in (before, after)]
+            pieces = (*ends[: before > 0], *pieces, *ends[1 : 1 + (after > 0)])
+    return replace(x, pieces=pieces)
+
+
+def _cat(call: Call) -> Moved:
+    tensors: list[Tensor] = [x for x in call.arg("tensors") if x.shape != (0,)]
+    first = next((_whole(call, x) for x in tensors if call.state(x) is not REPLICATED), None)
+    if first is None:
+        raise Mixes("joins no tokens")
+    dim = _dim(call, first)
+    pieces: list[Piece] = []
+    for x in tensors:
+        if call.state(x) is REPLICATED:
+            source = call.facts.sources.get(id(x))
+            length = _length(call, x, dim)
+            if source is None or length.rows:
+                raise Mixes("joins something that is made at once to tokens")
+            pieces.append(Piece(length, ZERO, source))
+            continue
+        part = _whole(call, x)
+        plain = all(piece.of is not None for piece in part.pieces)
+        if not plain and (part.source, part.taps) != (first.source, first.taps):
+            if any(piece.of is None for piece in first.pieces):
+                raise Mixes("joins tokens of several tensors")
+            first = part
+        if part.rows.dims != first.rows.dims:
+            raise Mixes("joins tokens that are in other dims")
+        pieces += part.pieces
+    return replace(first, pieces=tuple(pieces))
+
+
+def _roll(call: Call) -> Moved:
+    x, shifts, dims = _whole(call, call.first), call.arg("shifts"), call.arg("dims")
+    if len(shifts) != 1 or len(dims) != 1 or not isinstance(shifts[0], int):
+        raise Mixes("rolls several dims, or by a number that is not known")
+    if dims[0] % call.first.ndim != x.rows.token_dim:
+        raise Mixes("rolls another dim than that of the tokens")
+    length = total(x.pieces)
+    moved_last = Length(shifts[0]) if shifts[0] >= 0 else length + Length(shifts[0])
+    kept = length - moved_last
+    return replace(x, pieces=(*take(x.pieces, kept, moved_last), *take(x.pieces, ZERO, kept)))
+
+
+def _filled(call: Call) -> Moved:
+    """x[:, :1] * 0, zeros_like(x[:, :1]): one number."""
+    x = _whole(call, call.first)
+    number: Any = {"zeros_like": 0, "ones_like": 1, "mul": 0}.get(call.name, call.arg("fill_value"))
+    factor = call.arg("other") if call.name == "mul" else 0
+    if isinstance(factor, Tensor) or factor != 0 or not isinstance(number, int | float):
+        raise Mixes(f"{call.name} of tokens in other places")
+    return replace(x, pieces=(Piece(total(x.pieces), ZERO, number),))
+
+
+def _unchanged(call: Call) -> Moved:
+    state = call.state(call.first)
+    if not isinstance(state, Moved) or (call.name == "_to_copy" and not _casts_for_conv(call)):
+        raise Mixes(f"{call.name} of tokens in other places")
+    return state
+
+
+def _detached(call: Call) -> Moved:
+    """Of what has no gradient anyway."""
+    state = call.state(call.first)
+    numbers = isinstance(state, Moved) and all(isinstance(piece.of, int | float) for piece in state.pieces)
+    if call.facts.has_gradient(call.first) and not numbers:
+        raise Mixes("cuts tokens in other places off from their gradient")
+    return _unchanged(call)
+
+
+def _casts_for_conv(call: Call) -> bool:
+    """Autocast gives a convolution other dtypes; it does so again when the convolution runs on other rows."""
+    return call.name == "_to_copy" and call.facts.node is not None and call.facts.node.target is torch.conv1d
+
+
+def _convolution(call: Call) -> Moved:
+    """conv1d with a stride of 1, over tokens in its last dim; whatever its padding: that is told by its length."""
+    x, node = _whole(call, call.first), call.facts.node
+    weight, padding, dilation = call.arg("weight"), call.arg("padding"), call.arg("dilation")
+    fits = call.first.ndim == weight.ndim == 3 and x.rows.token_dim == 2 and x.rows.dims[1] is None
+    one = x.rows.dims[0] == (B,) or call.sizes(call.first)[0] == 1
+    if not fits or not one or x.taps is not None or call.arg("transposed") or list(call.arg("stride")) != [1]:
+        raise Mixes("a convolution of another kind")
+    numbers = (*padding, *dilation, weight.shape[2])
+    if node is None or node.target is not torch.conv1d or not all(isinstance(n, int) for n in numbers):
+        raise Mixes("a convolution that is not called by itself")
+    if any(call.state(t) is not REPLICATED for t in call.tensors[1:]):
+        raise Mixes("a convolution with a kernel made from tokens")
+    zeros = (Piece(Length(padding[0]), ZERO, 0),) if padding[0] else ()
+    taps = Taps(node, (*zeros, *x.pieces, *zeros), dilation[0] * (weight.shape[2] - 1) + 1)
+    return replace(x, pieces=(Piece(total(taps.pieces) - Length(taps.span - 1), ZERO),), taps=taps)
+
+
+_MOVES: dict[str, Callable[[Call], Moved]] = {
+    "slice": _slice,
+    "constant_pad_nd": _pad,
+    "cat": _cat,
+    "roll": _roll,
+    "mul": _filled,
+    "zeros_like": _filled,
+    "ones_like": _filled,
+    "full_like": _filled,
+    "clone": _unchanged,
+    "alias": _unchanged,
+    "_to_copy": _unchanged,
+    "detach": _detached,
+    "convolution": _convolution,
+}
+"""Op -> what its result is made of."""

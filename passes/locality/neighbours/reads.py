@@ -1,0 +1,193 @@
+"""Where moved tokens are read: the rows that a rank lacks are fetched there, if that can be done.
+
+    a = x[:, :-1]              Moved: nothing is done
+    b = cat([zero, a], 1)      Moved
+    c = h + b                  reads b: row p of b is made of row p - 1 of x, and b is replaced
+
+Where it can't be done, the nodes that moved tokens are walked again, as ops that are not the same on a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.operands import needs_gradient, op_name
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.locality.claims.dims import B
+from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece, Rows
+from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
+from cp_rewrite.passes.locality.report import Findings
+from cp_rewrite.passes.values.neighbour_read import NeighbourRead
+from cp_rewrite.passes.values.resolution import group_of
+from cp_rewrite.planning.routes.neighbours import Neighbours, Part
+from cp_rewrite.refusal import Reason
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import HigherOrderOperator
+
+from .moves import ROW, total
+
+Visit = Callable[[fx.Node], States]
+
+
+class Reads:
+    """Collects what replaces nodes; it stands between the walk and its visits of nodes."""
+
+    def __init__(self, gm: fx.GraphModule, runner: NodeRunner, sharding: Sharding, findings: Findings) -> None:
+        self.runner, self.env, self.group, self.findings = runner, runner.env, group_of(sharding), findings
+        self.found: dict[fx.Node, NeighbourRead] = {}
+        self._moved: dict[fx.Node, bool] = {}
+        """Whether nodes of nested regions moved tokens when they were walked before."""
+        self._written = _written_memory(gm)
+
+    def visit(self, node: fx.Node, visit: Visit) -> States:
+        """The state of a node whose operands may be moved tokens."""
+        moved = any(isinstance(self.env.get(n), Moved) for n in node.all_input_nodes)
+        if moved and not self._moves_on(node):
+            self.settle(node.all_input_nodes, visit)
+        state = visit(node)
+        if any(isinstance(leaf, Moved) for leaf in _leaves(state)) and not self._holds(node, state):
+            return self._undo(node, visit)
+        moved = isinstance(state, Moved)
+        if self.runner.facts.nested and self._moved.setdefault(node, moved) != moved:
+            return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
+        return state
+
+    def outcome(self, node: fx.Node) -> Outcome:
+        """What a node gives and gives rise to; where it does more than to move tokens, moves are left to its rules."""
+        outcome = self.runner.outcome(node)
+        if not outcome.events.moved or (isinstance(outcome.states, Moved) and not outcome.events.refusals):
+            return outcome
+        return self._unmoved(node, self.runner.outcome)
+
+    def settle(self, nodes: Sequence[fx.Node], visit: Visit) -> None:
+        """See to it that nodes are read as they are."""
+        for node in nodes:
+            state = self.env.get(node)
+            if isinstance(state, Moved):
+                self.env[node] = self._settled(node, state, visit)
+
+    def _settled(self, node: fx.Node, state: Moved, visit: Visit) -> States:
+        read = self._read(node, state)
+        if read is None:
+            return self._undo(node, visit)
+        if self.found.setdefault(node, read) != read:
+            return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
+        pad = state.rows.pad if read.read.keeps_fill else None
+        return Rows(state.rows.dims, pad, attended=state.rows.attended)
+
+    def _moves_on(self, node: fx.Node) -> bool:
+        """Whether a node only moves on what it reads."""
+        if node.op not in ("call_function", "call_method") or written_nodes(node):
+            return False
+        if isinstance(node.target, HigherOrderOperator):
+            return False
+        outcome = self.runner.outcome(node)
+        return isinstance(outcome.states, Moved) and not outcome.events.refusals
+
+    def _holds(self, node: fx.Node, state: States) -> bool:
+        """Whether what moved tokens are made of is there, as it was, where they are read."""
+        if not isinstance(state, Moved) or self._written is None:
+            return False
+        read = [node, state.source, *_others(state)]
+        if any(n.graph is not node.graph or memory_of(n) in self._written for n in read):
+            return False
+        # What was cut off from its gradient on the way is not joined to what has one.
+        operands = [n for n in node.all_input_nodes if not needs_gradient(n)]
+        return not needs_gradient(node) or not any(_has_gradient(self.env.get(n)) for n in operands)
+
+    def _undo(self, node: fx.Node, visit: Visit) -> States:
+        """Walk a node again, and what moved tokens to it, as if they were no moves."""
+        for operand in node.all_input_nodes:
+            if isinstance(self.env.get(operand), Moved):
+                self.env[operand] = self._undo(operand, visit)
+        return self._unmoved(node, visit)
+
+    def _unmoved(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
+        moves, self.runner.trace.moves = self.runner.trace.moves, False
+        try:
+            return run(node)
+        finally:
+            self.runner.trace.moves = moves
+
+    def _read(self, node: fx.Node, state: Moved) -> NeighbourRead | None:
+        """What replaces a node; None: its rows are not one for each token, or not those of one tensor."""
+        taps, pieces, first = state.taps, state.pieces, 0
+        if total(pieces) != ROW:
+            return None
+        if taps is not None:
+            (piece, *others), start = pieces, pieces[0].start
+            if others or piece.of is not None or start.rows or start.constant < 0:
+                return None
+            pieces, first = taps.pieces, start.constant
+        parts, extras, count = _parts(pieces)
+        rows = state.rows
+        keeps = taps is None and rows.pad is not None and not isinstance(rows.pad, AtMost)
+        span = 1 if taps is None else taps.span
+        read = Neighbours(parts, first, span, count, keeps, rows.attended)
+        dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
+        conv = None if taps is None else taps.node
+        what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
+        why = f"{what} reads rows of neighbours"
+        return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
+
+
+def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, int], ...], int]:
+    """Pieces as the plan knows them, what their extra rows are, and how many."""
+    parts: list[Part] = []
+    first: dict[Any, int] = {}
+    counts = {piece.of: _rows(piece.of, pieces) for piece in pieces if piece.of is not None}
+    for of in counts:
+        first[of] = sum(counts[before] for before in first)
+    for piece in pieces:
+        if piece.of is None:
+            parts.append(Part(piece.length, piece.start))
+        elif isinstance(piece.of, fx.Node):
+            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.constant))
+        else:
+            parts.append(Part(piece.length, extra=first[piece.of], repeats=True))
+    return tuple(parts), tuple(counts.items()), sum(counts.values())
+
+
+def _rows(of: Any, pieces: Sequence[Piece]) -> int:
+    """Extra rows of a number, or of a node, as many as the pieces reach into."""
+    if not isinstance(of, fx.Node):
+        return 1
+    return max((piece.start + piece.length).constant for piece in pieces if piece.of is of)
+
+
+def _has_gradient(state: States) -> bool:
+    """Whether what moved tokens are made of has a gradient."""
+    if not isinstance(state, Moved):
+        return False
+    read = [state.source] * any(piece.of is None for piece in state.pieces)
+    return any(map(needs_gradient, [*read, *_others(state), *(state.taps.node.all_input_nodes if state.taps else ())]))
+
+
+def _others(state: Moved) -> list[fx.Node]:
+    """Nodes that are the same on all ranks, and that moved tokens are made of."""
+    pieces = (*state.pieces, *(state.taps.pieces if state.taps else ()))
+    return [piece.of for piece in pieces if isinstance(piece.of, fx.Node)]
+
+
+def _leaves(state: States) -> list[Any]:
+    return tree_leaves(state) if isinstance(state, list) else [state]
+
+
+def _written_memory(gm: fx.GraphModule) -> set[int | None] | None:
+    """What some node writes into; None: a nested region writes into what it is given."""
+    found: set[int | None] = set()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            given = {memory_of(n) for n in module.graph.find_nodes(op="placeholder")} - {None}
+            written = {memory_of(target) for node in module.graph.nodes for target in written_nodes(node)}
+            if module is not gm and written & given:
+                return None
+            found |= written
+    return found - {None}
+
+
+_REGION = "a nested region is called with tokens that it moves and with other values: call it with one kind"

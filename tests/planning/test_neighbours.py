@@ -1,0 +1,108 @@
+"""Routes of neighbours against a walk over tokens, and the ops that read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.routes.neighbours import Length, Neighbours, Part, neighbours_route
+
+ops: Any = torch.ops.cp_rewrite
+T = Length(0, 1)
+SHIFT = Neighbours((Part(Length(2), extra=0, repeats=True), Part(T - Length(2))), extras=1)
+FIRST = Neighbours((Part(Length(1)), Part(T - Length(1))), keeps_fill=True)
+ROLL = Neighbours((Part(Length(3), T - Length(3)), Part(T - Length(3))))
+STATE = Neighbours((Part(Length(2), extra=1), Part(T)), extras=3)
+CONV = Neighbours((Part(Length(3), extra=0, repeats=True), Part(T), Part(Length(1), extra=0)), 1, 4, 1)
+READS = (SHIFT, FIRST, ROLL, STATE, CONV)
+
+
+def plan_of(layout: str, ranks: int) -> BatchPlan:
+    rows = [Documents.from_lengths([5, 1, 7], 15), Documents.from_lengths([15])]
+    return plan_batch(rows, ranks, layout)
+
+
+def entries_of(read: Neighbours, tokens: int) -> list[int]:
+    """What stands in the row that one process reads: tokens, and behind them the numbers of extra rows."""
+    found: list[int] = []
+    for part in read.parts:
+        start = part.start.of(tokens) if part.extra is None else tokens + part.extra
+        length = part.length.of(tokens)
+        found += [start] * length if part.repeats else list(range(start, start + length))
+    return found
+
+
+@pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "state", "conv"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_each_token_reads_its_entries(read: Neighbours, layout: str) -> None:
+    ranks = 3
+    plan = plan_of(layout, ranks)
+    size, tokens, entries = 2 * plan.local_size, plan.rows[0].total, entries_of(read, plan.rows[0].total)
+    held = [(np.arange(2)[:, None] * 1000 + plan.filled_indices(rank)).reshape(-1) for rank in range(ranks)]
+    routes = [neighbours_route(plan, read, rank) for rank in range(ranks)]
+    extras = np.concatenate([-1 - b * 1000 - np.arange(read.extras) for b in range(2)])
+    for rank, route in enumerate(routes):
+        sent: list[Any] = []
+        for owner, other in enumerate(routes):
+            starts = np.append(0, np.cumsum(other["splits"][0]))
+            sent.append(held[owner][other["send_rows"][starts[rank] : starts[rank + 1]]])
+            assert len(sent[-1]) == route["splits"][1][owner]
+        found = np.concatenate([held[rank], *sent, extras])[route["rows"].reshape(-1)]
+        for row, at in enumerate(route["out_rows"].reshape(-1)):
+            b, token = divmod(int(held[rank][row]), 1000)
+            taps = entries[token + read.first :][: read.span]
+            expected = [b * 1000 + e if e < tokens else -1 - b * 1000 - (e - tokens) for e in taps]
+            fill = plan.local_indices(rank).reshape(-1)[row] < 0 and read.keeps_fill
+            assert list(found[at : at + read.span]) == ([b * 1000 + token] if fill else expected)
+        assert len(held[rank]) == size
+
+
+def test_only_rows_that_a_rank_lacks_travel() -> None:
+    plan = plan_batch([Documents.from_lengths([16])], 2, "contiguous")
+    splits = [neighbours_route(plan, CONV, rank)["splits"].tolist() for rank in range(2)]
+    assert splits == [[[0, 2], [0, 1]], [[1, 0], [2, 0]]]
+
+
+def test_rows_that_are_too_short_are_refused() -> None:
+    plan = plan_batch([Documents.from_lengths([2])], 2, "contiguous")
+    with pytest.raises(ValueError, match="shifts tokens by more than a row has"):
+        neighbours_route(plan, ROLL, 0)
+
+
+def test_padding_is_not_carried_into_a_document() -> None:
+    apart = Neighbours(SHIFT.parts, extras=1, apart=True)
+    padded = Documents(np.array([0, 6]), np.array([4, 6]), 14)
+    for rows, refused in (([padded], True), ([Documents.from_lengths([6, 4], 14)], False)):
+        plan = plan_batch(rows, 2, "contiguous")
+        for rank in range(2):
+            if refused:
+                with pytest.raises(ValueError, match="carries padding into a document"):
+                    neighbours_route(plan, apart, rank)
+            else:
+                neighbours_route(plan, apart, rank)
+
+
+@pytest.mark.slow
+def test_ops_pass_opcheck() -> None:
+    plan = plan_batch([Documents.from_lengths([4, 5])], 1, "contiguous")
+    x, extras = torch.randn(9, 4, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)
+    for read in (SHIFT, CONV):
+        tables = {key: torch.from_numpy(value) for key, value in neighbours_route(plan, read, 0).items()}
+        out_rows = tables.pop("out_rows")
+        names = ("rows", "send_rows", "splits", "sum_ptr", "sum_rows", "return_ptr", "return_rows")
+        args = (x.requires_grad_(), extras, *(tables[name] for name in names), "")
+        opcheck(ops.neighbour_rows.default, args)
+        assert torch.autograd.gradcheck(lambda x, e, args=args: ops.neighbour_rows(x, e, *args[2:]), (x, extras))
+    weight, bias = torch.randn(6, 2, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    rows = ops.neighbour_rows(*args).detach().requires_grad_()
+    for bias_or_not in (bias.requires_grad_(), None):
+        given = (rows, weight.requires_grad_(), bias_or_not, out_rows, 3, 2)
+        opcheck(ops.convolve_rows.default, given)
+        assert torch.autograd.gradcheck(ops.convolve_rows, given)
