@@ -8,12 +8,24 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .arguments import whole_number, whole_numbers
+from .trees import Nodes
 
 Int = NDArray[np.int64]
 MAX_ID = 2**31 - 1
 """The largest document id: masks may compare ids as int32."""
 MAX_TOKENS = 2**22
 """Most tokens of a row. What is proven of masks holds up to here: their dtypes may round larger indices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Tokens [starts[i], ends[i]) of a row that see each other in both directions under masks with `spans`.
+
+    (N,) int64 each, disjoint and ascending, none empty, each inside of one document.
+    """
+
+    starts: Int
+    ends: Int
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +42,8 @@ class Documents:
         starts: (N,) int64 first token of each document, ascending.
         lengths: (N,) int64 tokens of each document; 0 is allowed.
         total: tokens in the row, padding included.
+        spans: of the row; None: the batch names none.
+        nodes: of the row's trees, whose documents hold one tree each; None: it has none.
     Raises:
         ValueError: negative lengths, overlapping documents, or documents past `total`.
     """
@@ -37,6 +51,8 @@ class Documents:
     starts: Int
     lengths: Int
     total: int
+    spans: Spans | None = None
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         if self.starts.shape != self.lengths.shape or self.starts.ndim != 1:
@@ -58,10 +74,10 @@ class Documents:
         return self.starts + self.lengths
 
     @property
-    def spans(self) -> Int:
-        """(N + 1,) int64: span i, tokens [spans[i], spans[i + 1]), is document i with the padding that follows it.
+    def bounds(self) -> Int:
+        """(N + 1,) int64: tokens [bounds[i], bounds[i + 1]) are document i with the padding that follows it.
 
-        spans[0] is 0 and spans[-1] the total: padding before the first document counts to its span.
+        bounds[0] is 0 and bounds[-1] the total: padding before the first document counts to it.
         """
         return np.concatenate([[0], self.starts[1:], [self.total]]).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""What a packed mask means, as a value: packing x chunks x causality x window."""
+"""What a packed mask means, as a value: packing x chunks, spans or trees x causality x window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import whole_number
-from .documents import Documents
+from .documents import Documents, Spans
+from .trees import Nodes
 
 Window = tuple[int | None, int | None]
 
@@ -29,9 +30,11 @@ class PackedMask:
         packed: False means that the mask ignores documents: the row is one document.
         chunk: documents are cut at multiples of so many tokens. None: they are whole.
         chunk_of: where chunks are counted from: each `document`'s start, or the `row`'s.
+        spans: tokens of one span of a document (`Sharding.spans`) see each other, whatever causality and window say.
+        tree: of its document, a tree (`packing=Tree(...)`), a query sees its own node and that one's ancestors only.
     Raises:
         TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1, a chunk
-            that is no number >= 1.
+            that is no number >= 1; spans or trees of a mask that is not causal, or has chunks; trees with a window.
     """
 
     causal: bool = True
@@ -39,9 +42,11 @@ class PackedMask:
     packed: bool = True
     chunk: int | None = None
     chunk_of: Literal["document", "row"] = "document"
+    spans: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("causal", "packed"):
+        for name in ("causal", "packed", "spans", "tree"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         window: Any = (None, None) if self.window is None else self.window
@@ -61,6 +66,10 @@ class PackedMask:
         object.__setattr__(self, "chunk_of", chunk_of)
         object.__setattr__(self, "causal", right == 0)
         object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
+        if (self.spans or self.tree) and (right != 0 or self.chunk is not None or not self.packed):
+            raise ValueError("masks with spans or trees are causal, inside of documents, and have no chunks")
+        if self.tree and (self.spans or left is not None):
+            raise ValueError("masks of trees have neither a window nor spans")
 
     @property
     def left(self) -> int | None:
@@ -77,11 +86,38 @@ class PackedMask:
         whole = documents if self.packed else Documents.from_lengths([documents.total])
         return whole if self.chunk is None else whole.cut(self.chunk, self.chunk_of == "row")
 
+    def spans_of(self, documents: Documents) -> Spans:
+        """The spans of a row. Raises a ValueError where the batch names none, or the window cuts one."""
+        if documents.spans is None:
+            raise ValueError(f"the mask '{self}' needs spans: name them in Sharding(spans=...)")
+        lengths = documents.spans.ends - documents.spans.starts
+        if self.left is not None and lengths.max(initial=0) > self.left + 1:
+            i = int(lengths.argmax())
+            raise ValueError(
+                f"the span at token {documents.spans.starts[i]} has {lengths[i]} tokens, which a window of "
+                f"{self.left + 1} would cut: spans may be as long as the window"
+            )
+        return documents.spans
+
+    def nodes_of(self, documents: Documents) -> Nodes:
+        """The nodes of a row's trees. Raises a ValueError where it has none."""
+        if documents.nodes is None:
+            raise ValueError(f"the mask '{self}' needs trees: pack rows by packing=Tree(...)")
+        return documents.nodes
+
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
         index = np.arange(docs.total)
         keep = self.reaches(index[:, None] - index[None, :])
+        if self.spans:
+            spans = self.spans_of(docs)
+            span = np.full(docs.total, -1, dtype=np.int64)
+            for i, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
+                span[start:end] = i
+            keep |= (span[:, None] == span[None, :]) & (span >= 0)[:, None]
+        if self.tree:
+            keep &= self.nodes_of(docs).sees(docs.total)
         ids = self.documents(docs).document_ids()
         return keep & (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
 
@@ -98,11 +134,13 @@ class PackedMask:
         parts = ["same document"] if self.packed else ["whole row"]
         if self.chunk is not None:
             parts.append(f"chunks of {self.chunk}{' of the row' if self.chunk_of == 'row' and self.packed else ''}")
+        if self.tree:
+            parts.append("own path of the tree")
         if self.causal:
-            parts.append("causal")
+            parts.append("causal, or of one span" if self.spans and self.window is None else "causal")
         if self.window is not None:
             left, right = ("∞" if side is None else str(side) for side in self.window)
-            parts.append(f"window ({left}, {right})")
+            parts.append(f"window ({left}, {right}){', or of one span' if self.spans else ''}")
         elif not self.causal:
             parts.append("full")
         return " & ".join(parts)
