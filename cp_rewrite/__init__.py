@@ -12,7 +12,7 @@ from .backend import backend, context_parallel
 from .capacity import Capacity
 from .documents import Documents
 from .masks import PackedMask
-from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, StartOfDocument
+from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, Spans, StartOfDocument, Tree
 from .refusal import Reason, Refusal, RewriteRefused
 from .sharding import Sharding
 
@@ -31,7 +31,9 @@ __all__ = [
     "Refusal",
     "RewriteRefused",
     "Sharding",
+    "Spans",
     "StartOfDocument",
+    "Tree",
     "backend",
     "check",
     "context_parallel",

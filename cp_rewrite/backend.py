@@ -185,7 +185,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
-    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.right != 0]
+    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
     readers = PaddingReaders(*(tuple(source_line(node) for node in nodes) for nodes in (state.gap_sums, ahead)))
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]

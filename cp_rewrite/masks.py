@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import whole_number
-from .documents import Documents, Spans
+from .documents import Documents, SpanRuns
 from .trees import Nodes
 
 Window = tuple[int | None, int | None]
@@ -66,10 +66,10 @@ class PackedMask:
         object.__setattr__(self, "chunk_of", chunk_of)
         object.__setattr__(self, "causal", right == 0)
         object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
-        if (self.spans or self.tree) and (right != 0 or self.chunk is not None or not self.packed):
-            raise ValueError("masks with spans or trees are causal, inside of documents, and have no chunks")
-        if self.tree and (self.spans or left is not None):
-            raise ValueError("masks of trees have neither a window nor spans")
+        if (self.spans or self.tree) and (right != 0 or self.chunk is not None):
+            raise ValueError("masks with spans or trees are causal, and have no chunks")
+        if self.tree and (self.spans or left is not None or not self.packed):
+            raise ValueError("masks of trees have neither a window nor spans, and are packed")
 
     @property
     def left(self) -> int | None:
@@ -81,23 +81,29 @@ class PackedMask:
         """Keys after the query that it sees; None: all."""
         return 0 if self.causal else (None if self.window is None else self.window[1])
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a query may see keys after it."""
+        return self.right != 0 or self.spans
+
     def documents(self, documents: Documents) -> Documents:
         """What attention is over: the row's documents, cut into chunks where the mask has any; or the row as one."""
         whole = documents if self.packed else Documents.from_lengths([documents.total])
         return whole if self.chunk is None else whole.cut(self.chunk, self.chunk_of == "row")
 
-    def spans_of(self, documents: Documents) -> Spans:
-        """The spans of a row. Raises a ValueError where the batch names none, or the window cuts one."""
+    def spans_of(self, documents: Documents) -> SpanRuns:
+        """The spans of a row. Raises a ValueError where the batch names none, or ones that no such mask has."""
         if documents.spans is None:
             raise ValueError(f"the mask '{self}' needs spans: name them in Sharding(spans=...)")
-        lengths = documents.spans.ends - documents.spans.starts
+        spans = documents.spans.inside(self.documents(documents))
+        lengths = spans.ends - spans.starts
         if self.left is not None and lengths.max(initial=0) > self.left + 1:
             i = int(lengths.argmax())
             raise ValueError(
-                f"the span at token {documents.spans.starts[i]} has {lengths[i]} tokens, which a window of "
-                f"{self.left + 1} would cut: spans may be as long as the window"
+                f"the span at token {spans.starts[i]} has {lengths[i]} tokens, which a window of {self.left + 1} would "
+                "cut: spans may be as long as the window"
             )
-        return documents.spans
+        return spans
 
     def nodes_of(self, documents: Documents) -> Nodes:
         """The nodes of a row's trees. Raises a ValueError where it has none."""
@@ -108,18 +114,22 @@ class PackedMask:
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
-        index = np.arange(docs.total)
+        return self.sees(docs, np.arange(docs.total))
+
+    def sees(self, documents: Documents, index: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(n, n) bool: which of the tokens at `index`, (n,) places in the row, see each other; -1 is no token."""
         keep = self.reaches(index[:, None] - index[None, :])
         if self.spans:
-            spans = self.spans_of(docs)
-            span = np.full(docs.total, -1, dtype=np.int64)
-            for i, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
-                span[start:end] = i
+            spans = self.spans_of(documents)
+            span = np.searchsorted(spans.starts, index, side="right") - 1
+            span = np.where(index < np.append(spans.ends, -1)[span], span, -1)
             keep |= (span[:, None] == span[None, :]) & (span >= 0)[:, None]
         if self.tree:
-            keep &= self.nodes_of(docs).sees(docs.total)
-        ids = self.documents(docs).document_ids()
-        return keep & (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
+            nodes = self.nodes_of(documents)
+            node = nodes.of_tokens(documents.total)[index]
+            keep &= nodes.above[node][:, node]
+        ids = self.documents(documents).document_ids()[index]
+        return keep & (ids[:, None] == ids[None, :]) & ((ids >= 0) & (index >= 0))[:, None]
 
     def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""

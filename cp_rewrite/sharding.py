@@ -21,7 +21,7 @@ from cp_rewrite.planning.layouts.options import LayoutOptions
 from .arguments import checked_dims, checked_ops, whole_number
 from .capacity import Capacity
 from .masks import PackedMask
-from .packing import Packing, check_packing
+from .packing import Packing, Spans, Tree, check_packing, check_spans
 from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
@@ -43,12 +43,13 @@ class Sharding:
             `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
             ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
-        packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument or
-            StartOfDocument.
+        packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
+            StartOfDocument or Tree.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
-            documents (windows, bidirectional). None: `assume_mask`, or causal.
+            documents (windows, bidirectional). None: `assume_mask`, or causal (with `spans`, in trees, where the
+            annotation names them).
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
@@ -76,6 +77,7 @@ class Sharding:
             apart. The draws are others than on one process, their distribution is the same. What all tokens share
             (dropout of weights) stays refused.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
+        spans: which argument says what tokens see each other in both directions, for masks that let them.
         local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
             `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
@@ -116,6 +118,7 @@ class Sharding:
     resolve: bool = True
     random: Random = "refused"
     assume_mask: PackedMask | None = None
+    spans: Spans | None = None
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
@@ -133,6 +136,7 @@ class Sharding:
         for name, value in hashable.items():
             object.__setattr__(self, name, value)
         check_packing(self.packing, self.tokens)
+        check_spans(self.spans, self.tokens)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -175,6 +179,14 @@ class Sharding:
             return Device.named(speeds)
         except ValueError as error:
             raise ValueError(f"speeds: {error}") from error
+
+    @property
+    def balanced_mask(self) -> PackedMask:
+        """The mask whose work `balanced` balances."""
+        usual = PackedMask(
+            spans=self.spans is not None and not isinstance(self.packing, Tree), tree=isinstance(self.packing, Tree)
+        )
+        return self.balance_for or self.assume_mask or usual
 
     @property
     def layout_options(self) -> LayoutOptions:

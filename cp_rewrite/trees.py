@@ -72,6 +72,16 @@ class Nodes:
         roots[node[::-1]] = ancestor[::-1]  # the last one written is the root
         return roots
 
+    def clipped(self, start: int, stop: int) -> Nodes:
+        """Those of tokens [start, stop), counted from there; what is above them must be there too."""
+        real = (self.ends > start) & (self.starts < stop)
+        number = np.append(np.cumsum(real) - 1, -1)
+        return Nodes(
+            np.maximum(self.starts[real], start) - start,
+            np.minimum(self.ends[real], stop) - start,
+            number[self.parents[real]],
+        )
+
     def of_tokens(self, total: int) -> Int:
         """(total,) int64: the node of each token, -1 for padding."""
         ids = np.full(total, -1, dtype=np.int64)
@@ -79,14 +89,14 @@ class Nodes:
             ids[start:end] = i
         return ids
 
-    def sees(self, total: int) -> NDArray[np.bool_]:
-        """(total, total) bool: [q, k] is True where k's node is on the path of q. For tests: total² values."""
+    @property
+    def above(self) -> NDArray[np.bool_]:
+        """(N + 1, N + 1) bool: [i, j] is True where node j is on the path of node i; the last is padding."""
         count = len(self.parents)
-        above = np.zeros((count + 1, count + 1), dtype=np.bool_)  # the last one: padding
+        above = np.zeros((count + 1, count + 1), dtype=np.bool_)
         above[np.arange(count), np.arange(count)] = True
         above[self.ancestors] = True
-        ids = self.of_tokens(total)
-        return above[ids][:, ids]
+        return above
 
     @classmethod
     def from_ranges(cls, first: ArrayLike, behind: ArrayLike) -> Nodes:
@@ -140,6 +150,8 @@ class Nodes:
         if prompt.shape != completion.shape:
             raise ValueError(f"prompt ids have {prompt.size} tokens, completion ids {completion.size}")
         real = prompt >= 0
+        if (bad := np.flatnonzero(real & (completion < 0))).size:
+            raise ValueError(f"token {bad[0]} has completion {completion[bad[0]]}: they count from 1, a prompt has 0")
         change = np.ones(prompt.size, dtype=np.bool_)
         change[1:] = (np.diff(prompt) != 0) | (np.diff(completion) != 0)
         starts = np.flatnonzero(change & real)

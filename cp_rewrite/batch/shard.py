@@ -227,7 +227,7 @@ def plan_of(
         documents,
         sharding.world_size,
         sharding.layout,
-        sharding.balance_for or sharding.assume_mask,
+        sharding.balanced_mask,
         sharding.layout_options,
     )
 

@@ -123,7 +123,9 @@ def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
 def _clip(documents: Documents, start: int, stop: int) -> Documents:
     """The documents of tokens [start, stop): those that reach in from outside are cut, others are empty."""
     starts = np.clip(documents.starts, start, stop)
-    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start)
+    spans = None if documents.spans is None else documents.spans.clipped(start, stop)
+    nodes = None if documents.nodes is None else documents.nodes.clipped(start, stop)
+    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start, spans, nodes)
 
 
 def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
@@ -163,9 +165,13 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.chunk_of == "row":  # a shard counts its own tokens
         known &= ~same
-    if mask.right == 0:
+    if mask.right == 0 and not mask.looks_ahead:
         known |= same & (delta < 0)
-    return (chunk[:, None] == chunk) & mask.reaches(delta), known & real[:, None] & real
+    expected = (chunk[:, None] == chunk) & mask.reaches(delta)
+    if mask.spans or mask.tree:  # one shard may join spans of two pieces, or lack what is above a node
+        known &= piece[:, None] == piece
+        expected = mask.sees(documents, index)
+    return expected, known & real[:, None] & real
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:

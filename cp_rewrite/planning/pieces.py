@@ -1,8 +1,8 @@
 """Pieces: the units of attention on a rank.
 
-A piece is a maximal run of consecutive tokens of one document (one section of it, see `sections`) on one rank. It attends to keys [key0, key1) of its
-document through one window of a plain kernel, which is aligned at the bottom right, as flash kernels do where lengths
-differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
+A piece is a maximal run of consecutive tokens of one document (of one of its `sections`) on one rank. It attends to
+keys [key0, key1) of its document through one window of a plain kernel, which is aligned at the bottom right, as flash
+kernels do where lengths differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
 
     document of 8 tokens, causal; rank 0 owns [3, 6)
 
@@ -59,7 +59,7 @@ class Pieces:
     def take(self, index: Int | slice) -> Pieces:
         """The pieces at `index`."""
         columns = (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section)
-        return Pieces(*(column[index] for column in columns), self.paths)
+        return Pieces(*(column[index] for column in columns), paths=self.paths)
 
     @cached_property
     def keys(self) -> Int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_rewrite.documents import Documents, Spans
+from cp_rewrite.documents import Documents, SpanRuns
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.trees import Nodes
 
@@ -33,25 +33,25 @@ def documents(draw: st.DrawFn, total: int) -> Documents:
     return grown(plain, draw(st.integers(0, 1000)))
 
 
-def grown(documents: Documents, seed: int) -> Documents:
-    """The documents with spans of up to 7 tokens, and as trees of any shape."""
+def grown(documents: Documents, seed: int, longest: int = 7) -> Documents:
+    """The documents with spans of up to `longest` tokens, and as trees of any shape."""
     rng = np.random.default_rng(seed)
     spans: list[tuple[int, int]] = []
     nodes: list[tuple[int, int, int]] = []
     for start, end in zip(documents.starts.tolist(), documents.ends.tolist(), strict=True):
         at, root = start, len(nodes)
         while at < end:
-            stop = min(end, at + int(rng.integers(1, 8)))
+            stop = min(end, at + int(rng.integers(1, longest + 1)))
             if rng.random() < 0.5:
                 spans.append((at, stop))
             at = stop
         at = start
         while at < end:
-            stop = min(end, at + int(rng.integers(1, 12)))
+            stop = min(end, at + int(rng.integers(1, 2 * longest)))
             nodes.append((at, stop, -1 if len(nodes) == root else int(rng.integers(root, len(nodes)))))
             at = stop
     cuts, parents = np.array(spans, dtype=np.int64).reshape(-1, 2).T, np.array(nodes, dtype=np.int64).reshape(-1, 3).T
-    return replace(documents, spans=Spans(*cuts), nodes=Nodes(*parents))
+    return replace(documents, spans=SpanRuns(cuts[0], cuts[1]), nodes=Nodes(*parents))
 
 
 @st.composite

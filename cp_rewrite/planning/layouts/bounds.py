@@ -20,7 +20,7 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     """Seconds that an order costs at least under `needed`.
 
     A rank's kernel works at least on the pairs that its queries see, and on the rows of tiles of its tokens. Where the
-    mask has no limit to the left, a rank needs all keys of every document whose last token it owns; not those of a tree.
+    mask has no limit to the left, a rank needs all keys of every document (but for trees) whose last token it owns.
     """
     sections = sections_of(documents, mask)
     if not len(sections.starts):

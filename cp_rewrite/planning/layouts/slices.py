@@ -105,8 +105,8 @@ class Slices:
         pad_lengths = np.append(starts, total) - pad_starts
         start, size = np.append(starts, pad_starts), np.append(lengths, pad_lengths)
         none = np.zeros(len(pad_lengths), dtype=np.int64)
-        first, full = np.append(sections.before, none), np.append(sections.full, none)
-        works = np.append(np.ones(len(lengths)), none)
+        first, full = np.append(sections.before, none), np.append(sections.full.astype(np.int64), none)
+        works = np.append(np.ones(len(lengths)), np.zeros(len(pad_lengths)))
         slices = cls(np.stack([start, size, first + size, first, full]), works).take(np.flatnonzero(size > 0))
         return replace(slices, work=slice_tiles(slices, mask))
 
@@ -115,7 +115,8 @@ def slice_tiles(slices: Slices, mask: PackedMask) -> Float:
     """(N,) float64: what each slice costs as a piece of its own, in tiles; nothing where its `work` is 0.
 
     The keys of a slice [first, end) of its document, with a window (left, right), are [first - left, end + right),
-    clipped at the document; those of a full one end with its document. A kernel aligns its window at the last key; so both sides shift by the keys after `end`.
+    clipped at the document; those of a full one end with its document. A kernel aligns its window at the last key; so
+    both sides shift by the keys after `end`.
     """
     end = slices.first + slices.size
     no_limit = np.full_like(end, -1)
