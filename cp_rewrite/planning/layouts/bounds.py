@@ -10,9 +10,9 @@ from cp_rewrite.planning.cost import kernel_seconds
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import sections_of
-from cp_rewrite.planning.seen_keys import SeenKeys
 from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD
 
+from .seen_keys import SeenKeys
 from .token_order import TokenOrder
 
 
