@@ -14,6 +14,12 @@ from .documents import Documents, SpanRuns
 from .trees import Nodes
 
 Window = tuple[int | None, int | None]
+DROPPED_AT = -65504.0
+"""An additive mask drops the keys to which it adds this, the lowest fp16 number, or less.
+
+A key's softmax weight is then exactly zero in every dtype, unless its logit is as much above another one. The additive
+masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,11 @@ class PackedMask:
     def right(self) -> int | None:
         """Keys after the query that it sees; None: all."""
         return 0 if self.causal else (None if self.window is None else self.window[1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has neither chunks nor spans nor trees."""
+        return self.chunk is None and not self.spans and not self.tree
 
     @property
     def looks_ahead(self) -> bool:
@@ -154,3 +165,7 @@ class PackedMask:
         elif not self.causal:
             parts.append("full")
         return " & ".join(parts)
+
+
+class MaskMismatch(RuntimeError):
+    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
