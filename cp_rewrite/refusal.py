@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 
@@ -98,11 +100,14 @@ def _times(group: Sequence[Refusal]) -> str:
     return f" (in {len(group)} layers)" if len(layers) == len(group) else f" ({len(group)} times)"
 
 
+_TORCH = str(Path(str(torch.__file__)).parent)
+
+
 def source_line(node: fx.Node) -> str:
     """`file:line, code` of the innermost frame outside of torch in the node's stack trace; its name without one."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    for i in sorted(frames, key=lambda i: ("/torch/" not in lines[i], i), reverse=True):
+    for i in sorted(frames, key=lambda i: (_TORCH not in lines[i], i), reverse=True):
         file, number = lines[i].split(",")[:2]
         code = f", `{lines[i + 1]}`" if i + 1 < len(lines) else ""
         return f"{file[5:].strip().strip(chr(34))}:{number.split()[-1]}{code}"

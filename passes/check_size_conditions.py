@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 from torch import SymInt, Tensor
 
 from cp_rewrite.passes.values.size_conditions import SizeConditions
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import decide, expression, fake_mode_of, guards_of, simplified
+
+_DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
+"""Names of torch's integer divisions."""
 
 
 def check_size_conditions(state: State) -> State:
@@ -24,6 +29,7 @@ def check_size_conditions(state: State) -> State:
     if world_size == 1 or not sizes or mode is None or mode.shape_env is None:
         return state
     refusals: list[Refusal] = []
+    chunked: list[str] = []
     conditions: dict[Any, str] = {}
     for recorded, where in guards_of(mode.shape_env):
         condition = simplified(mode.shape_env, recorded)
@@ -32,11 +38,24 @@ def check_size_conditions(state: State) -> State:
             continue
         conditions[condition] = where
         if not decide(mode.shape_env, condition.subs({size: world_size * size for size in tokens})):
-            said = str(condition) if len(str(condition)) < 80 else "a condition on whole chunks of tokens"
-            detail = f"`{where}` needs {said}, which holds for a shard's tokens but not for the row's"
+            if {part.func.__name__ for part in condition.atoms(sympy.Function)} & _DIVISIONS:
+                chunked.append(where)
+                continue
+            detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
+    if chunked:
+        refusals.append(Refusal(Reason.TOKEN_COUNT, _in_chunks(chunked)))
     found = SizeConditions(conditions, sizes, _places(state)) if conditions else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
+
+
+def _in_chunks(places: Sequence[str]) -> str:
+    """What a model does that counts chunks of a shard's tokens, at these places."""
+    more = f", and {len(places) - 1} more lines," if len(places) > 1 else ""
+    return (
+        f"`{places[0]}`{more} cuts the row into chunks of tokens, as linear attention and state-space models do, and "
+        "has one outcome for a shard's number of chunks and another for the row's"
+    )
 
 
 def _places(state: State) -> dict[Any, tuple[int, int | None]]:

@@ -132,7 +132,8 @@ def _check_heads(node: fx.Node, grouped: bool, query: Any, key: Any, value: Any)
     found: list[Refusal] = []
     if len(rows) != 1:
         found.append(Refusal(Reason.SHAPE, f"query, key and value have {sorted(map(str, rows))} batch rows", node))
-    if k != v or (q != k and not grouped) or (grouped and not (q / k).is_integer):
+    one = k == v == 1  # products broadcast over heads
+    if not one and (k != v or (q != k and not grouped) or (grouped and not (q / k).is_integer)):
         found.append(Refusal(Reason.SHAPE, f"{q} query heads do not fit {k} key and {v} value heads", node))
     return found
 

@@ -110,6 +110,8 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
         return Refusal(Reason.TOKEN_INPUT, detail)
     for guard in getattr(extents.shape_env, "guards", ()):
         if isinstance(guard.expr, sympy.Eq) and extents.tokens in guard.expr.args:
-            detail = f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}"
+            detail = (
+                f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}, as a loop over tokens does"
+            )
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")

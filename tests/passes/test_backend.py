@@ -258,6 +258,18 @@ def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     assert cp.explain(model, sharding)(**make_batch(80)).ok
 
 
+def test_chunks_of_tokens_are_one_refusal() -> None:
+    def model(ids: Tensor, pos: Tensor) -> Tensor:
+        x = ids * 2.0
+        for chunks in (ids.shape[1] // 8, ids.shape[1] // 4):
+            x = x * 2.0 if chunks > 2 else x * 3.0
+        return x + pos
+
+    (refusal,) = cp.explain(model, make_sharding(4))(**make_batch(40)).refusals
+    assert refusal.reason is Reason.TOKEN_COUNT
+    assert "chunks of tokens, as linear attention" in refusal.detail
+
+
 def test_copies_of_a_batch_are_named() -> None:
     """They are not marked as dynamic any more."""
     sharding = make_sharding(2)

@@ -121,6 +121,14 @@ def test_three_dims_are_refused() -> None:
     assert reasons(model) == {Reason.SHAPE}
 
 
+def test_products_broadcast_one_head() -> None:
+    def model(**b: Tensor) -> Tensor:
+        x = heads(b)
+        return F.scaled_dot_product_attention(x, x[:, :1], x[:, :1], attn_mask=PACKED(**b))
+
+    assert the_site(model).key.meta["example_value"].shape[1] == 1
+
+
 def test_every_reason_is_reported() -> None:
     def model(**b: Tensor) -> Tensor:
         x = heads(b)
@@ -180,7 +188,7 @@ def test_a_learned_bias_is_refused() -> None:
             bias = self.table[:t, :t] * 2
             return F.scaled_dot_product_attention(*[heads(b)] * 3, attn_mask=bias.masked_fill(~PACKED(**b), -1e9))
 
-    assert Reason.MASK_OPAQUE in reasons(Biased())
+    assert reasons(Biased()) == {Reason.MASK_NOT_PACKED}
 
 
 def test_a_value_named_like_the_packing_is_not_the_packing() -> None:
@@ -194,7 +202,7 @@ def test_a_value_named_like_the_packing_is_not_the_packing() -> None:
             mask = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
             return F.scaled_dot_product_attention(*[heads(b)] * 3, attn_mask=mask.tril())
 
-    assert reasons(Embeds()) == {Reason.MASK_OPAQUE}
+    assert reasons(Embeds()) == {Reason.MASK_NOT_PACKED}
 
 
 def test_factories_on_hidden_states_are_read() -> None:

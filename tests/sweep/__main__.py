@@ -6,14 +6,19 @@ python -m tests.sweep --models LlamaForCausalLM,BertForMaskedLM --workers 2 --de
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from .cases import all_cases
 from .processes import sweep
+from .table import write
 from .trial import Outcome
 
 
@@ -24,10 +29,18 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
     parser.add_argument("--deadline", type=float, default=3600, help="seconds for all")
     parser.add_argument("--out", type=Path, default=Path("outcomes.jsonl"))
+    parser.add_argument("--write", type=Path, help="only write docs/models.md from these outcomes")
     options = parser.parse_args()
+    if options.write:
+        lines = options.write.read_text().splitlines()
+        versions, outcomes = json.loads(lines[0])["versions"], [Outcome(**json.loads(line)) for line in lines[1:]]
+        return write(outcomes, versions)
     names = [name for name in options.models.split(",") if name]
     cases = [case for case in all_cases() if not names or case.name in names or case.head in names]
     counts: Counter[str] = Counter()
+    transformers: Any = importlib.import_module("transformers")
+    versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    options.out.write_text(json.dumps({"versions": versions}) + "\n")
 
     def done(outcome: Outcome) -> None:
         counts[outcome.verdict] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A class of transformers, and whether it computes the loss itself."""
+    """A class of transformers, whether it computes the loss itself, and whether it is in training mode."""
 
     name: str
     head: str
     own_loss: bool = True
+    training: bool = True
 
 
 class Result(NamedTuple):
@@ -86,7 +88,7 @@ def build(case: Case) -> Wrapped:
     model = kind(config)
     if case.own_loss and getattr(model, "loss_type", "") is None:  # it would warn, which can't be traced
         model.loss_type = "ForCausalLM"
-    return Wrapped(model, case.own_loss)
+    return Wrapped(model, case.own_loss).train(case.training)
 
 
 def batch_of(case: Case) -> dict[str, Tensor]:
@@ -98,6 +100,7 @@ def batch_of(case: Case) -> dict[str, Tensor]:
         batch["decoder_input_ids"] = batch["input_ids"].roll(1, 1)
     if case.head == "sequence":
         batch["labels"] = torch.ones(1, dtype=torch.long)
+        batch["input_ids"][:, -1] = 2  # the end, at which T5 and BART pool
     if case.head == "tokens":
         batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], batch["labels"] % 2)
     return batch
@@ -113,6 +116,7 @@ def shifts(case: Case) -> bool:
     return case.head == "causal"
 
 
+@functools.cache
 def all_cases() -> list[Case]:
     """A case for each class that reads text alone; of model types that have a head, not the model without one."""
     tables: Any = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -127,6 +131,14 @@ def all_cases() -> list[Case]:
     return [case for case in found.values() if reads_text(case.name)]
 
 
+def one_of_each_type() -> list[Case]:
+    """The first class of each model type."""
+    found: dict[str, Case] = {}
+    for case in all_cases():
+        found.setdefault(class_of(case.name).config_class.model_type, case)
+    return [*found.values()]
+
+
 def reads_text(name: str) -> bool:
     """Whether a class takes tokens, and its config has no part for anything else."""
     try:
@@ -135,5 +147,5 @@ def reads_text(name: str) -> bool:
         takes = inspect.signature(kind.forward).parameters
     except (ImportError, AttributeError):  # needs a package that is not installed, or has no config
         return False
-    others = ("vision", "audio", "vq", "qformer", "acoustic")
+    others = ("vision", "audio", "vq", "qformer", "acoustic", "encoder", "image", "projector")
     return "input_ids" in takes and not any(word in part for part in parts for word in others)

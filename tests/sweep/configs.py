@@ -100,6 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 8},
     "kimi_linear": {"linear_head_dim": 8},
     "layoutlm": {"max_2d_position_embeddings": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longformer": {"attention_window": 8},
     "longcat_flash": {"zero_expert_num": 2},

@@ -38,7 +38,7 @@ class Running:
 
     def __init__(self, context: Any, case: Case, limit_s: float) -> None:
         self.case, self.limit_s, self.started = case, limit_s, time.monotonic()
-        self.alone = 0.0  # seconds that rank 1 had after rank 0's end
+        self.alone: float | None = None  # when rank 0 ended
         self.folder = tempfile.TemporaryDirectory()
         path = Path(self.folder.name)
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds tests/
@@ -57,16 +57,18 @@ class Running:
         ended = [not process.is_alive() for process in self.processes]
         found = [Outcome(**json.loads(file.read_text())) if file.exists() else None for file in results]
         first = found[0]
-        waits = first is not None and first.verdict in ("right", "different", "crashed") and ended[0] and not ended[1]
-        self.alone += 0.05 * waits
-        if first is not None and (not waits or self.alone > 5 or over):
+        waits = first is not None and first.verdict in ("right", "different", "crashed") and not ended[1]
+        if waits and self.alone is None:
+            self.alone = time.monotonic()
+        alone = 0.0 if self.alone is None else time.monotonic() - self.alone
+        if first is not None and (not waits or over or alone > 20):
             return self.close(self.joined(first, found[1]))
         if all(ended) or over:
             verdict = "hung" if over else "crashed"
             codes = [process.exitcode for process in self.processes]
             texts = [f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(path.glob("*[01].txt"))]
             why = [f"exit codes {codes}", *texts]
-            return self.close(Outcome(self.case.name, self.case.head, verdict, self.case.own_loss, why=why))
+            return self.close(Outcome(**asdict(self.case), verdict=verdict, why=why))
         return None
 
     @staticmethod
@@ -106,10 +108,21 @@ def serve(case: Case, rank: int, folder: str, limit_s: float) -> None:
     os._exit(0)  # not by way of the group's destructors
 
 
+def next_try(case: Case, outcome: Outcome) -> list[Case]:
+    """A case that is not right, with a loss outside of the model; one that drops layers or draws experts in training,
+    which torch can't capture or we refuse, out of it."""
+    draws = any(why.startswith(("DROPOUT", "Unsupported: Data-dependent branching")) for why in outcome.why)
+    if draws and case.training:
+        return [replace(case, training=False)]
+    if outcome.verdict != "right" and case.own_loss and case.head != "sequence":
+        return [replace(case, own_loss=False)]
+    return []
+
+
 def sweep(cases: Sequence[Case], workers: int, limit_s: float, ends: float, done: Callable[[Outcome], None]) -> None:
     """Try all, `workers` at a time, until the clock says `ends`; each outcome is given to `done`.
 
-    A model whose own loss is refused is tried once more with a loss outside of it.
+    A model that is not right is tried in other ways (`next_try`).
     """
     context, left, running = forkserver(), [*reversed(cases)], list[Running]()
     while (left or running) and time.monotonic() < ends:
@@ -117,12 +130,10 @@ def sweep(cases: Sequence[Case], workers: int, limit_s: float, ends: float, done
             running.append(Running(context, left.pop(), limit_s))
         for trial in list(running):
             outcome = trial.outcome()
-            if outcome is None:
-                continue
-            running.remove(trial)
-            done(outcome)
-            if outcome.verdict != "right" and trial.case.own_loss and trial.case.head != "sequence":
-                left.append(replace(trial.case, own_loss=False))
+            if outcome is not None:
+                running.remove(trial)
+                done(outcome)
+                left += next_try(trial.case, outcome)
         time.sleep(0.05)
     for trial in running:
-        trial.close(Outcome(trial.case.name, trial.case.head))
+        trial.close(Outcome(**asdict(trial.case)))

@@ -29,19 +29,23 @@ class Outcome:
         verdict: "right", "refused", "torch" (it can't capture the model, with us or without), "unbuilt" (the plain
             model fails), "different", "crashed", "hung".
         why: of all but "right".
-        loss, gradient: largest relative differences to one process.
+        loss, gradient: relative differences to one process, of the gradient that is nearest to its limit: 1e-5, or
+            four times its noise.
+        noise: of that gradient on one process, between fp32 and fp64.
     """
 
     name: str
     head: str
     verdict: str = ""
     own_loss: bool = True
+    training: bool = True
     attention: str = ""
     masks: list[str] = field(default_factory=list[str])
     why: list[str] = field(default_factory=list[str])
     sums: int = 0
     loss: float = 0.0
     gradient: float = 0.0
+    noise: float = 0.0
     worst: str = ""
     seconds: float = 0.0
 
@@ -51,7 +55,7 @@ class Trial:
 
     def __init__(self, case: Case, rank: int, mesh_of: Callable[[], DeviceMesh], stage: Callable[[str], None]) -> None:
         self.case, self.rank, self.mesh_of, self.stage = case, rank, mesh_of, stage
-        self.outcome = Outcome(case.name, case.head, own_loss=case.own_loss)
+        self.outcome = Outcome(case.name, case.head, own_loss=case.own_loss, training=case.training)
 
     def run(self) -> Outcome:
         out = self.outcome
@@ -61,6 +65,7 @@ class Trial:
             out.attention = str(model.model.config._attn_implementation)
             whole = self.whole_batch()
             loss, grads = step(model, whole)
+            noise = rounding(model, whole, grads)
         except Exception as error:
             return self.ended("unbuilt", error)
         self.stage("explain")
@@ -76,7 +81,7 @@ class Trial:
             if isinstance(error, RewriteRefused):
                 return self.refused(error.refusals, "late: ")
             return self.ended("crashed", error)
-        return self.compared(loss, total, grads, sharded)
+        return self.compared((loss, total), grads, sharded, noise)
 
     def whole_batch(self) -> dict[str, Tensor]:
         """What one process calls the model with."""
@@ -113,15 +118,20 @@ class Trial:
             torch.distributed.all_reduce(total, group=sharding.group)
         return float(total), gradients(model)
 
-    def compared(self, loss: float, total: float, grads: dict[str, Tensor], sharded: dict[str, Tensor]) -> Outcome:
+    def compared(
+        self, losses: tuple[float, float], grads: dict[str, Tensor], sharded: dict[str, Tensor], noise: dict[str, float]
+    ) -> Outcome:
         out = self.outcome
         floor = 1e-3 * max(float(g.norm()) for g in grads.values())
         errors = {key: difference(sharded.get(key), grad, floor) for key, grad in grads.items()}
-        out.worst = max(errors, key=errors.__getitem__)
-        out.loss, out.gradient = abs(total - loss) / max(abs(loss), 1e-12), errors[out.worst]
-        out.verdict = "right" if out.loss <= LIMIT and out.gradient <= LIMIT else "different"
-        if out.verdict == "different":
-            out.why = [f"loss {loss} and {total}; {out.worst}: {out.gradient}"]
+        allowed = {key: max(LIMIT, 4 * noise[key]) for key in grads}
+        out.worst = max(errors, key=lambda key: errors[key] / allowed[key])
+        out.loss, out.gradient = abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12), errors[out.worst]
+        out.noise = noise[out.worst]
+        right = out.loss <= LIMIT and out.gradient <= allowed[out.worst]
+        out.verdict = "right" if right else "different"
+        if not right:
+            out.why = [f"loss {losses[0]} and {losses[1]}; {out.worst}: {out.gradient}, of fp32 itself {out.noise}"]
         return out
 
     def refused(self, refusals: Any, prefix: str = "") -> Outcome:
@@ -151,6 +161,18 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, T
     found = gradients(model)
     model.zero_grad()
     return float(loss.detach()), found
+
+
+def rounding(model: nn.Module, batch: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
+    """How far one process's gradients in fp32 are from those in fp64; the model ends as it was."""
+    before = {name: value.clone() for name, value in model.state_dict(keep_vars=False).items()}
+    try:
+        _, exact = step(model.double(), batch)
+    except RuntimeError:  # it mixes dtypes
+        exact = grads
+    model.float().load_state_dict(before)
+    floor = 1e-3 * max(float(g.norm()) for g in grads.values())
+    return {name: difference(exact[name].float(), grad, floor) for name, grad in grads.items()}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ class Reader(Numberings):
         """Why a read of another tensor than the packing's is a trouble."""
         at = {self.pair.side(i) for i in term.args}
         if any(s and s[0] == Q for s in at) and any(s and s[0] == K for s in at):
-            return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
+            return self._table(leaf)
         if leaf.name.startswith("%"):
             detail = f"the mask reads `{leaf.name[1:]}`, whose values come from the model, not from the batch"
             return Trouble(Reason.MASK_OPAQUE, detail, leaf.node)
@@ -133,6 +133,16 @@ class Reader(Numberings):
             Reason.MASK_WRONG_SOURCE,
             f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",
         )
+
+    def _table(self, leaf: Leaf) -> Trouble:
+        """Why numbers for pairs of tokens that are read off a leaf are a trouble."""
+        if leaf.node is None or leaf.node.op in ("placeholder", "get_attr"):
+            return Trouble(Reason.MASK_OPAQUE, f"{leaf.name!r} already is a mask: its values are not in the graph")
+        detail = (
+            f"`{leaf.node.name}`, which is added to the logits, comes from the model's weights: a bias that is "
+            "learned, or keys that are chosen by scores"
+        )
+        return Trouble(Reason.MASK_NOT_PACKED, detail, leaf.node)
 
     def _token_of(self, term: Any, leaf: Leaf) -> tuple[Expr, ...] | None:
         """The symbols (`Pair.side`) of the token at which a read takes the leaf, in the attention's own row."""
