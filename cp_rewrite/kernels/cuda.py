@@ -73,10 +73,23 @@ def kernel(name: str, device: torch.device, macros: Macros = ()) -> Any:
     return _core().ObjectCode.from_cubin(cubin).get_kernel(name)
 
 
-def launch(compiled: Any, grid: int | tuple[int, ...], block: int, device: torch.device, *args: Any) -> None:
-    """Enqueue a kernel on the current stream of `device`. Pointers are Python ints (`Tensor.data_ptr()`), other numbers
-    of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
-    _core().launch(_stream(torch.cuda.current_stream(device).cuda_stream), _config(grid, block), compiled, *args)
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a tensor's device: by its number, which torch finds several times as fast."""
+    return torch.cuda.current_stream(device.index)
+
+
+def launch(
+    compiled: Any,
+    grid: int | tuple[int, ...],
+    block: int,
+    device: torch.device,
+    *args: Any,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Enqueue a kernel on a stream of `device`, the current one by default. Pointers are Python ints
+    (`Tensor.data_ptr()`), other numbers of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
+    at = current_stream(device) if stream is None else stream
+    _core().launch(_stream(at.cuda_stream), _config(grid, block), compiled, *args)
 
 
 @cache

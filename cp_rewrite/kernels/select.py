@@ -135,6 +135,7 @@ def capabilities(name: str) -> Capabilities:
     return getattr(load(name), "capabilities", Capabilities)()
 
 
+@cache
 def load(name: str) -> Any:
     """The module that implements a kernel; imported when asked for, so that schemas need none of its libraries."""
     folder = "cp_rewrite.kernels" if name == "reference" else "cp_rewrite.kernels.flash"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def has_backward() -> bool:
         return False
 
 
+@cache
 def _interface() -> Any:
     return importlib.import_module("flash_attn_interface")
 

@@ -6,7 +6,7 @@ The first call of a new combination of dtype, head dims and window compiles for 
 from __future__ import annotations
 
 import importlib
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +55,7 @@ def _wrong_gradients(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     return found
 
 
+@cache
 def _interface() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cp_rewrite.kernels import cuda
+
 if TYPE_CHECKING:  # a launch holds a `BackwardOverlap`
     from .launches import Launch
 
@@ -40,7 +42,7 @@ class ForwardOverlap:
         if self.stream is not None:
             # Deterministic torch fills new memory with NaN, that of the results too: the late part must not write
             # before that fill has run.
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_stream(cuda.current_stream(self.stream.device))
         parts[self.early]()
         with torch.cuda.stream(self.stream):
             parts[1 - self.early]()
@@ -49,7 +51,7 @@ class ForwardOverlap:
     def join(self) -> None:
         """From here on the current stream has all keys, and what a late part wrote."""
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def split(self, launch: Launch, keys: tuple[Tensor, ...]) -> tuple[tuple[Launch, slice, tuple[Tensor, ...]], ...]:
         """(launch, query rows, its share of the keys) of part 0 and of part 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -77,18 +77,24 @@ class Channel:
         taken = self.buffer[_HEADER : _HEADER + count * columns * like.element_size()]
         return taken.view(like.dtype).view(count, columns)
 
-    def launch(self, kernel: Any, shape: LaunchShape, stream: torch.cuda.Stream | None, *args: Any) -> None:
+    @cached_property
+    def _ends(self) -> tuple[Any, ...]:
+        """The last arguments of every kernel."""
+        return self.addresses, self.state.data_ptr(), cuda.i32(self.rank), cuda.i32(self.size)
+
+    def launch(
+        self, kernel: Any, shape: LaunchShape, stream: torch.cuda.Stream | None, *args: Any, waits: bool = True
+    ) -> None:
         """Enqueue a kernel that uses this channel, which is the last of its arguments.
 
         Args:
             stream: where it runs, after all that is enqueued on the current stream so far; None: on the current one.
+            waits: False where that stream has waited for the current one since.
         """
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        ends = self.addresses, self.state.data_ptr(), cuda.i32(self.rank), cuda.i32(self.size)
-        with torch.cuda.stream(stream):
-            blocks = shape.blocks or cuda.multiprocessors(self.device)
-            cuda.launch(kernel, blocks, 32 * shape.warps, self.device, *args, *ends)
+        if stream is not None and waits:
+            stream.wait_stream(cuda.current_stream(self.device))
+        blocks = shape.blocks or cuda.multiprocessors(self.device)
+        cuda.launch(kernel, blocks, 32 * shape.warps, self.device, *args, *self._ends, stream=stream)
 
     def signal_and_wait(
         self,
@@ -122,7 +128,7 @@ def channel(group: str, direction: str, nbytes: int, device: torch.device) -> Ch
     """
     known = _channels.get((group, direction))
     capturing = torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device)
+    stream = cuda.current_stream(device)
     last, _last[device] = _last.get(device, stream), stream
     if last != stream and not capturing:  # a capture begins with a synchronized device
         stream.wait_stream(last)

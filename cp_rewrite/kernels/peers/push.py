@@ -77,7 +77,7 @@ class Push:
         if shape.blocks == 0:
             # Many blocks that wait for peers could keep out the kernels that the peers wait for.
             self._channel.signal_and_wait(stream, ARRIVED, signal=ARRIVED, ranks=self._receivers)
-        self._launch(shape, stream, slice(self._stages), to_peers=True)
+        self._launch(shape, stream, slice(self._stages), to_peers=True, waits=shape.blocks != 0)
 
     def own_rows(self, skip: int = 0, stages: slice | None = None) -> None:
         """Write rows of this rank to itself but for the first `skip`, on the current stream; only these stages. Stage 0
@@ -94,11 +94,18 @@ class Push:
         self._channel.signal_and_wait(None, flag, STARTED_CALL, ranks=self._senders)
 
     def _launch(
-        self, shape: LaunchShape, stream: torch.cuda.Stream | None, stages: slice, *, to_peers: bool, skip: int = 0
+        self,
+        shape: LaunchShape,
+        stream: torch.cuda.Stream | None,
+        stages: slice,
+        *,
+        to_peers: bool,
+        skip: int = 0,
+        waits: bool = True,
     ) -> None:
         kernel = cuda.kernel("push_rows", self._channel.device, shape.macros)
         numbers = stages.start or 0, stages.stop, to_peers, skip
-        self._channel.launch(kernel, shape, stream, *self._arguments, *map(cuda.u32, numbers))
+        self._channel.launch(kernel, shape, stream, *self._arguments, *map(cuda.u32, numbers), waits=waits)
 
 
 def dense_rows(x_RHD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from cp_rewrite.kernels import cuda
 from .channel import CALL_BEFORE, LEFT, WRITTEN, LaunchShape, channel, chunks
 
 SHAPE = LaunchShape(0, 16, remote_warps=4)
-BESIDE = LaunchShape(24, 16, remote_warps=12)
+BESIDE = LaunchShape(24, 16, remote_warps=8)
 """To run while a kernel runs that fills every multiprocessor it gets."""
 
 
@@ -68,4 +68,5 @@ def return_rows(
         cuda.u32(here.start),
         cuda.u32(here.stop - here.start),
         *(cuda.u32(heads[i]) for i in (2, 0, 1)),
+        waits=False,
     )

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.kernels import peers
+from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
@@ -71,7 +71,7 @@ def pushed_attention(
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
     x = PUSH.bind(route)
     stage, at = StageRow(*x.stages.tolist()), PlaceRow(*x.place.tolist())
-    main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
+    main, side = cuda.current_stream(q.device), peers.side_stream(q.device)
     # Copies, where rows have holes, must outlive what the second stream does.
     k, v = peers.dense_rows(k), peers.dense_rows(v)
     in_place = slice(at.source, at.source + at.early + at.whole)
@@ -149,7 +149,7 @@ def pushed_attention_backward(
         return _backward_in_place(run, k, v, here, x.holder_ptr)
     if len(sizes := stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
         return stages.backward(dout, q, k, v, kv, out, lse, tables, params, x, kernel, group, sizes)
-    main, side = torch.cuda.current_stream(q.device), peers.side_stream(q.device)
+    main, side = cuda.current_stream(q.device), peers.side_stream(q.device)
     mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
     if kv is None:
         with nvtx("exchange"):

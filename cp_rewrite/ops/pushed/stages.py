@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels import peers
+from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
@@ -103,7 +103,7 @@ class _Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.main, self.side, self.lane = (
-            torch.cuda.current_stream(device),
+            cuda.current_stream(device),
             peers.side_stream(device),
             peers.lane(device),
         )

@@ -46,7 +46,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
             expanded row of the reader, ascending.
         stages (5,) int64: a `StageRow`: the kernel's work in two parts, of n entries and of the rest.
         rest_cu_seqlens_q, rest_cu_seqlens_k (N - n + 1,) int32: running sums over the rest, from 0.
-        loads (P, 4) int64: a `StageLoad` of each rank, by which heads travel in stages. All 0: in
+        loads (P, 6) int64: a `StageLoad` of each rank, by which heads travel in stages. All 0: in
             one, for the host does not know, or some pieces run in launches of their own.
     """
     ranks = range(schedule.world_size)
@@ -137,11 +137,13 @@ def _loads(schedule: Schedule, cuts: list[Cut]) -> Int:
         mine = slice(*schedule.piece_bounds[rank : rank + 2])
         before = np.cumsum((pieces.key1 - pieces.key0)[mine]) <= cut.keys
         first, second = float(tiles[mine][before].sum()), float(tiles[mine][~before].sum())
+        rows = int(coming[rank])
+        own = 0 if cut.whole else int(schedule.expanded[rank]) - rows
         if cut.keys == 0:
-            found.append(StageLoad(0, round(second), 0, int(coming[rank])))
+            found.append(StageLoad(0, round(second), 0, rows, own, 0))
         else:
             early, late = (second, first) if cut.early else (first, second)
-            found.append(StageLoad(round(early), round(late), cut.awaited, int(coming[rank])))
+            found.append(StageLoad(round(early), round(late), cut.awaited, rows, own, cut.count))
     return np.array(found, dtype=np.int64)
 
 

@@ -22,11 +22,13 @@ from cp_rewrite.planning.tiles import TILE
 _DEVICE = Device.named("h200")
 _FEW_LINK = 0.8
 """Share of the link that an exchange reaches beside a kernel."""
-_TAKEN = 0.12
-"""Share of the GPU that it takes from the kernel meanwhile; gradients take as much again."""
+_TAKEN, _TAKEN_BACK = 0.12, 0.18
+"""Share of the GPU that rows, and gradients, take from the kernel meanwhile."""
+_BESIDE_LINK, _BESIDE_MEMORY = 0.7, 0.12
+"""Shares of the link and of the memory's speed that gradients reach beside a kernel."""
 _FORWARD_STAGE, _BACKWARD_STAGE = 15e-6, 35e-6
 """Seconds that a stage more takes: launches, and a GPU that empties and fills."""
-_WORTH = 0.0
+_WORTH = 0.97
 """Several stages are taken where the time is below this share of that of one."""
 _FORWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 3), (1, 7), (1, 3, 4), (1, 2, 2, 3), (1, 3, 6, 6), (2, 3, 3))
 _BACKWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 2, 2, 1))
@@ -34,13 +36,20 @@ _BACKWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 2, 1), (1, 1, 1, 1), (1, 3
 
 
 class StageLoad(NamedTuple):
-    """What one rank does in one call. Args: early, late: tiles per query head of the two parts of `choose_cut`, in the
-    order in which they run. awaited: rows of peers that the early part reads. coming: rows of peers, all."""
+    """What one rank does in one call.
+
+    Args:
+        early, late: tiles per query head of the two parts of `choose_cut`, in the order in which they run.
+        awaited: rows of peers that the early part reads. coming: rows of peers, all.
+        own: expanded rows that are copies of own ones. near: so many of these a forward in one stage reads in place.
+    """
 
     early: int
     late: int
     awaited: int
     coming: int
+    own: int
+    near: int
 
 
 class Shape(NamedTuple):
@@ -73,12 +82,12 @@ def backward_stages(loads: tuple[StageLoad, ...], shape: Shape, kept: bool) -> t
 def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int]) -> float:
     """Predicted seconds of a rank's forward with its exchange, in stages of so many key heads; one stage is cut in an
     early and a late part."""
-    kernel, rows = _kernel_seconds(load, shape, _DEVICE.forward), _row_seconds(load.coming, shape)
+    kernel, rows = _kernel_seconds(load, shape, _DEVICE.forward), _link_seconds(load.coming, shape, _FEW_LINK)
     if len(sizes) == 1:
         early = kernel * load.early / max(1, load.early + load.late)
-        start = _row_seconds(load.awaited, shape)
+        start = max(_link_seconds(load.awaited, shape, _FEW_LINK), _copy_seconds(load.own - load.near, shape))
         return max(start + early + _TAKEN * rows, rows) + kernel - early
-    end = sent = 0.0
+    end, sent = _copy_seconds(load.own, shape), 0.0
     for size in sizes:
         share = size / shape.heads_kv
         sent += rows * share
@@ -88,18 +97,20 @@ def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int]) -> floa
 
 def backward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], kept: bool) -> float:
     """The same of a backward. In one stage rows come before the kernel and gradients go home after it, both faster."""
-    kernel = 2.5 * _kernel_seconds(load, shape, _DEVICE.backward)
-    back = _row_seconds(load.coming, shape)
-    rows = 0.0 if kept else back
+    kernel, copies = 2.5 * _kernel_seconds(load, shape, _DEVICE.backward), _copy_seconds(load.own, shape)
+    alone = max(_link_seconds(load.coming, shape), copies)  # of rows before the kernel, of gradients after it
     if len(sizes) == 1:
-        return _FEW_LINK * (rows + back) + kernel
-    end = sent = home = 0.0
-    for size in sizes:
+        return (0.0 if kept else alone) + kernel + alone
+    rows = 0.0 if kept else _link_seconds(load.coming, shape, _FEW_LINK)
+    back = max(_link_seconds(load.coming, shape, _BESIDE_LINK), copies / 2 / _BESIDE_MEMORY)
+    end, sent, home = 0.0 if kept else copies, 0.0, rows
+    for size in sizes[:-1]:
         share = size / shape.heads_kv
         sent += rows * share
-        end = max(end, sent) + kernel * share + _BACKWARD_STAGE
-        home = max(home, end, rows) + back * share
-    return home + _TAKEN * (rows + back)
+        end = max(end, sent) + kernel * share + _BACKWARD_STAGE + _TAKEN_BACK * back * share
+        home = max(home, end) + back * share
+    share = sizes[-1] / shape.heads_kv
+    return max(max(end, rows) + kernel * share + _BACKWARD_STAGE, home) + alone * share + _TAKEN * rows
 
 
 def _best(
@@ -125,5 +136,11 @@ def _kernel_seconds(load: StageLoad, shape: Shape, speed: float) -> float:
     return (load.early + load.late) * flops / speed
 
 
-def _row_seconds(rows: int, shape: Shape) -> float:
-    return rows * shape.row_bytes / (_FEW_LINK * _DEVICE.link)
+def _link_seconds(rows: int, shape: Shape, speed: float = 1.0) -> float:
+    """Of rows of peers, at a share of the link's speed."""
+    return rows * shape.row_bytes / (speed * _DEVICE.link)
+
+
+def _copy_seconds(rows: int, shape: Shape) -> float:
+    """Of copies of own rows, or of sums of their gradients, by the whole GPU."""
+    return 2 * rows * shape.row_bytes / _DEVICE.memory
