@@ -12,8 +12,7 @@ MOST_FILES = 13  # with __init__
 
 FLOORS = (
     {"arguments", "csrc", "refusal", "torch_internals"},
-    {"capacity", "trees"},
-    {"documents"},
+    {"capacity", "documents"},
     {"masks", "packing"},
     {"planning"},
     {"sharding"},

@@ -200,6 +200,7 @@ class _Walk:
 
     def visit_attention(self, site: Site) -> States:
         """Attention whose mask is proven: queries, keys and values have their tokens where the rewrite expects them."""
+        self.reads.settle(site.operands, self.visit)  # they need not be the node's own
         batch = None if self.extents.batch == 1 else (B,)
         dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):

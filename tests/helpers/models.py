@@ -73,6 +73,8 @@ RECIPES: dict[str, Recipe] = {
     "olmoe_aux_loss": Recipe("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
     "gpt_oss_aux_loss": Recipe("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
                                           "sliding_window": 7, **_ROUTED}, attention="eager"),
+    "lfm2": Recipe("Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+                            "conv_L_cache": 4}),
     "mixtral": Recipe("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Recipe("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 7},
                       attention="eager"),

@@ -28,7 +28,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import HigherOrderOperator
 
-from .moves import ROW, total
+from .moves import ROW, ZERO, total
 
 Visit = Callable[[fx.Node], States]
 
@@ -41,7 +41,7 @@ class Reads:
         self.found: dict[fx.Node, NeighbourRead] = {}
         self._moved: dict[fx.Node, bool] = {}
         """Whether nodes of nested regions moved tokens when they were walked before."""
-        self._written = _written_memory(gm)
+        self._written, self._without_gradients = _written_memory(gm), _without_gradients(gm)
 
     def visit(self, node: fx.Node, visit: Visit) -> States:
         """The state of a node whose operands may be moved tokens."""
@@ -71,13 +71,16 @@ class Reads:
                 self.env[node] = self._settled(node, state, visit)
 
     def _settled(self, node: fx.Node, state: Moved, visit: Visit) -> States:
+        if state.taps is None and state.pieces == (Piece(ROW, ZERO),) and node not in self.found:
+            return Rows(
+                state.rows.dims, state.rows.pad, attended=state.rows.attended
+            )  # all are where they were, on a rank too
         read = self._read(node, state)
         if read is None:
             return self._undo(node, visit)
         if self.found.setdefault(node, read) != read:
             return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
-        pad = state.rows.pad if read.read.keeps_fill else None
-        return Rows(state.rows.dims, pad, attended=state.rows.attended)
+        return Rows(state.rows.dims, state.rows.pad if read.read.keeps_fill else None, attended=state.rows.attended)
 
     def _moves_on(self, node: fx.Node) -> bool:
         """Whether a node only moves on what it reads."""
@@ -96,7 +99,10 @@ class Reads:
         if any(n.graph is not node.graph or memory_of(n) in self._written for n in read):
             return False
         # What was cut off from its gradient on the way is not joined to what has one.
-        operands = [n for n in node.all_input_nodes if not needs_gradient(n)]
+        operands = [n for n in node.all_input_nodes if isinstance(self.env.get(n), Moved)]
+        if any((n in self._without_gradients) != (node in self._without_gradients) for n in operands):
+            return False
+        operands = [n for n in operands if not needs_gradient(n)]
         return not needs_gradient(node) or not any(_has_gradient(self.env.get(n)) for n in operands)
 
     def _undo(self, node: fx.Node, visit: Visit) -> States:
@@ -175,6 +181,19 @@ def _others(state: Moved) -> list[fx.Node]:
 
 def _leaves(state: States) -> list[Any]:
     return tree_leaves(state) if isinstance(state, list) else [state]
+
+
+def _without_gradients(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that run while no gradients are recorded: their example values do not tell."""
+    found: set[fx.Node] = set()
+    for module in gm.modules():
+        recorded = True
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+                recorded = bool(node.args[0])
+            elif not recorded:
+                found.add(node)
+    return found
 
 
 def _written_memory(gm: fx.GraphModule) -> set[int | None] | None:
