@@ -2,7 +2,6 @@
 
 from cp_rewrite.batch.gradients import sum_gradients
 from cp_rewrite.batch.token_mean import token_mean
-from cp_rewrite.diagnose.compare_masks import MaskMismatch
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize
@@ -11,8 +10,8 @@ from cp_rewrite.planning.plan import Plan, plan
 from .backend import backend, context_parallel
 from .capacity import Capacity
 from .documents import Documents
-from .masks import PackedMask
-from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, StartOfDocument
+from .masks import MaskMismatch, PackedMask
+from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, Spans, StartOfDocument, Tree
 from .refusal import Reason, Refusal, RewriteRefused
 from .sharding import Sharding
 
@@ -31,7 +30,9 @@ __all__ = [
     "Refusal",
     "RewriteRefused",
     "Sharding",
+    "Spans",
     "StartOfDocument",
+    "Tree",
     "backend",
     "check",
     "context_parallel",

@@ -185,16 +185,14 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
-    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.right != 0]
+    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
     readers = PaddingReaders(*(tuple(source_line(node) for node in nodes) for nodes in (state.gap_sums, ahead)))
     unchecked, conditions = list(state.masks), state.size_conditions
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
+    inputs = state.graph_module.graph.find_nodes(op="placeholder")
+    masks = [(place, state.tokens.masks[node]) for place, node in enumerate(inputs) if node in state.tokens.masks]
     live = live_nodes(state.graph_module, ())
-    places = {
-        state.tokens.names.get(node, ""): place
-        for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder"))
-        if node in live
-    }
+    places = {state.tokens.names.get(node, ""): place for place, node in enumerate(inputs) if node in live}
     moved = moved_arguments(state)
     weights, outputs, parts = weight_places(state.graph_module), state.outputs, state.parts
 
@@ -202,6 +200,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
         plan = active_plan(sharding)
         for place, name, dim in tokens:
             plan.check_tokens(name, args[place], dim, args[place].shape[dim])
+        for place, argument in masks:
+            plan.check_mask(argument, args[place])
         if sums:
             plan.check_full(sums)
         plan.check_padding(readers)
@@ -212,7 +212,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             weights.clear()
         if unchecked:
             check_masks(unchecked, plan, args)
-            unchecked.clear()
+            if sharding.verify != "every_step":
+                unchecked.clear()
         args = (*plan.with_copies(with_true_count(plan, places, moved, args)),)
         out = compiled(*args, *(plan.tensor(key) for key in keys))
         for value, dim, is_part in zip(out, outputs, parts, strict=True):

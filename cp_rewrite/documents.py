@@ -8,12 +8,89 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .arguments import whole_number, whole_numbers
+from .trees import Nodes
 
 Int = NDArray[np.int64]
 MAX_ID = 2**31 - 1
 """The largest document id: masks may compare ids as int32."""
 MAX_TOKENS = 2**22
 """Most tokens of a row. What is proven of masks holds up to here: their dtypes may round larger indices."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpanRuns:
+    """Spans of a row: tokens [starts[i], ends[i]) see each other in both directions under masks with `spans`.
+
+    Args:
+        starts, ends: (N,) int64, disjoint and ascending, none empty.
+        ids: (N,) int64: tokens of one id are of one span, so that one document may have each id in one run only; None:
+            every run is a span, which lies inside of one document.
+        prefix: every span begins its document.
+    """
+
+    starts: Int
+    ends: Int
+    ids: Int | None = None
+    prefix: bool = False
+
+    @classmethod
+    def of_ids(cls, values: ArrayLike, none: int) -> SpanRuns:
+        """`values` (T,): the id of each token's span; up to `none`: it is of no span."""
+        ids = whole_numbers("span ids", values)
+        starts, ends = _runs(ids)
+        real = ids[starts] > none
+        return cls(starts[real], ends[real], ids[starts[real]])
+
+    @classmethod
+    def of_value(cls, values: ArrayLike, value: int, prefix: bool) -> SpanRuns:
+        """`values` (T,): tokens side by side that hold `value` are a span."""
+        there = whole_numbers("token types", values) == value
+        starts, ends = _runs(there.astype(np.int64))
+        real = there[starts]
+        return cls(starts[real], ends[real], None, prefix)
+
+    def inside(self, documents: Documents) -> SpanRuns:
+        """The spans as they lie in the documents.
+
+        Raises:
+            ValueError: one that goes on in another document or in padding, has tokens apart, or is no prefix.
+        """
+        real = documents.lengths > 0
+        starts, ends = documents.starts[real], documents.ends[real]
+        bounds = np.unique(np.concatenate([starts, ends]))
+        cuts = np.unique(np.concatenate([self.starts, self.ends, bounds]))
+        at, to = cuts[:-1], cuts[1:]
+        run, doc = (np.searchsorted(each, at, side="right") - 1 for each in (self.starts, starts))
+        held = (run >= 0) & (at < np.append(self.ends, 0)[run])
+        real = held & (doc >= 0) & (at < np.append(ends, 0)[doc])
+        parts = np.bincount(run[held], minlength=len(self.starts))
+        padded = np.bincount(run[held & ~real], minlength=len(self.starts))
+        cut = (parts > 1) & ((padded > 0) | (self.ids is None and not self.prefix))
+        if cut.any():
+            raise ValueError(
+                f"the span at token {self.starts[cut.argmax()]} goes on behind its document: spans lie inside of one"
+            )
+        at, to, run, doc = at[real], to[real], run[real], doc[real]
+        if self.prefix and (late := np.flatnonzero(at != starts[doc])).size:
+            raise ValueError(
+                f"the span at token {at[late[0]]} is no prefix: its document starts at {starts[doc[late[0]]]}"
+            )
+        if self.ids is None:
+            return SpanRuns(at, to, None, self.prefix)
+        pairs, counts = np.unique(np.stack([doc, self.ids[run]]), axis=1, return_counts=True)
+        if (counts > 1).any():
+            i = int(counts.argmax())
+            raise ValueError(
+                f"span id {pairs[1, i]} stands in {counts[i]} separate runs of the document at token "
+                f"{starts[pairs[0, i]]}: the tokens of a span must be contiguous"
+            )
+        return SpanRuns(at, to, self.ids[run])
+
+    def clipped(self, start: int, stop: int) -> SpanRuns:
+        """Those of tokens [start, stop), counted from there."""
+        starts, ends = np.clip(self.starts, start, stop) - start, np.clip(self.ends, start, stop) - start
+        real = ends > starts
+        return SpanRuns(starts[real], ends[real], None if self.ids is None else self.ids[real], self.prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +107,8 @@ class Documents:
         starts: (N,) int64 first token of each document, ascending.
         lengths: (N,) int64 tokens of each document; 0 is allowed.
         total: tokens in the row, padding included.
+        spans: of the row; None: the batch names none.
+        nodes: of the row's trees, whose documents hold one tree each; None: it has none.
     Raises:
         ValueError: negative lengths, overlapping documents, or documents past `total`.
     """
@@ -37,6 +116,8 @@ class Documents:
     starts: Int
     lengths: Int
     total: int
+    spans: SpanRuns | None = None
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         if self.starts.shape != self.lengths.shape or self.starts.ndim != 1:
@@ -58,10 +139,10 @@ class Documents:
         return self.starts + self.lengths
 
     @property
-    def spans(self) -> Int:
-        """(N + 1,) int64: span i, tokens [spans[i], spans[i + 1]), is document i with the padding that follows it.
+    def bounds(self) -> Int:
+        """(N + 1,) int64: tokens [bounds[i], bounds[i + 1]) are document i with the padding that follows it.
 
-        spans[0] is 0 and spans[-1] the total: padding before the first document counts to its span.
+        bounds[0] is 0 and bounds[-1] the total: padding before the first document counts to it.
         """
         return np.concatenate([[0], self.starts[1:], [self.total]]).astype(np.int64)
 
@@ -169,3 +250,9 @@ def _cumulative(name: str, values: ArrayLike) -> Int:
     if cu.size < 1 or cu[0] != 0 or (np.diff(cu) < 0).any():
         raise ValueError(f"{name} must start at 0 and never decrease, got {cu[:8].tolist()}…")
     return cu
+
+
+def _runs(values: Int) -> tuple[Int, Int]:
+    """(starts, ends) of the runs of equal values."""
+    change = np.flatnonzero(np.diff(values)) + 1
+    return np.append(0, change)[: values.size].astype(np.int64), np.append(change, values.size)[: max(1, values.size)]

@@ -1,4 +1,4 @@
-"""What a packed mask means, as a value: packing x chunks x causality x window."""
+"""What a packed mask means, as a value: packing x chunks, spans or trees x causality x window."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import whole_number
-from .documents import Documents
+from .documents import Documents, SpanRuns
+from .trees import Nodes
 
 Window = tuple[int | None, int | None]
+DROPPED_AT = -65504.0
+"""An additive mask drops the keys to which it adds this, the lowest fp16 number, or less.
+
+A key's softmax weight is then exactly zero in every dtype, unless its logit is as much above another one. The additive
+masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,11 @@ class PackedMask:
         packed: False means that the mask ignores documents: the row is one document.
         chunk: documents are cut at multiples of so many tokens. None: they are whole.
         chunk_of: where chunks are counted from: each `document`'s start, or the `row`'s.
+        spans: tokens of one span of a document (`Sharding.spans`) see each other, whatever causality and window say.
+        tree: of its document, a tree (`packing=Tree(...)`), a query sees its own node and that one's ancestors only.
     Raises:
         TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1, a chunk
-            that is no number >= 1.
+            that is no number >= 1; spans or trees of a mask that is not causal, or has chunks; trees with a window.
     """
 
     causal: bool = True
@@ -39,9 +48,11 @@ class PackedMask:
     packed: bool = True
     chunk: int | None = None
     chunk_of: Literal["document", "row"] = "document"
+    spans: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("causal", "packed"):
+        for name in ("causal", "packed", "spans", "tree"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         window: Any = (None, None) if self.window is None else self.window
@@ -61,6 +72,10 @@ class PackedMask:
         object.__setattr__(self, "chunk_of", chunk_of)
         object.__setattr__(self, "causal", right == 0)
         object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
+        if (self.spans or self.tree) and (right != 0 or self.chunk is not None):
+            raise ValueError("masks with spans or trees are causal, and have no chunks")
+        if self.tree and (self.spans or left is not None or not self.packed):
+            raise ValueError("masks of trees have neither a window nor spans, and are packed")
 
     @property
     def left(self) -> int | None:
@@ -72,18 +87,60 @@ class PackedMask:
         """Keys after the query that it sees; None: all."""
         return 0 if self.causal else (None if self.window is None else self.window[1])
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has neither chunks nor spans nor trees."""
+        return self.chunk is None and not self.spans and not self.tree
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a query may see keys after it."""
+        return self.right != 0 or self.spans
+
     def documents(self, documents: Documents) -> Documents:
         """What attention is over: the row's documents, cut into chunks where the mask has any; or the row as one."""
         whole = documents if self.packed else Documents.from_lengths([documents.total])
         return whole if self.chunk is None else whole.cut(self.chunk, self.chunk_of == "row")
 
+    def spans_of(self, documents: Documents) -> SpanRuns:
+        """The spans of a row. Raises a ValueError where the batch names none, or ones that no such mask has."""
+        if documents.spans is None:
+            raise ValueError(f"the mask '{self}' needs spans: name them in Sharding(spans=...)")
+        spans = documents.spans.inside(self.documents(documents))
+        lengths = spans.ends - spans.starts
+        if self.left is not None and lengths.max(initial=0) > self.left + 1:
+            i = int(lengths.argmax())
+            raise ValueError(
+                f"the span at token {spans.starts[i]} has {lengths[i]} tokens, which a window of {self.left + 1} would "
+                "cut: spans may be as long as the window"
+            )
+        return spans
+
+    def nodes_of(self, documents: Documents) -> Nodes:
+        """The nodes of a row's trees. Raises a ValueError where it has none."""
+        if documents.nodes is None:
+            raise ValueError(f"the mask '{self}' needs trees: pack rows by packing=Tree(...)")
+        return documents.nodes
+
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
-        index = np.arange(docs.total)
+        return self.sees(docs, np.arange(docs.total))
+
+    def sees(self, documents: Documents, index: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(n, n) bool: which of the tokens at `index`, (n,) places in the row, see each other; -1 is no token."""
         keep = self.reaches(index[:, None] - index[None, :])
-        ids = self.documents(docs).document_ids()
-        return keep & (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None]
+        if self.spans:
+            spans = self.spans_of(documents)
+            span = np.searchsorted(spans.starts, index, side="right") - 1
+            span = np.where(index < np.append(spans.ends, -1)[span], span, -1)
+            keep |= (span[:, None] == span[None, :]) & (span >= 0)[:, None]
+        if self.tree:
+            nodes = self.nodes_of(documents)
+            node = nodes.of_tokens(documents.total)[index]
+            keep &= nodes.above[node][:, node]
+        ids = self.documents(documents).document_ids()[index]
+        return keep & (ids[:, None] == ids[None, :]) & ((ids >= 0) & (index >= 0))[:, None]
 
     def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
@@ -98,11 +155,17 @@ class PackedMask:
         parts = ["same document"] if self.packed else ["whole row"]
         if self.chunk is not None:
             parts.append(f"chunks of {self.chunk}{' of the row' if self.chunk_of == 'row' and self.packed else ''}")
+        if self.tree:
+            parts.append("own path of the tree")
         if self.causal:
-            parts.append("causal")
+            parts.append("causal, or of one span" if self.spans and self.window is None else "causal")
         if self.window is not None:
             left, right = ("∞" if side is None else str(side) for side in self.window)
-            parts.append(f"window ({left}, {right})")
+            parts.append(f"window ({left}, {right}){', or of one span' if self.spans else ''}")
         elif not self.causal:
             parts.append("full")
         return " & ".join(parts)
+
+
+class MaskMismatch(RuntimeError):
+    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""

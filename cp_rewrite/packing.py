@@ -60,22 +60,61 @@ class StartOfDocument:
     token_id: int
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Rows of trees: tokens that share what stands before them, as completions do their prompt. (B, T) or (T,) integers
+    in all arguments; negative ones are padding.
+
+        Tree("prompt_ids", completion="completion_ids")     one prompt id on a prompt and all of its completions;
+                                                            completion 0 on the prompt, 1, 2, … behind it
+        Tree("tout", tin="tin")                             of each token's node the range [tin, tout) of numbers that
+                                                            it and its descendants have, in depth-first order
+        Tree("tout")                                        the same, numbers being tokens' places in the row: tout is
+                                                            the place behind the node's last descendant
+    """
+
+    arg: str
+    tin: str | None = None
+    completion: str | None = None
+
+
 PerToken = PositionIds | DocumentIds | EndOfDocument | StartOfDocument
-Packing = CuSeqlens | PerToken
+Packing = CuSeqlens | PerToken | Tree
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Tokens that see each other in both directions where a mask says so, by argument `arg`, (B, T) or (T,) integers.
+
+    Spans("span_ids")                      tokens of one id are a span; ids up to `none` are of no span
+    Spans("token_type_ids", value=1)       tokens side by side that hold 1 are a span, as of an image
+    Spans("token_type_ids", value=0, prefix=True)   those that hold 0 are the first ones of their document
+    """
+
+    arg: str
+    value: int | None = None
+    none: int = 0
+    prefix: bool = False
 
 
 def packing_args(packing: Packing) -> tuple[str, ...]:
     """Names of the arguments that tell documents apart."""
-    padded = packing.padded_arg if isinstance(packing, CuSeqlens) else None
-    return (packing.arg,) if padded is None else (packing.arg, padded)
+    match packing:
+        case CuSeqlens(arg, padded):
+            others = (padded,)
+        case Tree(arg, tin, completion):
+            others = (tin, completion)
+        case _:
+            arg, others = packing.arg, ()
+    return (arg, *(other for other in others if other is not None))
 
 
 def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
     """Raise a TypeError or ValueError unless `packing` is one, and goes with the arguments that are cut."""
     if not isinstance(packing, Packing):
         raise TypeError(
-            "packing must be CuSeqlens(arg), PositionIds(arg), DocumentIds(arg), EndOfDocument(arg, token_id) or "
-            f"StartOfDocument(arg, token_id), got {packing!r}"
+            "packing must be CuSeqlens(arg), PositionIds(arg), DocumentIds(arg), EndOfDocument(arg, token_id), "
+            f"StartOfDocument(arg, token_id) or Tree(arg, ...), got {packing!r}"
         )
     args = packing_args(packing)
     if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -84,9 +123,28 @@ def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
         raise ValueError(f"padding must be 0 or less, got {packing.padding}: ids up to it are padding")
     if isinstance(packing, EndOfDocument | StartOfDocument):
         whole_number("token_id", packing.token_id, 0)
+    if isinstance(packing, Tree) and packing.tin is not None and packing.completion is not None:
+        raise ValueError("a Tree has tin, or completion, not both")
     if isinstance(packing, CuSeqlens):
         sharded = sorted(set(args) & set(tokens))
         if sharded:
             raise ValueError(f"tokens names {sharded}, but cu_seqlens are global and are not sharded")
-    elif packing.arg not in tokens:
-        raise ValueError(f"packing reads {packing.arg!r}, which has one value per token: name it in tokens too")
+        return
+    for arg in args:
+        if arg not in tokens:
+            raise ValueError(f"packing reads {arg!r}, which has one value per token: name it in tokens too")
+
+
+def check_spans(spans: Any, tokens: Mapping[str, int]) -> None:
+    """Raise a TypeError or ValueError unless `spans` are None or Spans, and go with the arguments that are cut."""
+    if spans is None:
+        return
+    if not isinstance(spans, Spans) or not isinstance(spans.arg, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"spans must be a cp_rewrite.Spans, as in Spans('span_ids'), or None, got {spans!r}")
+    if spans.value is not None:
+        whole_number("the value of Spans", spans.value, -MAX_ID)
+    whole_number("none of Spans", spans.none, -MAX_ID)
+    if spans.prefix and spans.value is None:
+        raise ValueError("Spans of prefixes have a value, which the tokens of a prefix hold")
+    if spans.arg not in tokens:
+        raise ValueError(f"spans read {spans.arg!r}, which has one value per token: name it in tokens too")

@@ -21,7 +21,7 @@ from cp_rewrite.planning.layouts.options import LayoutOptions
 from .arguments import checked_dims, checked_ops, whole_number
 from .capacity import Capacity
 from .masks import PackedMask
-from .packing import Packing, check_packing
+from .packing import Packing, Spans, Tree, check_packing, check_spans
 from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # batch/ imports this file
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
 Kernel = Literal["auto", "fa4", "fa3", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
-Verify = Literal["never", "first_step"]
+Verify = Literal["never", "first_step", "every_step"]
 Random = Literal["refused", "per_rank"]
 
 
@@ -43,12 +43,13 @@ class Sharding:
             `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
             ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
-        packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument or
-            StartOfDocument.
+        packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
+            StartOfDocument or Tree.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
-            documents (windows, bidirectional). None: `assume_mask`, or causal.
+            documents (windows, bidirectional). None: `assume_mask`, or causal (with `spans`, in trees, where the
+            annotation names them).
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
@@ -76,10 +77,14 @@ class Sharding:
             apart. The draws are others than on one process, their distribution is the same. What all tokens share
             (dropout of weights) stays refused.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
+        spans: which argument says what tokens see each other in both directions, for masks that let them.
+        masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean.
+            Others that look like masks mean `assume_mask`, or causal attention inside documents; None: it is no mask.
+            `shard` compares them with every batch's documents.
         local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
             `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
-            its mask function.
+            its mask function. `every_step` does all of it on each batch.
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
             every rank where they differ. False saves some tenths of a millisecond per batch.
     Blocks:
@@ -116,6 +121,8 @@ class Sharding:
     resolve: bool = True
     random: Random = "refused"
     assume_mask: PackedMask | None = None
+    spans: Spans | None = None
+    masks: Mapping[str, PackedMask | None] = field(default_factory=dict[str, PackedMask | None])
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
@@ -126,13 +133,15 @@ class Sharding:
         _check_mesh(self.mesh, self.exchange)
         blocks = checked_dims("block_tokens", self.block_tokens) if self.block_tokens else {}
         hashable = {
-            "tokens": _TokenDims(checked_dims("tokens", self.tokens)),
-            "block_tokens": _TokenDims(blocks),
+            "tokens": _Hashable(checked_dims("tokens", self.tokens)),
+            "block_tokens": _Hashable(blocks),
             "local_ops": checked_ops(self.local_ops),
+            "masks": _checked_masks(self.masks, self.tokens),
         }
         for name, value in hashable.items():
             object.__setattr__(self, name, value)
         check_packing(self.packing, self.tokens)
+        check_spans(self.spans, self.tokens)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -175,6 +184,14 @@ class Sharding:
             return Device.named(speeds)
         except ValueError as error:
             raise ValueError(f"speeds: {error}") from error
+
+    @property
+    def balanced_mask(self) -> PackedMask:
+        """The mask whose work `balanced` balances."""
+        usual = PackedMask(
+            spans=self.spans is not None and not isinstance(self.packing, Tree), tree=isinstance(self.packing, Tree)
+        )
+        return self.balance_for or self.assume_mask or usual
 
     @property
     def layout_options(self) -> LayoutOptions:
@@ -249,11 +266,27 @@ class Sharding:
         return unshard(self, x, dim)
 
 
-class _TokenDims(dict[str, int]):
+class _Hashable(dict[str, Any]):
     """A hashable, ordered mapping: Sharding is part of a compile cache's key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))
+        return hash(tuple(sorted(self.items(), key=lambda item: item[0])))
+
+
+def _checked_masks(masks: Any, tokens: Mapping[str, int]) -> _Hashable:
+    """`masks` of the annotation, whose arguments are not cut."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"masks must map names of arguments to a cp_rewrite.PackedMask or None, got {masks!r}")
+    for name, mask in masks.items():
+        if not isinstance(mask, PackedMask | None):
+            raise TypeError(f"masks[{name!r}] must be a cp_rewrite.PackedMask or None, got {mask!r}")
+        if mask is not None and not mask.is_plain:
+            raise ValueError(
+                f"masks[{name!r}] has chunks, spans or trees: these are read of masks that the model makes"
+            )
+        if name in tokens:
+            raise ValueError(f"masks names {name!r}, which has two token dims and is not cut: leave it out of tokens")
+    return _Hashable(masks)
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

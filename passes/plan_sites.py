@@ -97,7 +97,7 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
         head_dim_v=guard_number(value.shape[-1]),
         heads=guard_number(query.shape[1]),
         heads_kv=guard_number(key.shape[1]),
-        causal=site.mask.causal,
+        causal=not site.mask.looks_ahead,
         needs_backward=out.requires_grad,
         deterministic=deterministic,
         softcap=site.softcap,

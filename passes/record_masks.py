@@ -25,7 +25,7 @@ from cp_rewrite.refusal import source_line
 def record_masks(state: State) -> State:
     """Record the masks that will be compared: all with `verify="first_step"`, else those that the graph does not prove:
     the user's word, and flex_attention's, whose lists of blocks must say the same as its mask function."""
-    everything = state.sharding.verify == "first_step"
+    everything = state.sharding.verify != "never"
     sites = [site for site in state.sites if everything or site.assumed or _flex_of(site) is not None]
     if not sites or state.refusals:
         return state
@@ -42,7 +42,7 @@ def _flex_of(site: Site) -> fx.Node | None:
 
 class _Recorder:
     def __init__(self, state: State) -> None:
-        self.names = state.tokens.names
+        self.names, self.given = state.tokens.names, state.tokens.masks
         self.prover = Prover(state.sharding, state.tokens)
         self.scopes = {id(scope.gm): scope for scope in reversed(list(_scopes(Scope(state.graph_module))))}
         self.inputs = state.graph_module.graph.find_nodes(op="placeholder")
@@ -79,6 +79,8 @@ class _Recorder:
         self._add(key, site, canonical, (), tuple(map(canonical.leaves.get, indices)), blocks, read.size)
 
     def _add(self, key: Any, site: Site, canonical: Canonical, zeros: Sequence[fx.Node], *flex: Any) -> None:
+        if not site.assumed and not self.given.keys().isdisjoint(canonical.leaves):
+            return  # `shard` compares the masks of every batch
         meaning = site.mask, site.assumed, source_line(site.node)
         self.recorded[key] = RecordedMask(self._tensor(canonical, zeros), *meaning, self.tokens, self.rows, *flex)
 

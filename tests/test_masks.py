@@ -17,6 +17,14 @@ def test_materialize_by_definition(rows: tuple[Documents, ...], mask: PackedMask
     documents = rows[0]
     ids, starts = documents.document_ids().tolist(), documents.starts.tolist()
     table = mask.materialize(documents)
+    assert documents.spans is not None
+    assert documents.nodes is not None
+    spans = list(zip(documents.spans.starts, documents.spans.ends, strict=True))
+    node_of, parents = documents.nodes.of_tokens(documents.total).tolist(), documents.nodes.parents.tolist()
+
+    def path(node: int) -> list[int]:
+        return [] if node < 0 else [node, *path(parents[node])]
+
     for q in range(documents.total):
         for k in range(documents.total):
             keep = not mask.packed or (ids[q] == ids[k] != -1)
@@ -25,6 +33,10 @@ def test_materialize_by_definition(rows: tuple[Documents, ...], mask: PackedMask
                 keep &= (q - start) // mask.chunk == (k - start) // mask.chunk
             keep &= mask.left is None or q - k <= mask.left
             keep &= mask.right is None or k - q <= mask.right
+            if mask.spans:
+                keep |= ids[q] == ids[k] and any(a <= min(q, k) and max(q, k) < b for a, b in spans)
+            if mask.tree:
+                keep &= node_of[k] in path(node_of[q])
             assert table[q, k] == keep
 
 
@@ -46,6 +58,9 @@ def test_says_what_it_is():
     assert str(PackedMask(causal=False, window=(2, None))) == "same document & window (2, ∞)"
     assert str(PackedMask(chunk=4)) == "same document & chunks of 4 & causal"
     assert str(PackedMask(chunk=4, chunk_of="row")) == "same document & chunks of 4 of the row & causal"
+    assert str(PackedMask(spans=True)) == "same document & causal, or of one span"
+    assert str(PackedMask(window=(3, 0), spans=True)) == "same document & causal & window (3, 0), or of one span"
+    assert str(PackedMask(tree=True)) == "same document & own path of the tree & causal"
     assert str(PackedMask(window=(3, 0))) == "same document & causal & window (3, 0)"
 
 
@@ -59,6 +74,9 @@ def test_says_what_it_is():
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"chunk": 0}, "chunk must be >= 1, got 0"),
         ({"chunk": 4, "chunk_of": "batch"}, "chunk_of must be 'document' or 'row', got 'batch'"),
+        ({"causal": False, "spans": True}, "spans or trees are causal"),
+        ({"chunk": 4, "tree": True}, "have no chunks"),
+        ({"window": (4, 0), "tree": True}, "neither a window nor spans"),
         ({"packed": None}, "packed must be True or False, got None"),
     ],
 )

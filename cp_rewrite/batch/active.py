@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
 from cp_rewrite.sharding import Sharding, split_exchange
 
 from .buffers import buffers_of
+from .masks.argument import MaskArgument, mask_argument
 from .padding import PaddingReaders
 
 
@@ -96,6 +97,8 @@ class ActivePlan:
     """Of the batch, in this process."""
     counted: str | None = None
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
+    masks: Collection[str] = ()
+    """The arguments that are masks of whole rows."""
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
     """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
     one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
@@ -164,6 +167,15 @@ class ActivePlan:
             f"{name} {found}, but the model is called inside a batch whose parts have {self.plan.local_size} tokens a "
             "rank: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
         )
+
+    def check_mask(self, argument: MaskArgument, value: Any) -> None:
+        """Raise unless a call's mask is what `shard` put in the place of this batch's."""
+        found = mask_argument(value)
+        if found != argument or batch_number(value) != self.number:
+            raise ValueError(
+                f"the model was compiled for {argument}, and is called with {found or 'another tensor'}, or another "
+                "batch's: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
+            )
 
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""

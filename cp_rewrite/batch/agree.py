@@ -35,6 +35,7 @@ _ADVICE = {
     "annotation and batch shapes",
     "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
     "same batch, layout and lengths",
+    "masks": "found no mask among the batch's arguments. Give every rank of the group the same batch",
     "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
     "rank the same seed or checkpoint",
     "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
@@ -71,6 +72,13 @@ def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> N
         _compare(sharding, "batch", describe(sharding, plan, batch))
 
 
+def on_masks(sharding: Sharding) -> None:
+    """Where `check_batches` is off: wait until every rank has compared its masks. Raises as `on_graph`, and what a rank
+    found that told it by `on_failure`."""
+    if not sharding.check_batches and talks(sharding):
+        _compare(sharding, "masks", "")
+
+
 def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
     """Compare which parameters have a gradient, one text each. Raises as `on_graph`; `check_batches` may be off."""
     if sharding.check_batches and talks(sharding):
@@ -90,7 +98,7 @@ def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
 
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
     """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
-    if (sharding.check_batches or kind == "graph") and talks(sharding):
+    if (sharding.check_batches or kind != "batch") and talks(sharding):
         _post(sharding, kind, f"{_FAILED}{type(error).__name__}: {error}")
 
 

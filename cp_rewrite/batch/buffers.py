@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import fields
 from typing import Any
 from weakref import WeakValueDictionary
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.capacity import Capacity
+from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.sharding import Sharding
 
 from .padding import PaddingReaders
@@ -87,3 +88,21 @@ def fill_cu_seqlens(cu_seqlens: Tensor, name: str, capacity: Capacity) -> Tensor
     if missing < 0:
         raise ValueError(f"capacity.documents is {capacity.documents}, {name} has {cu_seqlens.shape[0] - 1}: raise it")
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
+
+
+def fixed_values(
+    sharding: Sharding, capacity: Capacity, values: Mapping[str, Any], masks: Collection[str]
+) -> dict[str, Any]:
+    """The values with all tensors in buffers that keep their addresses; what is no tensor must not change. What stands
+    in for masks is read by nothing."""
+    buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
+    sums = packing_args(packing) if isinstance(packing, CuSeqlens) else ()
+    for name, value in values.items():
+        if name in masks:
+            continue
+        if isinstance(value, Tensor):
+            filled = fill_cu_seqlens(value, name, capacity) if name in sums else value
+            fixed[name] = buffers.fill(name, filled, value.device)
+        else:
+            buffers.keep(name, value)
+    return fixed

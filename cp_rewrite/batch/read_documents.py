@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cp_rewrite.documents import Documents
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, PerToken, PositionIds, StartOfDocument
+from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, PerToken, PositionIds, StartOfDocument, Tree
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.trees import Nodes
 
 
 def documents_of(
@@ -27,8 +29,16 @@ def documents_of(
     Raises:
         KeyError, TypeError, ValueError: no packing argument, values that are no packing, lengths that do not fit.
     """
+    spans = _spans_of(sharding, batch, rows, total)
+    found = _documents_of(sharding, batch, rows, total, lengths)
+    return [replace(row, spans=each) for row, each in zip(found, spans, strict=True)]
+
+
+def _documents_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int, lengths: Any) -> list[Documents]:
     if lengths is None:
         return _read(sharding, batch, rows, total)
+    if isinstance(sharding.packing, Tree):
+        raise ValueError("lengths tell documents apart, not the nodes of a tree: shard the batch on the host without")
     given = [Documents.from_lengths(row, total) for row in _rows_of(lengths, rows)]
     value: Any = batch.get(sharding.packing.arg)
     if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -84,10 +94,51 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
             raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use another packing")
         padded = None if packing.padded_arg is None else _host_array(batch, packing.padded_arg)
         return [Documents.from_cu_seqlens(values, total, padded)]
-    table = np.moveaxis(values, sharding.tokens[packing.arg], -1).reshape(-1, total)
+    table = _per_token(sharding, packing.arg, values, rows, total)
+    if not isinstance(packing, Tree):
+        return [_read_row(packing, row) for row in table]
+    second = packing.completion or packing.tin
+    if second is None:
+        return [_read_ranges(np.where(row < 0, -1, np.arange(total)), row) for row in table]
+    others = _per_token(sharding, second, _host_array(batch, second), rows, total)
+    read = _read_ranges if packing.completion is None else _read_completions
+    pairs = zip(others, table, strict=True) if packing.completion is None else zip(table, others, strict=True)
+    return [read(*pair) for pair in pairs]
+
+
+def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, total: int) -> NDArray[Any]:
+    """(rows, total) of an argument that has one value per token."""
+    table = np.moveaxis(values, sharding.tokens[name], -1).reshape(-1, total)
     if len(table) != rows:
-        raise ValueError(f"batch[{packing.arg!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
-    return [_read_row(packing, row) for row in table]
+        raise ValueError(f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
+    return table
+
+
+def _read_completions(prompts: NDArray[Any], completions: NDArray[Any]) -> Documents:
+    """Documents of one row: prompts with their completions."""
+    return replace(Documents.from_document_ids(prompts), nodes=Nodes.from_completions(prompts, completions))
+
+
+def _read_ranges(tin: NDArray[Any], tout: NDArray[Any]) -> Documents:
+    """Documents of one row: trees by the ranges of their nodes."""
+    nodes = Nodes.from_ranges(tin, tout)
+    roots = np.flatnonzero(nodes.parents < 0)
+    last = np.append(roots[1:], len(nodes.starts))[: len(roots)] - 1
+    starts, lengths = nodes.starts[roots], nodes.ends[last] - nodes.starts[roots]
+    if int(lengths.sum()) != int((nodes.ends - nodes.starts).sum()):
+        raise ValueError("padding (negative numbers) stands inside of a tree: put it behind")
+    return Documents(starts, lengths, tin.size, nodes=nodes)
+
+
+def _spans_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> Sequence[SpanRuns | None]:
+    """The spans of each row, where the annotation names them."""
+    spans = sharding.spans
+    if spans is None:
+        return [None] * rows
+    table = _per_token(sharding, spans.arg, _host_array(batch, spans.arg), rows, total)
+    if spans.value is None:
+        return [SpanRuns.of_ids(row, spans.none) for row in table]
+    return [SpanRuns.of_value(row, spans.value, spans.prefix) for row in table]
 
 
 def _read_row(packing: PerToken, row: NDArray[Any]) -> Documents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import MAX_TOKENS
-from cp_rewrite.packing import CuSeqlens, packing_args
+from cp_rewrite.masks import MaskMismatch
+from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
 
 from . import agree, heartbeat
 from .active import ActivePlan, activate, batch_number, check_no_batch, mark_token_dim, number_tokens, to_device
-from .buffers import buffers_of, fill_cu_seqlens
+from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
+from .masks.find import replace_masks
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of, unnamed_tokens
 from .targets import COUNT, SHIFTED, count_targets
@@ -76,6 +77,7 @@ def shard(
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
             documents that can't be cut into whole chunks.
+        MaskMismatch: a mask says another thing than the packing.
         RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
             layouts, or one of them could not cut its batch.
     """
@@ -88,13 +90,16 @@ def shard(
         _check_drop(drop, batch, shift_labels)
         plan = plan_of(sharding, batch, lengths)
         active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels)
+        if active.masks:
+            agree.on_masks(sharding)
     except Exception as error:
-        agree.on_failure(sharding, "batch", error)
+        by_mask = isinstance(error, MaskMismatch) and not sharding.check_batches
+        agree.on_failure(sharding, "masks" if by_mask else "batch", error)
         raise
     agree.on_batch(sharding, plan, batch)
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
-    with activate(active), heartbeat.in_batch(sharding), _noted(sharding, batch, plan.rows[0].total):
+    with activate(active), heartbeat.in_batch(sharding), _noted(sharding, batch, plan.rows[0].total, active.masks):
         kept = {name: value for name, value in values.items() if name not in drop}
         yield LocalBatch(kept, plan, sharding.rank)
 
@@ -109,7 +114,7 @@ _WRAPPED = {
 
 
 @contextmanager
-def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generator[None]:
+def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Collection[str]) -> Generator[None]:
     """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
     try:
         yield
@@ -123,8 +128,8 @@ def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int) -> Generato
             for words, note in _WRAPPED.items():
                 if words in str(error):
                     error.add_note(f"cp_rewrite: {note}")
-            offsets = {*packing_args(sharding.packing)} - {*sharding.tokens}
-            given = {name: value for name, value in batch.items() if name not in offsets}
+            known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
+            given = {name: value for name, value in batch.items() if name not in known}
             for note in unnamed_tokens(given, sharding.tokens, total):
                 error.add_note(f"cp_rewrite: {note}")
         raise
@@ -160,17 +165,22 @@ def _cut_batch(
         values[name] = cut_tokens(values[name], dim, indices, IGNORE_INDEX if name in labels else 0)
     counted = (COUNT,) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
+    masks, stand_ins = replace_masks(sharding, plan, batch)
+    values |= masks
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
+    active.masks = frozenset(masks)
     active.counted = label_arg if shift_labels and COUNT not in given else None
     if sharding.capacity is not None:
-        values = _fixed_values(sharding, sharding.capacity, values)
+        values = fixed_values(sharding, sharding.capacity, values, masks)
         buffers = buffers_of(sharding)
         copies = {name: buffers.fill(("copies", name), value, value.device) for name, value in copies.items()}
         active.refill()
         for readers in tuple(buffers.padding_readers):
             active.check_padding(readers)
     active.copies = {id(values[name]): (values[name], filled) for name, filled in copies.items()}
+    for tensor in stand_ins:
+        number_tokens(tensor, active)
     for name, dim in tokens.items():
         number_tokens(values[name], active)
         mark_token_dim(values[name], dim)
@@ -227,22 +237,9 @@ def plan_of(
         documents,
         sharding.world_size,
         sharding.layout,
-        sharding.balance_for or sharding.assume_mask,
+        sharding.balanced_mask,
         sharding.layout_options,
     )
-
-
-def _fixed_values(sharding: Sharding, capacity: Capacity, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with all tensors in buffers that keep their addresses; what is no tensor must not change."""
-    buffers, packing, fixed = buffers_of(sharding), sharding.packing, dict(values)
-    sums = packing_args(packing) if isinstance(packing, CuSeqlens) else ()
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            filled = fill_cu_seqlens(value, name, capacity) if name in sums else value
-            fixed[name] = buffers.fill(name, filled, value.device)
-        else:
-            buffers.keep(name, value)
-    return fixed
 
 
 def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.batch.agree import talks
 from cp_rewrite.documents import Documents
+from cp_rewrite.masks import DROPPED_AT, MaskMismatch
 from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
-from cp_rewrite.passes.predicate.decide import DROPPED_AT
 from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
@@ -36,10 +36,6 @@ Leaves = Callable[[RecordedTensor], dict[Ref, Tensor]]
 _DROPPED, _KEPT, _BIASED = 0, 1, 2
 """What a mask does to a pair: it adds -inf or the like, nothing, or some other number."""
 _SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
-
-
-class MaskMismatch(RuntimeError):
-    """A mask is not what the rewrite takes it for. Raised on every rank of the group."""
 
 
 def check_masks(masks: Sequence[RecordedMask], plan: ActivePlan, args: Sequence[Any]) -> None:
@@ -115,6 +111,8 @@ def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
     dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
     if dim is not None:
         value = value.narrow(dim, start, stop - start)
+    elif name in plan.masks:
+        value = value[..., start:stop, start:stop]
     elif isinstance(packing, CuSeqlens) and name in packing_args(packing):
         value = (value.clamp(start, stop) - start).to(value.dtype)
     return value.to(plan.device)
@@ -123,7 +121,9 @@ def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
 def _clip(documents: Documents, start: int, stop: int) -> Documents:
     """The documents of tokens [start, stop): those that reach in from outside are cut, others are empty."""
     starts = np.clip(documents.starts, start, stop)
-    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start)
+    spans = None if documents.spans is None else documents.spans.clipped(start, stop)
+    nodes = None if documents.nodes is None else documents.nodes.clipped(start, stop)
+    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start, spans, nodes)
 
 
 def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
@@ -163,9 +163,13 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.chunk_of == "row":  # a shard counts its own tokens
         known &= ~same
-    if mask.right == 0:
+    if mask.right == 0 and not mask.looks_ahead:
         known |= same & (delta < 0)
-    return (chunk[:, None] == chunk) & mask.reaches(delta), known & real[:, None] & real
+    expected = (chunk[:, None] == chunk) & mask.reaches(delta)
+    if mask.spans or mask.tree:  # one shard may join spans of two pieces, or lack what is above a node
+        known &= piece[:, None] == piece
+        expected = mask.sees(documents, index)
+    return expected, known & real[:, None] & real
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:

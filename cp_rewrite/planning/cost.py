@@ -52,7 +52,7 @@ class Load:
 def load_of(schedule: Schedule, whole_tiles: float | None = None) -> Load:
     """The load of a schedule. `whole_tiles`: work of the documents uncut; None: as if the cuts had cost nothing."""
     pieces = schedule.pieces
-    tiles = window_tiles(pieces.q1 - pieces.q0, pieces.key1 - pieces.key0, pieces.left, pieces.right)
+    tiles = window_tiles(pieces.q1 - pieces.q0, pieces.keys, pieces.left, pieces.right)
     per_rank = np.bincount(pieces.rank, tiles, schedule.world_size).astype(np.float64)
     launches = int(schedule.launch.max(initial=0)) + 1
     whole = float(per_rank.sum()) if whole_tiles is None else whole_tiles

@@ -1,8 +1,8 @@
 """Pieces: the units of attention on a rank.
 
-A piece is a maximal run of consecutive tokens of one document on one rank. It attends to keys [key0, key1) of its
-document through one window of a plain kernel, which is aligned at the bottom right, as flash kernels do where lengths
-differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
+A piece is a maximal run of consecutive tokens of one document (of one of its `sections`) on one rank. It attends to
+keys [key0, key1) of its document through one window of a plain kernel, which is aligned at the bottom right, as flash
+kernels do where lengths differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
 
     document of 8 tokens, causal; rank 0 owns [3, 6)
 
@@ -11,20 +11,22 @@ differ: query i of n sees key j of m when  -left <= j - (i + m - n) <= right.
     query 4       x x x x x .
     query 5       x x x x x x      the last query is aligned with the last key
 
+A piece of a tree has its ancestors' keys before those of its own node, one behind another: the same window fits.
+
 Tokens of a batch of rows of T tokens are numbered through: token t of row b is b T + t. So are a rank's local rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 
 from .intervals import Int, overlaps
+from .sections import Paths, Sections, path_runs
 
 Segments = tuple[Int, Int, Int, Int]
 """(starts, stops, owners, sources), each (n,) int64: tokens [start, stop) of the batch are the owner's local rows
@@ -38,8 +40,10 @@ class Pieces:
     Args:
         rank: the owner.
         q0, q1: queries: local rows [q0, q1) of the owner.
-        key0, key1: keys: tokens [key0, key1) of the batch.
+        key0, key1: keys: tokens [key0, key1) of the batch, behind those of its path.
         left, right: the kernel's window for this piece; -1: no limit.
+        section: (N,) int64: whose path it has, of `paths`.
+        paths: of trees; None: pieces have none.
     """
 
     rank: Int
@@ -49,42 +53,49 @@ class Pieces:
     key1: Int
     left: Int
     right: Int
+    section: Int
+    paths: Paths | None = None
 
     def take(self, index: Int | slice) -> Pieces:
         """The pieces at `index`."""
-        return Pieces(*(column[index] for column in self.columns))
+        columns = (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section)
+        return Pieces(*(column[index] for column in columns), paths=self.paths)
 
-    @property
-    def columns(self) -> tuple[Int, ...]:
-        """All arrays, in the order of the fields."""
-        return (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right)
+    @cached_property
+    def keys(self) -> Int:
+        """(N,) int64: how many keys each piece has."""
+        own = self.key1 - self.key0
+        return own if self.paths is None else own + self.paths.tokens[self.section]
+
+    @cached_property
+    def key_runs(self) -> tuple[Int, Int, Int]:
+        """(piece, starts, stops), each (M,) int64: runs of tokens whose keys a piece has, by piece, in its order."""
+        own = np.arange(len(self))
+        if self.paths is None:
+            return own, self.key0, self.key1
+        piece, starts, stops = path_runs(self.paths, self.section)
+        piece = np.append(piece, own)
+        order = np.argsort(piece, kind="stable")
+        return piece[order], np.append(starts, self.key0)[order], np.append(stops, self.key1)[order]
 
     def __len__(self) -> int:
         return len(self.rank)
 
 
-def flat_documents(rows: Sequence[Documents]) -> tuple[Int, Int]:
-    """(starts, ends) of all non-empty documents, as tokens of the batch."""
-    total = rows[0].total
-    starts = np.concatenate([docs.starts + b * total for b, docs in enumerate(rows)])
-    lengths = np.concatenate([docs.lengths for docs in rows])
-    return starts[lengths > 0], (starts + lengths)[lengths > 0]
-
-
-def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedMask) -> Pieces:
+def cut_pieces(segments: Segments, sections: Sections, mask: PackedMask) -> Pieces:
     """All pieces, with their keys and kernel windows.
 
     Args:
         segments: who owns what.
-        doc_starts, doc_ends: (M,) int64 of the non-empty documents, as tokens of the batch.
+        sections: of all rows, as tokens of the batch.
         mask: what each query sees.
     """
     starts, stops, owners, sources = segments
-    # A piece for each pair of a segment and a document that overlap: tokens [a, b) of the document [first, end).
-    segment, doc = overlaps(starts, stops, doc_starts, doc_ends)
-    a = np.maximum(starts[segment], doc_starts[doc])
-    b = np.minimum(stops[segment], doc_ends[doc])
-    first, end = doc_starts[doc], doc_ends[doc]
+    # A piece for each pair of a segment and a section that overlap: tokens [a, b) of the section, keys from first on.
+    segment, section = overlaps(starts, stops, sections.starts, sections.ends)
+    a = np.maximum(starts[segment], sections.starts[section])
+    b = np.minimum(stops[segment], sections.ends[section])
+    first, end = sections.first[section], sections.ends[section]
     if mask.right is not None and mask.right > 0:
         # Queries from end - right on see fewer keys to the right: the document's end clips their window. They need
         # another kernel window than the queries before them, so the piece is cut there. Not one that ends with its
@@ -95,12 +106,18 @@ def cut_pieces(segments: Segments, doc_starts: Int, doc_ends: Int, mask: PackedM
         twice = np.repeat(np.arange(len(a)), np.where(whole, 1, 2))
         second = np.diff(twice, prepend=-1) == 0
         a, b = np.where(second, cut[twice], a[twice]), np.where(second, b[twice], cut[twice])
-        segment, first, end = segment[twice], first[twice], end[twice]
+        segment, section, first, end = segment[twice], section[twice], first[twice], end[twice]
     q0 = sources[segment] + a - starts[segment]
     key0 = first if mask.left is None else np.maximum(first, a - mask.left)
     key1 = end if mask.right is None else np.minimum(end, b + mask.right)
     left, right = _kernel_window(a, b, first, end, mask)
-    return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right)
+    if mask.spans:
+        full = sections.full[section]
+        key1, right = np.where(full, end, key1), np.where(full, -1, right)
+        if mask.left is not None:  # aligned at the span's end, which no window of it cuts
+            sees_all = b - 1 - mask.left <= first
+            left = np.where(full, np.where(sees_all, -1, mask.left + end - b), left)
+    return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right, section, sections.paths)
 
 
 def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tuple[Int, Int]:
@@ -149,7 +166,7 @@ def order_by_launch(pieces: Pieces) -> tuple[Int, Int]:
     kind = np.empty(len(pieces), dtype=np.int64)
     kind[by_kind] = np.cumsum(new) - 1
     rank = rank[new]  # of each kind, as what follows
-    work = np.bincount(kind, weights=(pieces.q1 - pieces.q0) * (pieces.key1 - pieces.key0).astype(np.float64))
+    work = np.bincount(kind, weights=(pieces.q1 - pieces.q0) * pieces.keys.astype(np.float64))
     by_work = np.lexsort((-work, rank))
     number = np.empty(len(rank), dtype=np.int64)
     number[by_work] = np.arange(len(rank)) - np.searchsorted(rank, rank)

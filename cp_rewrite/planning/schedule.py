@@ -28,7 +28,8 @@ from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_siz
 
 from .columns import LaunchRow, PieceRow
 from .intervals import Int, overlaps, union
-from .pieces import Pieces, Segments, cut_pieces, flat_documents, order_by_launch
+from .pieces import Pieces, Segments, cut_pieces, order_by_launch
+from .sections import flat_sections
 
 D = TypeVar("D", bound=np.integer)
 
@@ -82,7 +83,7 @@ class Schedule:
     @cached_property
     def expanded(self) -> Int:
         """(P,) int64 expanded rows of each rank."""
-        total = np.concatenate([[0], np.cumsum(self.pieces.key1 - self.pieces.key0)])
+        total = np.concatenate([[0], np.cumsum(self.pieces.keys)])
         return np.diff(total[self.piece_bounds])
 
     def attention(self, rank: int) -> dict[str, NDArray[np.integer]]:
@@ -104,11 +105,12 @@ class Schedule:
     def runs(self) -> Runs:
         """Where the expanded rows of all ranks come from."""
         starts, stops, owners, sources = self.segments
-        key0, key1 = self.pieces.key0, self.pieces.key1
-        # A run for each pair of a piece's keys and a segment that overlap: tokens [low, high) of the batch.
-        piece, segment = overlaps(key0, key1, starts, stops)
-        low = np.maximum(key0[piece], starts[segment])
-        high = np.minimum(key1[piece], stops[segment])
+        pieces, key0, key1 = self.pieces.key_runs
+        # A run for each pair of a run of a piece's keys and a segment that overlap: tokens [low, high) of the batch.
+        keys, segment = overlaps(key0, key1, starts, stops)
+        piece = pieces[keys]
+        low = np.maximum(key0[keys], starts[segment])
+        high = np.minimum(key1[keys], stops[segment])
         # Expanded rows count from 0 on each rank: those before a run, less all of the ranks before its reader.
         row = np.cumsum(high - low) - (high - low)
         reader = self.pieces.rank[piece]
@@ -148,7 +150,7 @@ def build(
     """
     size = common_local_size(orders) if local_size is None else local_size
     segments = _segments(orders, size)
-    pieces = cut_pieces(segments, *flat_documents([mask.documents(row) for row in rows]), mask)
+    pieces = cut_pieces(segments, flat_sections(rows, mask), mask)
     order, launch = order_by_launch(pieces)
     world_size = orders[0].world_size
     return Schedule(world_size, len(rows) * size, pieces.take(order), launch, segments)
@@ -156,8 +158,8 @@ def build(
 
 def kernel_tables(pieces: Pieces, launch: Int, local_rows: int) -> dict[str, NDArray[np.integer]]:
     """`Schedule.attention` of the pieces of one rank, ordered by launch, then by local row."""
-    k1 = np.cumsum(pieces.key1 - pieces.key0)
-    k0 = k1 - (pieces.key1 - pieces.key0)
+    k1 = np.cumsum(pieces.keys)
+    k0 = k1 - pieces.keys
     columns = PieceRow(pieces.q0, pieces.q1, k0, k1, pieces.left, pieces.right, launch)
     cu_q, cu_k = _cover_rows(pieces.take(np.flatnonzero(launch == 0)), local_rows)
     launches = _launches(columns)
@@ -203,7 +205,7 @@ def _cover_rows(pieces: Pieces, local_rows: int) -> tuple[Int, Int]:
     """
     # Gap, piece, gap, piece, …, gap: the bound of each and its keys; empty gaps are dropped.
     zero = np.zeros(len(pieces), dtype=np.int64)
-    keys = np.stack([zero, pieces.key1 - pieces.key0], axis=1).reshape(-1)
+    keys = np.stack([zero, pieces.keys], axis=1).reshape(-1)
     bounds = np.append(np.stack([pieces.q0, pieces.q1], axis=1).reshape(-1), local_rows)
     lengths = np.diff(bounds, prepend=0)
     keep = lengths > 0

@@ -2,6 +2,7 @@
 same kernel.
 
     torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32]
+    torchrun --nproc-per-node 2 examples/bench/attention.py --masks     chunks, prefixes, images and trees
 
 Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
 the whole pack, divided by the ranks, called in turns with the method) and the TFLOP/s of each GPU; medians, and of each
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from methods import Alone, Gathered, Method, Ours, Pushed, Setup, Ulysses
-from packs import Pack, packs
+from packs import Pack, mask_packs, packs
 from rivals import RingLlama3, RingZigzag, TorchContextParallel
 
 HEAD_START = 4_000_000
@@ -154,14 +155,15 @@ def made(factory: Factory, pack: Pack, setup: Setup) -> Method | str:
     return next((found for found in everyone if found), None) or method or why
 
 
-def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
+def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
+    """Prints the pack's table. Milliseconds of the fastest method's both directions."""
     if setup.rank == 0:
         print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
         print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|---|")
     # Some 1.2e14 FLOPs of the whole pack in every series: a fifth of a second.
     repeats = min(11, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
-    alone = Alone(pack, setup)
+    alone, fastest = Alone(pack, setup), float("inf")
     for factory in factories:
         method = made(factory, pack, setup)
         if isinstance(method, str):
@@ -170,11 +172,24 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> None:
             capture = isinstance(method, Pushed) and method.name.startswith("balanced")
             times, ideal = measure(method, alone, repeats, capture)
             text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
+            if not method.name.endswith("alone"):
+                fastest = min(fastest, times.both)
         if setup.rank == 0:
             print(text, flush=True)
         del method
         gc.collect()
         torch.cuda.empty_cache()
+    return fastest
+
+
+def run_masks(setup: Setup, wanted: Callable[[Pack], bool]) -> None:
+    """The packs under masks beyond documents, and how much faster trees are than their copies."""
+    factories = (*OURS[:2], OURS[2], OURS[4], OURS[5], pushed("contiguous"))
+    times = {pack.name: run_pack(pack, setup, factories) for pack in mask_packs(setup.world_size) if wanted(pack)}
+    for name, both in times.items():
+        tree = name.removesuffix(", copies")
+        if setup.rank == 0 and tree != name and tree in times:
+            print(f"\n{tree}: {times[tree]:.2f} ms, {both:.2f} with copies: {both / times[tree]:.2f} times as fast")
 
 
 def begin(parser: argparse.ArgumentParser) -> tuple[Setup, argparse.Namespace]:
@@ -205,10 +220,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="packs whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
     parser.add_argument("--ours", action="store_true", help="leave the others out")
+    parser.add_argument("--masks", action="store_true", help="masks beyond documents, trees beside copies of prompts")
     setup, options = begin(parser)
     factories = OURS[:4] if options.quick else OURS if options.ours else OURS + OTHERS
-    for pack in packs(setup.world_size):
-        if any(text in pack.name for text in options.only.split(",")):
+
+    def wanted(pack: Pack) -> bool:
+        return any(text in pack.name for text in options.only.split(","))
+
+    if options.masks:
+        run_masks(setup, wanted)
+    for pack in () if options.masks else packs(setup.world_size):
+        if wanted(pack):
             run_pack(pack, setup, factories)
     dist.destroy_process_group()
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
-from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
@@ -71,7 +70,7 @@ def on_device(arrays: dict[str, np.ndarray[Any, Any]], tensors: tuple[PlanTensor
 
 
 def plan(pack: Pack, world_size: int, layout: str) -> Schedule:
-    return plan_batch([Documents.from_lengths(pack.lengths)], world_size, layout).schedule(CAUSAL)
+    return plan_batch([pack.documents], world_size, layout, pack.mask).schedule(pack.mask)
 
 
 class Alone:
@@ -82,7 +81,8 @@ class Alone:
         schedule = plan(pack, 1, "contiguous")
         self.tables = Tables(*on_device(schedule.attention(0)))
         self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
-        self.k, self.v = (setup.draw(schedule.local_rows, setup.heads_kv) for _ in range(2))
+        # A key that two pieces read, as of a tree's prompt, is there twice.
+        self.k, self.v = (setup.draw(int(schedule.expanded[0]), setup.heads_kv) for _ in range(2))
 
     def forward(self) -> object:
         self.out, self.lse = self.setup.module.forward(self.q, self.k, self.v, self.tables, self.setup.params)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+
+from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.sections import sections_of
+from cp_rewrite.trees import Nodes
 
 LENGTHS = Path(__file__).resolve().parent.parent / "doc_lengths.json"
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Args: name. lengths: of the documents of one row, in tokens."""
+    """Args: name. lengths: of the documents of one row, in tokens. mask: of its attention. spans, nodes: of the row."""
 
     name: str
     lengths: tuple[int, ...]
+    mask: PackedMask = field(default_factory=PackedMask)
+    spans: SpanRuns | None = None
+    nodes: Nodes | None = None
+
+    @property
+    def documents(self) -> Documents:
+        return replace(Documents.from_lengths(self.lengths), spans=self.spans, nodes=self.nodes)
 
     @property
     def tokens(self) -> int:
@@ -24,8 +36,10 @@ class Pack:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention."""
-        return sum(length * (length + 1) // 2 for length in self.lengths)
+        """Query-key pairs of attention under the mask, which has no window."""
+        s = sections_of(self.documents, self.mask)
+        sizes = s.ends - s.starts
+        return int((sizes * s.before + np.where(s.full, sizes**2, sizes * (sizes + 1) // 2)).sum())
 
 
 def draw(name: str, tokens: int, seed: int) -> tuple[int, ...]:
@@ -60,3 +74,63 @@ def packs(world_size: int) -> list[Pack]:
     for number, lengths in enumerate(json.loads(LENGTHS.read_text())["ring_flash_attention_packs"]["packs"]):
         found.append(Pack(f"ring pack {number}", tuple(length * world_size for length in lengths)))
     return found
+
+
+def with_prefixes(name: str, lengths: tuple[int, ...], share: float) -> Pack:
+    """Documents whose first tokens, a share of them, see each other."""
+    ends = np.cumsum(lengths)
+    starts = ends - np.array(lengths)
+    return Pack(
+        name, lengths, PackedMask(spans=True), SpanRuns(starts, starts + np.ceil(share * (ends - starts)).astype(int))
+    )
+
+
+def with_images(name: str, lengths: tuple[int, ...], size: int, every: int) -> Pack:
+    """Documents with an image of `size` tokens in every `every` tokens."""
+    ends = np.cumsum(lengths)
+    starts = ends - np.array(lengths)
+    images = np.concatenate([np.arange(a + size, b - size, every) for a, b in zip(starts, ends, strict=True)])
+    return Pack(name, lengths, PackedMask(spans=True), SpanRuns(images, images + size))
+
+
+def rollouts(name: str, prompts: int, prompt: int, completions: int, length: int, copies: bool = False) -> Pack:
+    """Prompts with completions behind each, as trees; or `copies` of the prompt, one before each completion."""
+    if copies:
+        return Pack(name, (prompt + length,) * (prompts * completions))
+    sizes = np.tile([prompt, *[length] * completions], prompts)
+    ends = np.cumsum(sizes)
+    root = np.arange(len(sizes)) // (completions + 1) * (completions + 1)
+    parents = np.where(np.arange(len(sizes)) == root, -1, root)
+    lengths = (prompt + completions * length,) * prompts
+    return Pack(name, lengths, PackedMask(tree=True), nodes=Nodes(ends - sizes, ends, parents))
+
+
+def binary_tree(name: str, depth: int, length: int) -> Pack:
+    """One tree: every node of `length` tokens has two children, down to `depth`."""
+    order: list[int] = []
+
+    def walk(parent: int, left: int) -> None:
+        order.append(parent)
+        node = len(order) - 1
+        for _ in range(2 if left > 1 else 0):
+            walk(node, left - 1)
+
+    walk(-1, depth)
+    ends = np.cumsum(np.full(len(order), length))
+    return Pack(name, (int(ends[-1]),), PackedMask(tree=True), nodes=Nodes(ends - length, ends, np.array(order)))
+
+
+def mask_packs(world_size: int) -> list[Pack]:
+    """Packs under masks beyond documents; the copies of a tree stand behind it."""
+    mixed = draw("prolong", 16384 * world_size, 42)
+    return [
+        Pack("chunks of 8K", mixed, PackedMask(chunk=8192)),
+        Pack("chunks of 2K", mixed, PackedMask(chunk=2048)),
+        with_prefixes("prefixes of half a document", mixed, 0.5),
+        with_images("images of 256 in every 2K", mixed, 256, 2048),
+        rollouts("GRPO, 8 x 2K behind 16K", 1, 16384, 8, 2048),
+        rollouts("GRPO, 8 x 2K behind 16K, copies", 1, 16384, 8, 2048, copies=True),
+        rollouts("GRPO, 4 prompts of 2K with 8 x 1K", 4, 2048, 8, 1024),
+        rollouts("GRPO, 4 prompts of 2K with 8 x 1K, copies", 4, 2048, 8, 1024, copies=True),
+        binary_tree("tree of 5 levels, 1K each", 5, 1024),
+    ]

@@ -98,7 +98,7 @@ def show_balance(seeds: int) -> None:
 def _area_imbalance(p: Plan) -> float:
     """`imbalance` with work in pairs of a query and a key that it sees, under a causal mask: a kernel without tiles."""
     pieces = p.schedule.pieces
-    queries, keys = pieces.q1 - pieces.q0, pieces.key1 - pieces.key0
+    queries, keys = pieces.q1 - pieces.q0, pieces.keys
     pairs = queries * keys - queries * (queries - 1) // 2
     return imbalance(np.bincount(pieces.rank, pairs, p.world_size).astype(np.float64))
 

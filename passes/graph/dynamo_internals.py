@@ -84,8 +84,8 @@ def is_of_module(source: Any) -> bool:
 
 
 def input_value(placeholder: fx.Node) -> Any:
-    """The very object that an input of the graph is, while a backend runs."""
-    return placeholder.meta["grapharg"].example
+    """The very object that an input of the graph is, while a backend runs; None outside of one."""
+    return getattr(placeholder.meta.get("grapharg"), "example", None)
 
 
 def is_random_number(placeholder: fx.Node) -> bool:

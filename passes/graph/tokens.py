@@ -8,17 +8,19 @@ cu_seqlens     (N + 1,)     global: no token axis
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch.fx as fx
 from torch import SymInt, Tensor
 
+from cp_rewrite.batch.masks.argument import MaskArgument, mask_argument
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
 from .argument_names import argument_names
+from .dynamo_internals import input_value
 from .operands import guard_equal
 
 Size = int | SymInt
@@ -62,12 +64,14 @@ class TokenAxis:
     Args:
         names: placeholder -> argument, of all arguments.
         inputs: those that carry tokens, in the graph's order.
+        masks: what stands in for masks of the batch, in the graph.
         refusals: what is wrong with those that should.
     """
 
     names: Mapping[fx.Node, str]
     inputs: tuple[TokenInput, ...]
     refusals: tuple[Refusal, ...]
+    masks: Mapping[fx.Node, MaskArgument] = field(default_factory=dict[fx.Node, MaskArgument])
 
     @staticmethod
     def read(gm: fx.GraphModule, sharding: Sharding, cut: Mapping[str, int] | None = None) -> TokenAxis:
@@ -91,7 +95,9 @@ class TokenAxis:
         if not inputs:
             detail = f"none of the arguments named in tokens ({', '.join(dims)}) reaches the graph"
             refusals.append(Refusal(Reason.TOKEN_INPUT, detail))
-        return TokenAxis(names, tuple(inputs), tuple(refusals))
+        given = {node: mask_argument(input_value(node)) for node in gm.graph.find_nodes(op="placeholder")}
+        masks = {node: argument for node, argument in given.items() if argument is not None}
+        return TokenAxis(names, tuple(inputs), tuple(refusals), masks)
 
     @property
     def counts(self) -> frozenset[sympy.Expr]:
@@ -133,6 +139,9 @@ class TokenAxis:
                     f"{found.name} has {found.rows} rows of tokens, others have {self.rows}: expand it before the cut"
                 )
                 refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
+        for node, argument in self.masks.items():
+            for size in () if argument.is_list else node.meta["example_value"].shape[-2:]:
+                guard_equal(size, self.inputs[0].tokens)
         if self.is_single:
             detail = (
                 "a rank has 1 token, which torch compiles as a fixed size: give ranks more, as by pad_to_multiple=2"

@@ -39,6 +39,9 @@ def input_state(
         return UNKNOWN, Refusal(Reason.DROPOUT, detail, node)
     if any(refusal.node is node for refusal in tokens.refusals):
         return UNKNOWN, None
+    if node in tokens.masks:
+        detail = f"{tokens.masks[node].name!r} is a mask, which no rank has, and something else than attention reads it"
+        return UNKNOWN, Refusal(Reason.TOKEN_INPUT, detail, node)
     found = tokens.input(node)
     if found is not None:
         return _token_rows(found, extents, sharding), None

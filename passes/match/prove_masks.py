@@ -76,7 +76,9 @@ class Prover:
         zeros: Sequence[fx.Node] = (),
     ) -> PackedMask | list[Refusal]:
         """What a traced mask means; arguments as of `predicate.prove`."""
-        return prove(canonical, mask, shape, self.sharding, self._name, self.local_tokens, indices, zeros)
+        return prove(
+            canonical, mask, shape, self.sharding, self._name, self.local_tokens, indices, zeros, self.tokens.masks
+        )
 
     def argument(self, scope: Scope, tensor: Any, node: fx.Node) -> str:
         """The argument whose numbers the 1-d `tensor` holds, in another dtype perhaps, when `node` of `scope` reads it;

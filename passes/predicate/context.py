@@ -32,6 +32,7 @@ class Leaf:
         trouble: for the result of a call that has no meaning: why it has none. Empty for others.
         inexact: for a result that its dtype may not hold: the exact value. Comparisons of it are refused; added to
             logits it does no harm.
+        role: "query" or "key", of what numbers documents in a mask of the batch: the side that it was compared on.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Leaf:
     dtype: torch.dtype = torch.int64
     trouble: str = ""
     inexact: Value = None
+    role: str = ""
 
 
 @dataclass

@@ -38,10 +38,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.fx as fx
 
-from cp_rewrite.masks import PackedMask
+from cp_rewrite.batch.masks.argument import MaskArgument
+from cp_rewrite.masks import DROPPED_AT, PackedMask
 from cp_rewrite.packing import CuSeqlens, DocumentIds
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.passes.predicate.reading.recognise import Reader
@@ -56,12 +56,6 @@ from .worlds import Cell, Chunks, Span, World, cells, distances
 
 Kept = Mapping[Cell, bool | str]
 _PAIRS = (World.SAME, World.DIFFERENT)
-DROPPED_AT = torch.finfo(torch.float16).min
-"""An additive mask drops the keys to which it adds this or less: -65504.
-
-A key's softmax weight is then exactly zero in every dtype, unless its logit is as much above another one. The additive
-masks in use are -inf, finfo(dtype).min, -1e9 and their sums.
-"""
 
 
 def prove(
@@ -73,6 +67,7 @@ def prove(
     local_tokens: frozenset[Expr],
     indices: Sequence[fx.Node] = (),
     zeros: Sequence[fx.Node] = (),
+    masks: Mapping[fx.Node, MaskArgument] | None = None,
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
 
@@ -84,9 +79,10 @@ def prove(
         local_tokens: the expressions that count this shard's tokens.
         indices: placeholders that stand for b, h, q and k, where the mask is a function of them (flex_attention).
         zeros: nodes that count as 0: the logits that the mask is added to.
+        masks: nodes that stand in for masks of the batch.
     """
     ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds) else None
-    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids)
+    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids, masks=masks or {})
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))

@@ -9,15 +9,19 @@ A call without a rule becomes a leaf that says why (`Leaf.trouble`): it is refus
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx as fx
 
+from cp_rewrite.batch.masks.argument import MaskArgument
 from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
 
 from .context import Rule, RuleContext
 from .exact import Inexact, held
+from .given_masks import given_mask
 from .rules.dims import DIMS
 from .rules.elements import ELEMENTS
 from .rules.moves import MOVES
@@ -31,16 +35,22 @@ class Evaluator(RuleContext):
     """Gives every tensor (`Ref`) of a canonical slice its meaning.
 
     Args:
+        masks: leaf nodes that stand in for masks of the batch.
         tensors: the meanings so far, by `Ref.index`.
     """
 
+    masks: Mapping[fx.Node, MaskArgument] = field(default_factory=dict[fx.Node, MaskArgument])
     tensors: dict[int, SymTensor | None] = field(default_factory=dict)
 
     def run(self, canonical: Canonical) -> SymTensor:
         """The meaning of the slice's output."""
         for node, ref in canonical.leaves.items():
             known = self.given.get(node)
-            self.tensors[ref.index] = self.leaf(self.name_of(node), node, ref) if known is None else _always(known, ref)
+            if node in self.masks:
+                self.tensors[ref.index] = given_mask(self, self.masks[node], node, ref)
+            else:
+                leaf = self.leaf(self.name_of(node), node, ref) if known is None else _always(known, ref)
+                self.tensors[ref.index] = leaf
         for ref, value in canonical.constants.items():
             self.tensors[ref.index] = self._constant_tensor(ref, value)
         for call in canonical.calls:

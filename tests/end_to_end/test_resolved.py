@@ -112,7 +112,7 @@ MIXES: dict[str, Mix] = {
 CASES = (*LOSSES, *MIXES)
 TOGETHER = [CASES[first::4] for first in range(4)]
 """Cases in one graph, which is compiled once for all of them."""
-PARTS = frozenset({"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm"})
+PARTS = frozenset({"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm", "mean_on_tokens"})
 """What comes back as this rank's part."""
 
 

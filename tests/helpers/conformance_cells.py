@@ -16,6 +16,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from tests.helpers.packs import grown
 
 EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
 MASKS = (
@@ -25,8 +26,11 @@ MASKS = (
     PackedMask(causal=False, window=(6, 6)),
     PackedMask(causal=False, window=(None, 3)),
     PackedMask(packed=False),
+    PackedMask(spans=True),
+    PackedMask(window=(8, 0), spans=True),
+    PackedMask(tree=True),
 )
-PACKS = {
+_PLAIN = {
     # Lengths that nothing divides, of 0 and of 1; more capacity than documents; gaps after each document; two rows.
     "none": (Documents.from_lengths([13, 0, 1, 7, 29, 2, 1]),),
     "tail": (Documents.from_lengths([21, 1, 17], 60),),
@@ -34,12 +38,14 @@ PACKS = {
     "two rows": (Documents.from_lengths([9, 30, 1], 44), Documents.from_cu_seqlens([0, 3, 20], 44, [0, 4, 44])),
     "empty ranks": (Documents.from_lengths([3]),),
 }
-LONG_PACKS = {
+_LONG = {
     # Around kernels' tiles and far from them.
     "dense": (Documents.from_lengths([700, 33, 1, 1500, 301, 128]),),
     "tail of 366": (Documents.from_lengths([700, 33, 1, 1500], 2600),),
     "gaps": (Documents.from_cu_seqlens([0, 640, 673, 674, 2000], 2600, [0, 704, 768, 800, 2200]),),
 }
+PACKS = {name: tuple(grown(row, i) for i, row in enumerate(rows)) for name, rows in _PLAIN.items()}
+LONG_PACKS = {name: tuple(grown(row, 0, 200) for row in rows) for name, rows in _LONG.items()}
 TE_SIZES = {"s 256": 256, "s 4096": 4096}
 
 

@@ -27,6 +27,7 @@ from tests.helpers.tolerances import relative_error, tolerance
 
 CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
 WINDOW, BOTH = PackedMask(window=(200, 0)), PackedMask(causal=False, window=(100, 60))
+SPANS, SPANS_IN_WINDOW, TREE = PackedMask(spans=True), PackedMask(window=(200, 0), spans=True), PackedMask(tree=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXCHANGES = ("push", "needed", "all_gather", "p2p", "a2a")
 GRID_EXCHANGES = ("a2a+p2p", "a2a+needed", "a2a+all_gather")
@@ -46,6 +47,10 @@ PROBLEMS: tuple[tuple[PackedMask, str, tuple[int, int], tuple[int, int], torch.d
     (WINDOW, "gaps", (16, 4), (128, 128), BF16, {}),
     (BOTH, "gaps", (16, 4), (128, 128), BF16, {}),
     (BOTH, "dense", (16, 4), (128, 128), BF16, {}),
+    (SPANS, "dense", (16, 4), (128, 128), BF16, {}),
+    (SPANS_IN_WINDOW, "gaps", (16, 4), (128, 128), BF16, {}),
+    (TREE, "dense", (16, 4), (128, 128), BF16, {}),
+    (TREE, "gaps", (8, 1), (64, 64), BF16, {}),
     (CAUSAL, "gaps", (16, 4), (128, 128), BF16, {"sinks": True}),
     (CAUSAL, "dense", (16, 4), (128, 128), BF16, {"softcap": 2.0}),
     (CAUSAL, "gaps", (16, 4), (128, 128), FP16, {}),
@@ -102,7 +107,7 @@ def unable(cell: Cell, facts: DeviceFacts) -> list[str]:
         deal = HeadDeal.best(heads, heads_kv, inner)
         heads, heads_kv = deal.local, deal.local_kv
     window = (cell.mask.left, cell.mask.right) != (None, 0)
-    spec = AttentionSpec(cell.dtype, *cell.dims, heads, heads_kv, cell.mask.causal, window,
+    spec = AttentionSpec(cell.dtype, *cell.dims, heads, heads_kv, not cell.mask.looks_ahead, window,
                          deterministic=cell.deterministic, softcap=cell.softcap)  # fmt: skip
     found = reasons(cell.kernel, spec, facts)
     return found + cuda.reasons() if cell.exchange == "push" else found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_rewrite.documents import Documents
+from cp_rewrite.documents import Documents, SpanRuns
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.trees import Nodes
 
 LENGTHS = (0, 1, 2, 3, 7, 8, 13, 30)
 SIDES = (None, 0, 1, 3, 9)
@@ -14,7 +17,8 @@ SIDES = (None, 0, 1, 3, 9)
 
 @st.composite
 def documents(draw: st.DrawFn, total: int) -> Documents:
-    """A row of `total` tokens: documents of any length, gaps between them, padding at the end, or no document."""
+    """A row of `total` tokens: documents of any length, gaps between them, padding at the end, or no document; spans
+    and trees in them."""
     starts: list[int] = []
     lengths: list[int] = []
     at = 0
@@ -25,7 +29,29 @@ def documents(draw: st.DrawFn, total: int) -> Documents:
         starts.append(start)
         lengths.append(min(length, total - start))
         at = starts[-1] + lengths[-1]
-    return Documents(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64), total)
+    plain = Documents(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64), total)
+    return grown(plain, draw(st.integers(0, 1000)))
+
+
+def grown(documents: Documents, seed: int, longest: int = 7) -> Documents:
+    """The documents with spans of up to `longest` tokens, and as trees of any shape."""
+    rng = np.random.default_rng(seed)
+    spans: list[tuple[int, int]] = []
+    nodes: list[tuple[int, int, int]] = []
+    for start, end in zip(documents.starts.tolist(), documents.ends.tolist(), strict=True):
+        at, root = start, len(nodes)
+        while at < end:
+            stop = min(end, at + int(rng.integers(1, longest + 1)))
+            if rng.random() < 0.5:
+                spans.append((at, stop))
+            at = stop
+        at = start
+        while at < end:
+            stop = min(end, at + int(rng.integers(1, 2 * longest)))
+            nodes.append((at, stop, -1 if len(nodes) == root else int(rng.integers(root, len(nodes)))))
+            at = stop
+    cuts, parents = np.array(spans, dtype=np.int64).reshape(-1, 2).T, np.array(nodes, dtype=np.int64).reshape(-1, 3).T
+    return replace(documents, spans=SpanRuns(cuts[0], cuts[1]), nodes=Nodes(*parents))
 
 
 @st.composite
@@ -37,7 +63,11 @@ def batches(draw: st.DrawFn, max_rows: int = 2, max_total: int = 70) -> tuple[Do
 
 @st.composite
 def masks(draw: st.DrawFn) -> PackedMask:
-    """Causal, full, windows and chunks of every kind."""
+    """Causal, full, windows and chunks of every kind; spans and trees."""
+    kind = draw(st.sampled_from(("plain", "plain", "spans", "tree")))
+    if kind != "plain":
+        window = draw(st.sampled_from((None, (9, 0)))) if kind == "spans" else None
+        return PackedMask(window=window, spans=kind == "spans", tree=kind == "tree")
     window = draw(st.one_of(st.none(), st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES))))
     chunk, chunk_of = draw(st.sampled_from((None, None, 1, 3, 16))), draw(st.sampled_from(("document", "row")))
     return PackedMask(draw(st.booleans()), window, draw(st.sampled_from((True, True, True, False))), chunk, chunk_of)

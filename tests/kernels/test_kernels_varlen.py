@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch, launches_of
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.amount import drawn
@@ -141,7 +142,8 @@ def test_parts_give_what_one_piece_gives(
 
     holder_ptr = torch.arange(rows.shape[0] + 1, dtype=torch.int32)
     back = BackwardOverlap(grads, lambda: calls.append("needed"), written, True, holder_ptr)
-    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS, back)
+    inputs = case.dout, case.q, case.k, case.v, *got, case.tables, PARAMS
+    dq, *_ = varlen.run_backward(_backward, *inputs, back, calls=data.draw(st.booleans()))
     assert calls == ["needed", "written"]
     for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):
         assert torch.equal(found, want), name
@@ -150,6 +152,29 @@ def test_parts_give_what_one_piece_gives(
     for name, want, found in zip(("dq", "dk", "dv"), expected[2:], unrounded, strict=True):
         assert torch.equal(found, want), name
         assert name == "dq" or found.dtype == torch.float32
+
+
+@drawn(30)
+@given(documents(60), masks(), st.integers(1, 3))
+def test_heads_one_after_another_give_what_all_give(row: Documents, mask: PackedMask, world_size: int) -> None:
+    case = make_case(row, mask, world_size=world_size).poisoned(torch.nan)
+    assume(len(launches_of(case.tables, case.q.shape[0])) == 1)
+    expected = _run(case)
+    found = [torch.full_like(x, torch.nan) for x in expected]
+    for stage in (slice(1), slice(1, 2)):
+        heads = slice(2 * stage.start if stage.start else 0, 2 * stage.stop)
+        rows = case.q[:, heads], case.k[:, stage], case.v[:, stage]
+        into = found[0][:, heads], found[1][heads]
+        varlen.run_forward(_forward, *rows, case.tables, PARAMS, into=into)
+        overlap = BackwardOverlap((found[3][:, stage], found[4][:, stage]))
+        dq = found[2][:, heads]
+        varlen.run_backward(_backward, case.dout[:, heads], *rows, *into, case.tables, PARAMS, overlap, into=dq)
+    for x, lse in ((found[0], found[1]), (found[2], None)):
+        zero_gaps(x, lse, case.tables.cu_seqlens_q, case.tables.cu_seqlens_k)
+    used = int(case.tables.pieces[:, 3].max())
+    for name, want, got in zip(("out", "lse", "dq", "dk", "dv"), expected, found, strict=True):
+        read = slice(used if name in ("dk", "dv") else None)
+        assert torch.equal(want[read], got[read]), name
 
 
 def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyPatch) -> None:

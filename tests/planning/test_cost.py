@@ -23,9 +23,9 @@ from cp_rewrite.planning.cost import (
 from cp_rewrite.planning.devices import DEVICES, Device, Model
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.layouts.seen_keys import SeenKeys
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.plan import plan
-from cp_rewrite.planning.seen_keys import SeenKeys
 from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from tests.helpers.packs import batches, masks
 

@@ -24,7 +24,7 @@ def naive_ids(documents: Documents) -> list[int]:
 def test_document_ids_and_spans(rows: tuple[Documents, ...]):
     documents = rows[0]
     assert documents.document_ids().tolist() == naive_ids(documents)
-    spans = documents.spans
+    spans = documents.bounds
     assert len(spans) == max(1, len(documents.lengths)) + 1
     assert (spans[0], spans[-1]) == (0, documents.total)
     assert (np.diff(spans) >= 0).all()

@@ -20,7 +20,7 @@ from cp_rewrite.planning.layouts.simple import (
 )
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from tests.helpers.amount import drawn
-from tests.helpers.packs import batches, masks
+from tests.helpers.packs import batches, grown, masks
 
 
 def order_of(lengths: list[int], world_size: int, layout: str, total: int | None = None) -> TokenOrder:
@@ -78,7 +78,7 @@ def test_cuts_fall_on_chunks(
     starts = np.cumsum(sizes.sum(1)) - sizes.sum(1)
     total = max(1, int(sizes.sum()) - short % chunk_size)
     lengths = np.clip(total - starts, 0, sizes[:, 0])
-    documents = Documents(np.minimum(starts, total), lengths, total)
+    documents = grown(Documents(np.minimum(starts, total), lengths, total), 0)
     order = lay_out(documents, world_size, layout, mask, LayoutOptions(chunk_size, 2 * chunk_size))
     assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))
     assert order.rank_of().shape == (total,)
@@ -92,7 +92,7 @@ def test_cuts_fall_on_chunks(
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 64), masks())
 def test_chunks_with_exactly_equal_tokens(chunks: list[int], world_size: int, chunk_size: int, mask: PackedMask):
     rest = -sum(chunks) % world_size
-    documents = Documents.from_lengths(np.array([*chunks, rest]) * chunk_size)
+    documents = grown(Documents.from_lengths(np.array([*chunks, rest]) * chunk_size), 0)
     order = lay_out(documents, world_size, "balanced", mask, LayoutOptions(chunk_size))
     assert order.sizes.tolist() == [documents.total // world_size] * world_size
     assert all(cut % chunk_size == 0 for cut in inner_cuts(order, documents, mask.packed))

@@ -15,9 +15,9 @@ from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
 from cp_rewrite.sharding import Exchange, split_exchange
 from tests.helpers.packed import make_schedule
-from tests.helpers.packs import batches, masks
+from tests.helpers.packs import batches, grown, masks
 
-ONE_TOKEN = [Documents.from_lengths([1])]
+ONE_TOKEN = [grown(Documents.from_lengths([1]), 0)]
 
 
 @pytest.mark.parametrize("kind", ROUTES)

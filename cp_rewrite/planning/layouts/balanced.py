@@ -236,7 +236,7 @@ def _tiles(ranks: list[Slices], mask: PackedMask) -> Float:
 
 def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
     """The simple layouts, as they are and with equal tokens per rank."""
-    total, spans = documents.total, documents.spans
+    total, spans = documents.total, documents.bounds
     yield contiguous(total, world_size, unit)
     yield even_contiguous(total, world_size, unit)
     yield dual_chunk(np.array([0, total]), world_size, unit)

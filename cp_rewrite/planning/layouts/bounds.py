@@ -8,9 +8,11 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost import kernel_seconds
 from cp_rewrite.planning.devices import Device, Model
-from cp_rewrite.planning.seen_keys import SeenKeys
+from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.sections import sections_of
 from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD
 
+from .seen_keys import SeenKeys
 from .token_order import TokenOrder
 
 
@@ -18,29 +20,32 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     """Seconds that an order costs at least under `needed`.
 
     A rank's kernel works at least on the pairs that its queries see, and on the rows of tiles of its tokens. Where the
-    mask has no limit to the left, a rank needs all keys of every document whose last token it owns.
+    mask has no limit to the left, a rank needs all keys of every document (but for trees) whose last token it owns.
     """
-    docs = mask.documents(documents)
-    if not docs.lengths.any():
+    sections = sections_of(documents, mask)
+    if not len(sections.starts):
         return 0.0
     starts, stops, owners, _ = order.segments
-    # Running sums over the row at every bound x of a segment: the pairs seen by documents' tokens before x, and how
-    # many these tokens are. Documents before x's own count whole, x's own up to x.
-    seen = SeenKeys(mask)
-    work = seen.of(docs.lengths, docs.lengths) / TILE**2
-    work_before, tokens_before = np.cumsum(work) - work, np.cumsum(docs.lengths) - docs.lengths
-    bounds = np.append(starts, docs.total)
-    doc = np.maximum(docs.starts.searchsorted(bounds, side="right") - 1, 0)
-    lengths = docs.lengths[doc]
-    inside = np.minimum(np.maximum(bounds - docs.starts[doc], 0), lengths)
-    done = work_before[doc] + seen.of(lengths, inside) / TILE**2
-    tokens = tokens_before[doc] + inside
+    # Running sums over the row at every bound x of a segment: the pairs seen by sections' tokens before x, and how
+    # many these tokens are. Sections before x's own count whole, x's own up to x.
+    seen, before = SeenKeys(mask), sections.before
+    sizes = sections.ends - sections.starts
+    length = before + sizes
+    work = (seen.of(length, length) - seen.of(length, before)) / TILE**2
+    work_before, tokens_before = np.cumsum(work) - work, np.cumsum(sizes) - sizes
+    bounds = np.append(starts, documents.total)
+    at = np.maximum(sections.starts.searchsorted(bounds, side="right") - 1, 0)
+    inside = np.minimum(np.maximum(bounds - sections.starts[at], 0), sizes[at])
+    done = seen.of(length[at], before[at] + inside) - seen.of(length[at], before[at])
+    done = work_before[at] + done / TILE**2
+    tokens = tokens_before[at] + inside
     # Their differences: each segment's own.
     work, real_tokens = done[1:] - done[:-1], tokens[1:] - tokens[:-1]
     tile_rows = -(-real_tokens // TILE)
     tiles = np.bincount(owners, work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
     seconds = kernel_seconds(float(tiles.max()), 1, device, model)
-    if mask.left is None:
+    if mask.left is None and not mask.tree:
+        docs = mask.documents(documents)
         real = docs.lengths > 0
         last_owner = owners[np.searchsorted(stops, docs.ends[real] - 1, side="right")]
         needed = np.bincount(last_owner, docs.lengths[real], order.world_size)
@@ -52,10 +57,16 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
 def most_runs(documents: Documents, order: TokenOrder, mask: PackedMask) -> int:
     """The most runs of keys that an order's schedule may hold (`Schedule.runs`): its time and memory go by them.
 
-    A document that lies in n segments has up to n pieces, and each reads keys in up to n segments.
+    A document of m sections in n segments has up to n + m - 1 pieces, and each reads as many runs of keys.
     """
-    docs = mask.documents(documents)
+    docs, sections = mask.documents(documents), sections_of(documents, mask)
     starts, stops = order.segments[:2]
+    counts = _overlapping(docs, starts, stops) + np.maximum(_overlapping(docs, sections.starts, sections.ends), 1) - 1
+    return int((counts**2).sum())
+
+
+def _overlapping(docs: Documents, starts: Int, stops: Int) -> Int:
+    """(N,) int64: how many of the ascending ranges [start, stop) each document overlaps."""
     first = np.searchsorted(stops, docs.starts, side="right")
     last = np.searchsorted(starts, docs.ends, side="left")
-    return int((np.maximum(last - first, 0) ** 2).sum())
+    return np.maximum(last - first, 0)

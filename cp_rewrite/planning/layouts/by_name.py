@@ -56,7 +56,7 @@ def _head_tail(documents: Documents, world_size: int, _: PackedMask, options: La
 
 
 def _dual_chunk(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
-    return dual_chunk(documents.spans, world_size, options.chunk_size)
+    return dual_chunk(documents.bounds, world_size, options.chunk_size)
 
 
 def _balanced(documents: Documents, world_size: int, mask: PackedMask, options: LayoutOptions) -> TokenOrder:

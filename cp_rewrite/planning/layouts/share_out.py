@@ -25,8 +25,8 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.seen_keys import SeenKeys
 
+from .seen_keys import SeenKeys
 from .slices import SliceLine, Slices, slice_tiles
 
 MOST_GAPS = 24

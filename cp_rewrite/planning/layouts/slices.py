@@ -19,8 +19,10 @@ import numpy as np
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.seen_keys import SeenKeys
+from cp_rewrite.planning.sections import sections_of
 from cp_rewrite.planning.tiles import TILE, Float, window_tiles
+
+from .seen_keys import SeenKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,8 @@ class Slices:
     """N slices: slice i is tokens [start, start + size) of the row, from token `first` of its document on.
 
     Args:
-        table: (4, N) int64: start, size, length of the document, first. One array, since slices are taken often.
+        table: (5, N) int64: start, size, length of the document, first, and 1 where all queries see its last key (a
+            span), or 0. One array, since slices are taken often.
         work: (N,) float64, in tiles. Padding is held as slices without work.
     """
 
@@ -53,6 +56,10 @@ class Slices:
     @property
     def first(self) -> Int:
         return self.table[3]
+
+    @property
+    def full(self) -> Int:
+        return self.table[4]
 
     def take(self, index: Int) -> Slices:
         """The slices at `index`."""
@@ -84,21 +91,24 @@ class Slices:
 
     @classmethod
     def of_row(cls, documents: Documents, mask: PackedMask, unit: int = 1) -> Slices:
-        """The row's documents, each as one slice, then its padding as slices without work.
+        """The row's documents, each as one slice (a slice per section, see `sections`), then its padding as slices
+        without work.
 
         Sizes are rounded up to multiples of `unit`; documents start at multiples of it.
         """
-        # Chunks of a mask need not begin at multiples of `unit`: the search then goes by whole documents.
-        documents = (mask if unit == 1 else replace(mask, chunk=None)).documents(documents)
-        real = documents.lengths > 0
-        starts, lengths = documents.starts[real], -(-documents.lengths[real] // unit) * unit
+        # Chunks of a mask, spans and nodes need not begin at multiples of `unit`: the search then goes by documents.
+        plain = mask if unit == 1 else replace(mask, chunk=None, spans=False, tree=False)
+        sections = sections_of(documents, plain)
+        starts, lengths = sections.starts, -(-(sections.ends - sections.starts) // unit) * unit
         total = -(-documents.total // unit) * unit
-        # Padding: from the row's start or a document's end to the next document or the row's end.
+        # Padding: from the row's start or a section's end to the next section or the row's end.
         pad_starts = np.append(0, starts + lengths)
         pad_lengths = np.append(starts, total) - pad_starts
         start, size = np.append(starts, pad_starts), np.append(lengths, pad_lengths)
+        none = np.zeros(len(pad_lengths), dtype=np.int64)
+        first, full = np.append(sections.before, none), np.append(sections.full.astype(np.int64), none)
         works = np.append(np.ones(len(lengths)), np.zeros(len(pad_lengths)))
-        slices = cls(np.stack([start, size, size, np.zeros_like(size)]), works).take(np.flatnonzero(size > 0))
+        slices = cls(np.stack([start, size, first + size, first, full]), works).take(np.flatnonzero(size > 0))
         return replace(slices, work=slice_tiles(slices, mask))
 
 
@@ -106,15 +116,17 @@ def slice_tiles(slices: Slices, mask: PackedMask) -> Float:
     """(N,) float64: what each slice costs as a piece of its own, in tiles; nothing where its `work` is 0.
 
     The keys of a slice [first, end) of its document, with a window (left, right), are [first - left, end + right),
-    clipped at the document. A kernel aligns its window at the last key; so both sides shift by the keys after `end`.
+    clipped at the document; those of a full one end with its document. A kernel aligns its window at the last key; so
+    both sides shift by the keys after `end`.
     """
     end = slices.first + slices.size
     no_limit = np.full_like(end, -1)
     after = slices.document_length - end
-    after = after if mask.right is None else np.minimum(after, mask.right)
+    full = slices.full > 0
+    after = after if mask.right is None else np.where(full, after, np.minimum(after, mask.right))
     key0 = np.zeros_like(end) if mask.left is None else np.maximum(0, slices.first - mask.left)
     left = no_limit if mask.left is None else mask.left + after
-    right = no_limit if mask.right is None else mask.right - after
+    right = no_limit if mask.right is None else np.where(full, -1, mask.right - after)
     tiles = window_tiles(slices.size, end + after - key0, left, right)
     return np.where(slices.work > 0, tiles, 0.0)
 
@@ -157,6 +169,8 @@ class SliceLine:
 
     def _inside(self, i: int, x: int) -> float:
         """Work of the first x tokens of slice i: its work, shared out by the keys that its queries see."""
+        if self.slices.full[i]:
+            return (self.before[i + 1] - self.before[i]) * x / (self.bounds[i + 1] - self.bounds[i])
         known = self._rates.get(i)
         if known is None:
             document, first = int(self.slices.document_length[i]), int(self.slices.first[i])

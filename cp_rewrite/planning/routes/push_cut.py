@@ -76,7 +76,7 @@ def _between_pieces(pieces: Pieces, coming: NDArray[Any]) -> Cut:
     """The cut between two of a rank's pieces that lets most rows arrive beside work: as many as the late part waits
     for, and the early part has work for. `coming`: rows of peers that each piece reads."""
     total = int(coming.sum())
-    queries, keys = pieces.q1 - pieces.q0, pieces.key1 - pieces.key0
+    queries, keys = pieces.q1 - pieces.q0, pieces.keys
     # With 1, 2, … pieces before the cut: rows that work before and after it gives time for, and rows read before it.
     work = np.cumsum(queries * keys - queries**2 / 2) * _ROWS_PER_PAIR
     before, after = work[:-1] - _LAG, work[-1] - work[:-1] - _LAG

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.planning.columns import LaunchRow, PieceRow, RoundRow
-from cp_rewrite.planning.intervals import Int, expand_ranges, overlaps, sum_lists
+from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.schedule import Schedule, kernel_tables
 
@@ -82,16 +82,15 @@ def ring_entries(schedule: Schedule, rank: int) -> Entries:
 
 def _key_runs(schedule: Schedule, rank: int) -> _KeyRuns:
     """Only queries that see a key of the run, and keys that one of them sees."""
-    starts, stops, owners, sources = schedule.segments
-    pieces = schedule.pieces.take(slice(*schedule.piece_bounds[rank : rank + 2]))
-    piece, segment = overlaps(pieces.key0, pieces.key1, starts, stops)
-    step = (rank - owners[segment]) % schedule.world_size
-    order = np.lexsort((starts[segment], step, piece))
-    piece, segment, step = piece[order], segment[order], step[order]
-
-    p = pieces.take(piece)
-    low, high = np.maximum(p.key0, starts[segment]), np.minimum(p.key1, stops[segment])
-    source, keys, ahead = sources[segment] + low - starts[segment], high - low, p.key1 - high
+    runs = schedule.runs.take(schedule.runs.reader == rank)
+    step = (rank - runs.owner) % schedule.world_size
+    order = np.lexsort((runs.row, step, runs.piece))
+    runs, step = runs.take(order), step[order]
+    piece, source, keys = runs.piece, runs.source, runs.length
+    # Keys of the piece after the run: its expanded rows end where the next piece's begin.
+    ends = np.cumsum(schedule.pieces.keys)
+    p = schedule.pieces.take(piece)
+    ahead = ends[piece] - (np.cumsum(schedule.expanded) - schedule.expanded)[rank] - runs.row - keys
     left = np.where(p.left < 0, _ALL, p.left) - ahead
     right = np.where(p.right < 0, _ALL, p.right) + ahead
     # Query i of n sees key j of m where -left <= j - (i + m - n) <= right. With left < 0 the last queries see no key:
@@ -160,7 +159,8 @@ def _round_tables(entries: Entries, chosen: NDArray[np.bool_], rows: int) -> Arr
     index = runs[last]  # an entry's last run has its window: the runs before it are full
     keys = np.bincount(np.cumsum(np.diff(ids, prepend=ids[0]) != 0), entries.keys[runs]).astype(np.int64)
     zero = np.zeros(len(index), dtype=np.int64)
-    pieces = Pieces(zero, entries.q0[index], entries.q1[index], zero, keys, entries.left[index], entries.right[index])
+    window = entries.left[index], entries.right[index]
+    pieces = Pieces(zero, entries.q0[index], entries.q1[index], zero, keys, *window, zero)
     order, launch = order_by_launch(pieces)
     # The kernel wants entries by launch, then by row: so must their runs be.
     position = np.empty(len(order), dtype=np.int64)

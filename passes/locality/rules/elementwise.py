@@ -88,6 +88,8 @@ def padding(call: Call) -> Number | None:
         return None if values[1] is None else filled if values[1] else values[0]
     if call.name in ("mul", "bitwise_and", "logical_and") and 0 in values:
         return 0
+    if call.name == "xlogy" and values[0] == 0:
+        return 0
     if call.name == "div" and values[0] == 0 and not any(call.rows(x) for x in call.tensors[1:]):
         return 0
     if None in values:

@@ -78,6 +78,8 @@ class Reader(Numberings):
         assert leaf is not None
         if leaf.trouble:
             return self._trouble(term, Trouble(Reason.MASK_UNSUPPORTED_OP, leaf.trouble, leaf.node))
+        if leaf.role:
+            return self._given_document(term, leaf)
         if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
             start = self._offsets.document_bound(term)
             self.skips_end |= start is not None and PK in start and self._offsets.merges_padding(term)
@@ -93,6 +95,19 @@ class Reader(Numberings):
             )
             return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
         return self._trouble(term, self._foreign(term, leaf))
+
+    def _given_document(self, term: Any, leaf: Leaf) -> Linear:
+        """The number of the query's or the key's document in a mask of the batch, at [row, token]."""
+        row, token = term.args
+        side = self.pair.side(token)
+        if (
+            side is None
+            or (side[0] == Q) != (leaf.role == "query")
+            or not (leaf.shape[0] == 1 or row == self.pair.batch)
+        ):
+            detail = f"the mask reads {leaf.name} at [{row}, {token}], not at the attention's own row and tokens"
+            return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
+        return self._ordinal(sympy.Symbol("documents of a mask"), side[0], with_padding=False)
 
     def _value_at(self, side: tuple[Expr, ...]) -> Linear:
         """What the packing's argument holds at a token, one number per token."""

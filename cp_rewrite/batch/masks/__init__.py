@@ -1,0 +1,1 @@
+"""Masks that come in as arguments of a batch."""
