@@ -110,10 +110,13 @@ class Nodes:
         tin, tout = whole_numbers("first numbers of nodes", first), whole_numbers("last numbers of nodes", behind)
         if tin.shape != tout.shape:
             raise ValueError(f"tin has {tin.size} tokens, tout {tout.size}")
-        real = (tin >= 0) & (tout >= 0)
-        bad = np.flatnonzero(real & (tout <= tin))
+        real = tin >= 0
+        bad = np.flatnonzero((real & (tout <= tin)) | (real != (tout >= 0)))
         if bad.size:
-            raise ValueError(f"token {bad[0]} has the range [{tin[bad[0]]}, {tout[bad[0]]}): tout must be above tin")
+            raise ValueError(
+                f"token {bad[0]} has the range [{tin[bad[0]]}, {tout[bad[0]]}): tout must be above tin, and both are "
+                "negative in padding"
+            )
         # A token continues the node before it where its range is the same, or what that one's own token leaves over.
         same = (tout[1:] == tout[:-1]) & ((tin[1:] == tin[:-1]) | (tin[1:] == tin[:-1] + 1)) & real[1:] & real[:-1]
         # Where numbers count nodes, the next number with the same end is a last child, not the same node; where they

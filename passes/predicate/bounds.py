@@ -106,7 +106,11 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
         out[term] = out.get(term, sympy.S.Zero) + coefficient
 
     ordinal_of = {o.query: o for o in ordinals}
+    relation = cell.relation
+    done = relation.reduced(linear, add, K + D, K)
     for term, c in linear.items():
+        if term in done:
+            continue
         if term == Q:
             add(K, c)
             add(D, c)
@@ -134,7 +138,9 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
         elif term in ordinal_of:
             ordinal = ordinal_of[term]
             add(ordinal.key, c)
-            if not (world is World.SAME or (world is World.PADDING and ordinal.with_padding)):
+            if ordinal.of_spans:
+                add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
+            elif not (world is World.SAME or (world is World.PADDING and ordinal.with_padding)):
                 add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
         else:
             add(term, c)
@@ -172,7 +178,12 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
     spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row}
     spans[_APART] = apart
-    spans |= {sympy.Symbol(f"Δ{o.query.name}"): apart for o in ordinals}
+    relation = cell.relation
+    steps = {o: relation.numbers_of_spans if o.of_spans else apart for o in ordinals}
+    spans |= {sympy.Symbol(f"Δ{o.query.name}"): step for o, step in steps.items()}
+    for o in (o for o in ordinals if o.of_spans):
+        spans |= dict(zip((o.query, o.key), relation.spans_so_far, strict=True))
+    spans |= relation.bounds()
     if cell.chunks is not None:
         inside: Span = (0, cell.chunks.size - 1)
         later = EVERYTHING if cell.together is None else (0, 0) if cell.together else apart
@@ -201,7 +212,7 @@ def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
         nonzero = {END_K, START_Q} if low > 0 else {END_Q, START_K} if high < 0 else set()
     else:
         nonzero = {_IDS} if cell.world in (World.DIFFERENT, World.ADJACENT) else set()
-    return len(form) == 1 and set(form) <= nonzero
+    return len(form) == 1 and set(form) <= nonzero | cell.relation.nonzero
 
 
 def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:

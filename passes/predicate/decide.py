@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +43,7 @@ import torch.fx as fx
 
 from cp_rewrite.batch.masks.argument import MaskArgument
 from cp_rewrite.masks import DROPPED_AT, PackedMask
-from cp_rewrite.packing import CuSeqlens, DocumentIds
+from cp_rewrite.packing import CuSeqlens, DocumentIds, Tree
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.passes.predicate.reading.recognise import Reader
 from cp_rewrite.refusal import Reason, Refusal
@@ -52,7 +53,8 @@ from .bounds import turning_points
 from .evaluate import Evaluator
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .worlds import Cell, Chunks, Span, World, cells, distances
+from .within import Held, Kin
+from .worlds import Cell, Chunks, Span, World, cells, distances, spread
 
 Kept = Mapping[Cell, bool | str]
 _PAIRS = (World.SAME, World.DIFFERENT)
@@ -81,7 +83,7 @@ def prove(
         zeros: nodes that count as 0: the logits that the mask is added to.
         masks: nodes that stand in for masks of the batch.
     """
-    ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds) else None
+    ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds | Tree) else None
     evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids, masks=masks or {})
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
@@ -125,23 +127,72 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     points = {0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value)))
     chunks = reader.chunks  # known once all relations were read
     spans = distances(points if chunks is None else points | {chunks.size, -chunks.size})
-    kept = {cell: _kept(reader, value, cell) for world in _PAIRS for cell in cells(world, spans, chunks)}
+    spread_out = partial(spread, marks=reader.marks, **_tree_of(reader.sharding))
+    table = [cell for world in _PAIRS for cell in spread_out(cells(world, spans, chunks))]
+    kept = {cell: _kept(reader, value, cell) for cell in table}
     undecided = [answer for answer in kept.values() if not isinstance(answer, bool)]
     if undecided:
         return _why_undecided(reader, value, undecided[0], mask)
     chunk = _chunk(kept)
-    packed = not any(answer for cell, answer in kept.items() if cell.world is World.DIFFERENT)
-    window = _window(sorted({cell.span for cell, answer in kept.items() if answer and cell.world is World.SAME}))
-    detail = _odd_cell(kept, packed, chunk)
+    # A span that tokens of one value make lies inside of one document: `SpanRuns.inside` holds batches to that.
+    packed = not any(
+        answer
+        for cell, answer in kept.items()
+        if cell.world is World.DIFFERENT and not (cell.held is Held.ONE and cell.marks and cell.marks.kind == "value")
+    )
+    plain = {cell: answer for cell, answer in kept.items() if cell.world is World.SAME and cell.plain}
+    window = _window(sorted({cell.span for cell, answer in plain.items() if answer}))
+    form = Form(window, packed, chunk, *(_differs(kept, plain, of) for of in ("held", "kin")))
+    detail = _odd_cell(kept, form)
     if not detail and window is None:
-        seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in kept.items() if yes) or "nowhere"
+        seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in plain.items() if yes) or "nowhere"
         detail = f"query - key may be {seen}: no window around the query itself"
     elif not detail and packed and _keeps_padding(reader, value, spans):
         detail = "padding after a document counts as its tokens, and queries see keys after them"
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
     cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
-    return PackedMask(window[1] == 0, window, packed, *cut)
+    try:
+        return PackedMask(window[1] == 0, window, packed, *cut, spans=form.spans, tree=form.tree)
+    except ValueError as error:
+        return [Refusal(Reason.MASK_NOT_PACKED, str(error), mask)]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a mask's cells come to.
+
+    Args:
+        window: (left, right) inside of a document; None: there is none.
+        spans, tree: keys of the query's span, and of other nodes, are treated otherwise than plain ones.
+    """
+
+    window: tuple[int | None, int | None] | None
+    packed: bool
+    chunk: Chunks | None
+    spans: bool
+    tree: bool
+
+    def reaches_span(self, low: float, high: float) -> bool:
+        """Whether a key of the query's span may be so far: spans are not longer than the window."""
+        left = None if self.window is None else self.window[0]
+        return left is None or (low <= left and high >= -left)
+
+
+def _tree_of(sharding: Sharding) -> dict[str, bool]:
+    """Whether rows are trees, and whether their nodes' ranges count places."""
+    tree = sharding.packing if isinstance(sharding.packing, Tree) else None
+    return {"tree": tree is not None, "places": tree is not None and tree.tin is None}
+
+
+def _differs(kept: Kept, plain: Kept, of: str) -> bool:
+    """Whether keys of the query's span (`held`), or of other nodes (`kin`), are treated otherwise than plain ones."""
+    own = {"held": {"held": Held.NONE}, "kin": {"kin": Kin.NODE}}[of]
+    for cell, answer in kept.items():
+        other = cell.held is Held.ONE if of == "held" else cell.kin not in (None, Kin.NODE)
+        if cell.world is World.SAME and other and plain.get(replace(cell, **own), answer) != answer:
+            return True
+    return False
 
 
 def _chunk(kept: Kept) -> Chunks | None:
@@ -150,17 +201,32 @@ def _chunk(kept: Kept) -> Chunks | None:
     return others[0].chunks if others and not any(kept[cell] for cell in others) else None
 
 
-def _odd_cell(kept: Kept, packed: bool, chunk: Chunks | None) -> str:
+def _odd_cell(kept: Kept, form: Form) -> str:
     """Where the mask does otherwise than with the keys of the query's own document, or chunk, at the same distance."""
     for cell, answer in kept.items():
-        if cell.world is World.DIFFERENT and packed:
+        if cell.world is World.DIFFERENT and form.packed:
             continue
-        alike = replace(cell, world=World.SAME)
-        if chunk is None and cell.chunks is not None:
-            alike = replace(alike, together=False if cell.span != (0, 0) else True)
-        if kept.get(alike) != answer:
+        if cell.marks is not None and cell.marks.kind == "prefix" and cell.world is World.DIFFERENT:
+            # The row is one document, whose prefix comes first.
+            if (cell.held is Held.KEY and cell.span[1] < 0) or (cell.held is Held.QUERY and cell.span[0] > 0):
+                continue
+        expected = _expected(kept, cell, form)
+        if expected is not None and expected != answer:
             return f"the mask keeps {cell}" if answer else f"the mask drops {cell}"
     return ""
+
+
+def _expected(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
+    """What the mask does in a cell if it is of this form; None: no batch has such pairs."""
+    if form.spans and cell.held is Held.ONE:
+        return True if form.reaches_span(*cell.span) else None
+    if form.tree and cell.kin not in (None, Kin.NODE):
+        return cell.kin is Kin.ABOVE
+    kin = Kin.NODE if any(each.kin for each in kept) else None
+    alike = replace(cell, world=World.SAME, kin=kin, held=None if cell.held is None else Held.NONE)
+    if form.chunk is None and cell.chunks is not None:
+        alike = replace(alike, together=False if cell.span != (0, 0) else True)
+    return kept.get(alike, False)
 
 
 def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> list[Refusal]:
@@ -177,8 +243,10 @@ def _keeps_padding(reader: Reader, value: Value, spans: Sequence[Span]) -> bool:
     document before it, and the mask lets queries see keys to their right."""
     numbered = reader.skips_end or any(o.with_padding for o in reader.ordinals.values())
     merged = isinstance(reader.sharding.packing, CuSeqlens) and numbered
-    right = [span for span in spans if span[1] < 0]
-    return merged and any(_kept(reader, value, Cell(World.PADDING, span)) is not False for span in right)
+    right = spread([Cell(World.PADDING, span) for span in spans if span[1] < 0], reader.marks, tree=False, places=False)
+    # No span goes on in padding: `SpanRuns.inside` holds batches to that. By ids, another one may have its id there.
+    apart = [c for c in right if not (c.held is Held.ONE and c.marks and c.marks.kind != "ids")]
+    return merged and any(_kept(reader, value, cell) is not False for cell in apart)
 
 
 def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import sympy
 
 from .symbolic import Expr
+from .within import Held, Kin, Marks, Relation
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 END_Q, END_K, START_Q, START_K = sympy.symbols("ENDq ENDk STARTq STARTk", integer=True)
@@ -53,11 +54,13 @@ class Ordinal:
     Args:
         query, key: the numbers of the query's and of the key's document.
         with_padding: padding after a document has that document's number.
+        of_spans: it numbers spans: one value per span, never falling.
     """
 
     query: sympy.Symbol
     key: sympy.Symbol
     with_padding: bool
+    of_spans: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,55 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Cell:
-    """A world and a range of distances d = Q - K; where a mask knows chunks, also whether one chunk holds both."""
+    """A world and a range of distances d = Q - K; where a mask knows chunks, also whether one chunk holds both; where
+    it knows spans or trees, how these hold them."""
 
     world: World
     span: Span
     chunks: Chunks | None = None
     together: bool | None = None
+    marks: Marks | None = None
+    held: Held | None = None
+    places: bool = False
+    kin: Kin | None = None
 
     def __str__(self) -> str:
         low, high = self.span
         away = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         chunk = {None: "", True: ", of its chunk,", False: ", of other chunks,"}[self.together]
-        return f"{self.world.value}{chunk} at query - key = {away}"
+        kin, held = "" if self.kin is None else self.kin.value, "" if self.held is None else self.held.value
+        return f"{self.world.value}{kin}{chunk}{held} at query - key = {away}"
+
+    @property
+    def relation(self) -> Relation:
+        """What it says beyond documents and chunks."""
+        other = self.world in (World.DIFFERENT, World.ADJACENT)
+        return Relation(*self.span, self.world is World.SAME, other, self.kin, self.held, self.marks, self.places)
+
+    @property
+    def plain(self) -> bool:
+        """A key of the query's own node, and of no span."""
+        return self.kin in (None, Kin.NODE) and self.held in (None, Held.NONE)
+
+
+def spread(cells: Iterable[Cell], marks: Marks | None, tree: bool, places: bool) -> list[Cell]:
+    """The cells, each for every way in which spans and nodes may hold its query and key.
+
+    What is above a node comes before it. The tokens of a prefix come before all others of its document.
+    """
+    out: list[Cell] = []
+    for cell in cells:
+        low, high = cell.span
+        kins = (Kin.NODE, *(Kin.ABOVE,) * (low > 0), *(Kin.BELOW,) * (high < 0), *(Kin.APART,) * (low > 0 or high < 0))
+        held = (Held.ONE, Held.NONE) if low == high == 0 else tuple(Held)
+        if marks is not None and marks.kind == "prefix":
+            held = tuple(h for h in held if h is not Held.TWO)
+            if cell.world is World.SAME:
+                held = tuple(h for h in held if not (h is Held.KEY and high < 0) and not (h is Held.QUERY and low > 0))
+        for kin in kins if tree and cell.world is World.SAME else (None,):
+            for each in held if marks is not None else (None,):
+                out.append(replace(cell, marks=marks, held=each, places=places, kin=kin))
+    return out
 
 
 def cells(world: World, spans: Iterable[Span], chunks: Chunks | None) -> list[Cell]:

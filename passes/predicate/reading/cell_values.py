@@ -13,6 +13,7 @@ from cp_rewrite.passes.predicate.bounds import holds
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.symbolic import Expr, Select
 from cp_rewrite.passes.predicate.terms import Pair, Trouble, maximal_terms, relations
+from cp_rewrite.passes.predicate.within import Marks
 from cp_rewrite.passes.predicate.worlds import Cell, Chunks, Linear, Ordinal
 from cp_rewrite.sharding import Sharding
 
@@ -29,6 +30,7 @@ class CellValues:
         ordinals: the numberings found so far, by the term with its token left open.
         troubles: the terms that can't be read, each with the reason.
         chunks: the chunks whose numbers were read.
+        marks: what spans were read by.
         skips_end: marks of document starts, or the key's start, were read with the last document's end left out.
     """
 
@@ -39,6 +41,7 @@ class CellValues:
     ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
     chunks: Chunks | None = None
+    marks: Marks | None = None
     skips_end: bool = False
     _linears: dict[Expr, Linear] = field(default_factory=dict)
 

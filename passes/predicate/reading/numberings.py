@@ -6,10 +6,22 @@ from functools import cached_property
 from typing import Any, cast
 
 import sympy
+import torch
 
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, StartOfDocument
-from cp_rewrite.passes.predicate.symbolic import ONE, Expr, RepeatIndex, RunningMax, RunningSum, SumOver, outer_select
-from cp_rewrite.passes.predicate.terms import Pair, Trouble
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, Spans, StartOfDocument, Tree
+from cp_rewrite.passes.predicate.context import Leaf
+from cp_rewrite.passes.predicate.symbolic import (
+    ONE,
+    ZERO,
+    Expr,
+    RepeatIndex,
+    RunningMax,
+    RunningSum,
+    SumOver,
+    outer_select,
+)
+from cp_rewrite.passes.predicate.terms import Pair, Trouble, maximal_terms
+from cp_rewrite.passes.predicate.within import Held, Marks
 from cp_rewrite.passes.predicate.worlds import BOTH, STARTS, Cell, Linear, Ordinal, Q, World
 from cp_rewrite.refusal import Reason
 
@@ -30,12 +42,12 @@ class Numberings(CellValues):
         """A reader of the same batch that calls query and key otherwise."""
         return type(self)(self.sharding, self.leaves, pair, self.token_size)
 
-    def _ordinal(self, key: Expr, side: Expr, with_padding: bool) -> Linear:
+    def _ordinal(self, key: Expr, side: Expr, with_padding: bool, of_spans: bool = False) -> Linear:
         """A numbering's value at the query or the key. `key`: the term, its token replaced by `_TOKEN`."""
         if key not in self.ordinals:
             n = len(self.ordinals)
             names = sympy.symbols(f"G{n}q G{n}k", integer=True)
-            self.ordinals[key] = Ordinal(names[0], names[1], with_padding)
+            self.ordinals[key] = Ordinal(names[0], names[1], with_padding, of_spans)
         ordinal = self.ordinals[key]
         return {ordinal.query if side == Q else ordinal.key: sympy.S.One}
 
@@ -65,15 +77,46 @@ class Numberings(CellValues):
         worlds = (World.SAME, World.ADJACENT, World.IN_PADDING)
         inside, first, padding = (sub.numbers(inner, Cell(world, (1, 1))) for world in worlds)
         key = RunningSum(inner, j, _TOKEN)
+        if side is not None and self._numbers_spans(inner, j):
+            return self._ordinal(key, side[0], with_padding=False, of_spans=True)
         if side is None or inside != frozenset({0.0}) or first is None:
             return None
         if first == frozenset({0.0}):  # one number for the whole row
             return {key: sympy.S.One}
         if not all(1 <= v < float("inf") for v in first):
             return None
-        if isinstance(self.sharding.packing, DocumentIds) and not (padding and min(padding) >= 0):
+        if isinstance(self.sharding.packing, DocumentIds | Tree) and not (padding and min(padding) >= 0):
             return None  # it might fall inside padding, back to an earlier document's number
         return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
+
+    def _numbers_spans(self, inner: Any, j: Any) -> bool:
+        """Whether a running sum of `inner` grows with each span: it reads what marks them alone, and adds 0 inside of
+        them, 1 or more at their first tokens, and nothing below 0 elsewhere.
+
+        token_type_ids                                       0 1 1 0 0 1 1 1
+        RunningSum(one, and the token before is none)        0 1 1 1 1 2 2 2
+        """
+        spans = self.sharding.spans
+        reads = [self.leaves.get(term.func) for term in maximal_terms(inner) if not isinstance(term, sympy.Symbol)]
+        if spans is None or not reads or reads[0] is None or any(not leaf or leaf.name != spans.arg for leaf in reads):
+            return False
+        marks = marks_of(spans, reads[0])
+        # Of token j and the one before it; the row's first token has none before it.
+        later, first = self._of(Pair(j, j - 1, self.pair.batch)), self._of(Pair(ZERO, -ONE, self.pair.batch))
+        added = {
+            (at is later, held): at.numbers(value, Cell(World.SAME, (1, 1), marks=marks, held=held))
+            for at, value, ways in ((later, inner, Held), (first, inner.xreplace({j: ZERO}), (Held.QUERY, Held.NONE)))
+            for held in ways
+            if held is not Held.TWO or marks.kind == "ids"
+        }
+        if any(values is None or not 0 <= min(values) <= max(values) < float("inf") for values in added.values()):
+            return False
+        begins = [values for (_, held), values in added.items() if held in (Held.QUERY, Held.TWO)]
+        inside = [values for (_, held), values in added.items() if held is Held.ONE]
+        if inside != [frozenset({0.0})] or any(min(values or {0.0}) < 1 for values in begins):
+            return False
+        self.marks = marks
+        return True
 
     def _running_max(self, term: Any) -> Linear | None:
         """A running maximum of the index at documents' first tokens, 0 elsewhere, is where the document starts."""
@@ -131,3 +174,12 @@ class Numberings(CellValues):
         if isinstance(self.sharding.packing, EndOfDocument | StartOfDocument):
             detail += "; EndOfDocument's token is a document's last one, StartOfDocument's its first"
         return Trouble(Reason.MASK_NOT_PACKED, detail)
+
+
+def marks_of(spans: Spans, leaf: Leaf) -> Marks:
+    """What a mask reads spans by, if it reads `leaf`."""
+    if spans.value is None:
+        return Marks("ids", spans.none)
+    # A flag holds one other number in no span.
+    outside = 1 - 2 * spans.value if leaf.dtype is torch.bool and spans.value in (0, 1) else None
+    return Marks("prefix" if spans.prefix else "value", spans.value, outside)

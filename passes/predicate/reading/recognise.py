@@ -9,6 +9,8 @@
     RunningSum(input_ids(b, j - 1) == 2)   EndOfDocument  an Ordinal
     SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
     cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
+    prompt_ids(b, k), completion_ids(b, k)  Tree        IK, CNK; tin and tout: TIN_K, TOUT_K, see `within`
+    span_ids(b, q)                         any          SQ; a running sum of spans' first tokens: an Ordinal of spans
     RunningMax(j where a document starts)  any          the same
 
 Any other term stays what it is, with a Trouble that says why.
@@ -23,14 +25,15 @@ from typing import Any, cast
 import sympy
 from sympy.core.function import AppliedUndef
 
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, StartOfDocument
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, Spans, StartOfDocument, Tree, packing_args
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.symbolic import ONE, TOKENS, Expr
 from cp_rewrite.passes.predicate.terms import GENERATORS, Trouble, maximal_terms
+from cp_rewrite.passes.predicate.within import CNK, CNQ, SK, SQ, TIN_K, TIN_Q, TOUT_K, TOUT_Q
 from cp_rewrite.passes.predicate.worlds import CK, CQ, END_K, END_Q, PK, PQ, START_K, START_Q, Chunks, K, Linear, Q
 from cp_rewrite.refusal import Reason
 
-from .numberings import Numberings
+from .numberings import Numberings, marks_of
 
 
 class Reader(Numberings):
@@ -85,10 +88,13 @@ class Reader(Numberings):
             self.skips_end |= start is not None and PK in start and self._offsets.merges_padding(term)
             detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
-        if not isinstance(packing, CuSeqlens) and leaf.name == packing.arg:
+        spans = self.sharding.spans
+        if leaf.name in self._per_token:
             side = self._token_of(term, leaf)
+            if side is not None and spans is not None and leaf.name == spans.arg:
+                return self._mark_at(spans, side, leaf)
             if side is not None:
-                return self._value_at(side)
+                return self._node_at(packing, side, leaf) if isinstance(packing, Tree) else self._value_at(side)
             detail = (
                 f"{leaf.name!r} of shape {tuple(map(str, leaf.shape))} is read at [{', '.join(map(str, term.args))}], "
                 f"but its token dim is {self.sharding.tokens[leaf.name]} and its row is the attention's own row"
@@ -108,6 +114,29 @@ class Reader(Numberings):
             detail = f"the mask reads {leaf.name} at [{row}, {token}], not at the attention's own row and tokens"
             return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
         return self._ordinal(sympy.Symbol("documents of a mask"), side[0], with_padding=False)
+
+    @property
+    def _per_token(self) -> set[str]:
+        """The arguments that tell documents, nodes or spans apart by a value per token."""
+        packing, spans = self.sharding.packing, self.sharding.spans
+        named = set[str]() if isinstance(packing, CuSeqlens) else set(packing_args(packing))
+        return named if spans is None else named | {spans.arg}
+
+    def _mark_at(self, spans: Spans, side: tuple[Expr, ...], leaf: Leaf) -> Linear:
+        """What the spans' argument holds at a token."""
+        self.marks = marks_of(spans, leaf)
+        return {SQ if side[0] == Q else SK: sympy.S.One, ONE: sympy.Integer(self.marks.base)}
+
+    def _node_at(self, tree: Tree, side: tuple[Expr, ...], leaf: Leaf) -> Linear:
+        """What a tree's argument holds at a token."""
+        query = side[0] == Q
+        if leaf.name == tree.completion:
+            return {CNQ if query else CNK: sympy.S.One}
+        if leaf.name == tree.tin:
+            return {TIN_Q if query else TIN_K: sympy.S.One}
+        if tree.completion is None:
+            return {TOUT_Q if query else TOUT_K: sympy.S.One}
+        return {side[2]: sympy.S.One}
 
     def _value_at(self, side: tuple[Expr, ...]) -> Linear:
         """What the packing's argument holds at a token, one number per token."""
@@ -131,7 +160,8 @@ class Reader(Numberings):
             return Trouble(Reason.MASK_OPAQUE, detail, leaf.node)
         return Trouble(
             Reason.MASK_WRONG_SOURCE,
-            f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}",
+            f"the mask reads {leaf.name!r}, but the annotation's packing is {self.sharding.packing}"
+            + ("" if self.sharding.spans is None else f", its spans are {self.sharding.spans}"),
         )
 
     def _table(self, leaf: Leaf) -> Trouble:
