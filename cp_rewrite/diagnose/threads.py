@@ -30,6 +30,7 @@ from cp_rewrite.torch_internals import finished_work, registered_group
 GROUP = "cp_rewrite_threads"
 """The name by which graphs know the group."""
 _place = threading.local()
+_REDUCE = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
 
 
 def rank() -> int:
@@ -86,9 +87,10 @@ class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
         return finished_work(output)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        reduce = _REDUCE[opts.reduceOp.op] if opts is not None else torch.sum
         values = self.exchange([tensor.clone() for tensor in tensors])
         for tensor, *parts in zip(tensors, *values, strict=True):
-            tensor.copy_(torch.stack(parts).sum(0))
+            tensor.copy_(reduce(torch.stack(parts), 0))
         return finished_work(tensors)
 
     def getSize(self) -> int:

@@ -167,6 +167,19 @@ def test_masks_are_compared_as_attention_read_them() -> None:
     assert report.largest < 1e-5, str(report)
 
 
+class LargestOfAll(packed_model.PackedModel):
+    """Scales hidden states by their largest."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h / h.abs().amax()
+
+
+def test_check_takes_the_largest_over_ranks() -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    report = cp.check(LargestOfAll(), sharding, packed_model.packed_batch())
+    assert report.largest < 1e-5, str(report)
+
+
 def test_check_shows_what_differs() -> None:
     """An op that the user vouches for, wrongly."""
     options: dict[str, Any] = {"local_ops": ("cp_rewrite_tests::shift",), "capacity": cp.Capacity(8, 8, 64)}
