@@ -197,7 +197,9 @@ def test_rows_and_sums_are_right_however_ranks_interleave(built: Built, tmp_path
     assert done.stdout.startswith(f"{SEEDS} seeds")
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if at % 4 else ()) for at, name in enumerate(MUTANTS)]
+)
 def test_a_broken_protocol_is_caught(name: str, built: Built, tmp_path: Path) -> None:
     """A wrong row, a wrong sum or a deadlock, within far fewer seeds."""
     done = built.run(tmp_path, SEEDS_FOR_MUTANTS, MUTANTS[name])

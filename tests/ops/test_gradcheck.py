@@ -86,7 +86,8 @@ def gradcheck_on(mesh: DeviceMesh, exchange: str, mask: PackedMask, heads: tuple
 
 
 def is_slow(exchange: str, mask: PackedMask) -> bool:
-    return exchange in ("a2a+p2p", "a2a+all_gather") or ("a2a" in exchange and mask != MASKS[0])
+    """Scattered heads have a test of their own below, and masks matter most to what travels in part."""
+    return "a2a+" in exchange or (exchange not in ("needed", "p2p") and mask != MASKS[0])
 
 
 @pytest.mark.parametrize(
