@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -195,8 +195,7 @@ def test_thousands_of_accepted_masks_equal_brute_force(packing: Packing, number:
     """As above, a share of them for each seed."""
 
     @seed(number)
-    @settings(max_examples=SHARE, derandomize=False, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(max_examples=SHARE, derandomize=False, database=None, phases=[Phase.generate])
     @given(cases(packing))
     def run(case: Any) -> None:
         check(case)
