@@ -91,8 +91,8 @@ RECIPES: dict[str, Recipe] = {
     "qwen3_flex": Recipe("Qwen3", {"head_dim": 16}, attention="flex_attention"),
     "cohere2_flex": Recipe("Cohere2", {"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 4},
                            attention="flex_attention"),
-    "llama4": Recipe("Llama4", {"head_dim": 8, "attention_chunk_size": 8, "no_rope_layers": [1, 0], "moe_layers": [],
-                                "intermediate_size_mlp": 48}),  # its experts repeat all tokens, which is refused
+    "llama4": Recipe("Llama4", {"head_dim": 8, "attention_chunk_size": 8, "no_rope_layers": [1, 0], "moe_layers": [1],
+                                "num_local_experts": 4, "intermediate_size_mlp": 48}),
     "gpt2": Recipe("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "attn_pdrop": 0.0,
                             "embd_pdrop": 0.0, "resid_pdrop": 0.0}, head="LMHeadModel"),
 }  # fmt: skip

@@ -61,6 +61,11 @@ LOCAL: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "three dims to one and back": lambda m, h: h.reshape(-1).sin().view(h.shape),
     "chunk and cat": lambda m, h: torch.cat(h.chunk(3, dim=-1)[::-1], dim=-1),
     "split and stack": lambda m, h: torch.stack(h.split(WIDTH // 2, -1), 0).sum(0).repeat(1, 1, 2),
+    "copies of all tokens": lambda m, h: (
+        torch.bmm(h.flatten(0, 1).repeat(len(m.experts), 1).view(len(m.experts), -1, WIDTH), m.experts)
+        .sum(0)
+        .view_as(h)
+    ),
     "squeeze": lambda m, h: h[:, :, None].squeeze(2).unsqueeze(0).squeeze(0),
     "slices of features": lambda m, h: torch.cat([-h[..., WIDTH // 2 :], h[..., : WIDTH // 2]], -1),
     "whole slice": lambda m, h: h[:, 0:][:, : h.shape[1]],
@@ -128,6 +133,11 @@ def test_a_refusal_names_the_users_line_and_the_fix() -> None:
     assert "h + h[:, :1]" in refusal.where
     assert "a choice by their place" in refusal.detail
     assert "shift_labels" not in refusal.detail
+
+
+def test_copies_of_all_tokens_are_no_copies_of_each() -> None:
+    verdict = judge(Mixed(lambda m, h: h.flatten(0, 1).repeat(3, 1).view(-1, 3, WIDTH).sum(1).view_as(h)))
+    assert "view" in str(verdict)
 
 
 def test_one_refusal_does_not_bring_others() -> None:

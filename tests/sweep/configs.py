@@ -31,6 +31,7 @@ _OTHERS: dict[str, Any] = {
     "original_max_position_embeddings": 256,
     "type_vocab_size": 2,
     "sliding_window": 7,
+    "attention_chunk_size": 8,
     "initializer_range": 0.2,  # attention far from uniform, so that a wrong key shows
     "init_std": 0.2,
     "use_cache": False,
@@ -100,6 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 8},
     "kimi_linear": {"linear_head_dim": 8},
     "layoutlm": {"max_2d_position_embeddings": 64},
+    "llama4_text": {"no_rope_layers": [1, 0]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longformer": {"attention_window": 8},

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .cases import HEADS
-from .trial import Outcome
+from .trial import LIMIT, Outcome
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 TITLE = "## All text models of `transformers`"
@@ -76,7 +76,8 @@ def row(outcome: Outcome) -> str:
         how = [word for word in how if word != "logits"]
     right = outcome.verdict == "right"
     verdict = ", ".join([outcome.verdict, *how]) if right else f"{outcome.verdict}: {words(outcome)}"
-    numbers = f"{outcome.loss:.0e} | {outcome.gradient:.0e}" if right else "– | –"
+    noise = f" (fp32 {outcome.noise:.0e})" if outcome.gradient > LIMIT else ""
+    numbers = f"{outcome.loss:.0e} | {outcome.gradient:.0e}{noise}" if right else "– | –"
     masks = ", ".join(outcome.masks) or "–"
     return f"| {outcome.name} | {outcome.attention or '–'} | {masks} | {verdict} | {numbers} |"
 

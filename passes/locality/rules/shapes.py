@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Size, T, checked, has, merge
+from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Order, Size, T, checked, has, merge
 from cp_rewrite.passes.locality.claims.extents import regroup
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, TABLE_HINT, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
@@ -61,12 +61,21 @@ def as_complex(call: Call, x: Rows) -> Rows:
 
 
 def repeated(call: Call, x: Rows) -> Rows:
-    repeats: list[int] = call.arg("repeats")
+    """repeat: all tokens n times over, one copy behind the other.
+
+    (T,) ·  -> repeat(n, 1) ->  (n, T) ·
+    """
+    repeats: list[Any] = call.arg("repeats")
     new = len(repeats) - len(x.dims)
+    dims = list(x.dims)
     for i, dim in enumerate(x.dims):
-        if dim is not None and repeats[new + i] != 1:
+        times = repeats[new + i]
+        if dim is None or times == 1:
+            continue
+        if not isinstance(times, int) or times < 1 or not has(dim, T) or any(isinstance(f, Order) for f in dim):
             call.refuse_axis(x, i, "repeats")
-    return Rows((*[None] * new, *x.dims))
+        dims[i] = (times, *dim)
+    return Rows((*[None] * new, *dims))
 
 
 def expand(call: Call) -> TensorState:
