@@ -77,7 +77,8 @@ def check_token_locality(state: State) -> State:
     masked = {insert.node for insert in report.inserts}
     return replace(
         state,
-        positions=tuple(report.positions),
+        positions=() if report.row_positions else tuple(report.positions),
+        row_positions=report.row_positions,
         outputs=tuple(report.outputs),
         parts=tuple(report.parts),
         inserts=(*state.inserts, *report.inserts, *report.resolved),

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import ROW_INDEX, PlanInput
+from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
@@ -26,6 +26,7 @@ from .erase import erase_dead
 from .lower import lower_node
 from .plan_inputs import Inputs
 from .read_neighbours import read_neighbours
+from .rows_apart import keep_rows_apart
 
 
 def rewrite_sites(state: State) -> State:
@@ -34,7 +35,8 @@ def rewrite_sites(state: State) -> State:
     keys += [key for insert in state.inserts for key in insert.inputs]
     keys += [key for lowering in state.lowered for key in lowering.reads]
     keys += [key for read in state.reads for key in PlanInput.of_neighbours(read.read)]
-    inputs = Inputs(state, keys + [ROW_INDEX] * bool(state.positions))
+    keys += [ROW_INDEX] * bool(state.positions) + [TOKEN_INDEX] * bool(state.row_positions)
+    inputs = Inputs(state, keys)
     made: dict[Any, fx.Node] = {}
     replaced: dict[fx.Node, fx.Node] = {}
     stale = [operand for read in state.reads for operand in read.node.all_input_nodes]
@@ -46,6 +48,8 @@ def rewrite_sites(state: State) -> State:
         lower_node(lowering, inputs, state.sharding)
     for position in state.positions:
         _globalize(position, inputs)
+    if state.row_positions:
+        keep_rows_apart(state.row_positions, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
     live = live_nodes(state.graph_module, state.sites)
     stale += [node for decision in state.decisions for node in decision.site.node.all_input_nodes]

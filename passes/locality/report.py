@@ -14,7 +14,7 @@ from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
-from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
 from cp_rewrite.passes.values.resolution import Lowering
 from cp_rewrite.refusal import Reason, Refusal
 
@@ -33,6 +33,7 @@ class LocalityReport:
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
+        row_positions: what makes each row's positions by itself, where a batch has several rows.
         resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
             that are taken apart for it. reads: nodes that shift, roll or convolve tokens, and what replaces them.
     """
@@ -47,6 +48,7 @@ class LocalityReport:
     resolved: list[Insert] = field(default_factory=list[Insert])
     lowered: list[Lowering] = field(default_factory=list[Lowering])
     reads: list[NeighbourRead] = field(default_factory=list[NeighbourRead])
+    row_positions: RowPositions | None = None
 
 
 class Findings:

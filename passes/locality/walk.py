@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unk
 from cp_rewrite.passes.locality.node.trace import Trace
 from cp_rewrite.passes.locality.resolve.mask_sums import mask_sum
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
+from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
@@ -80,7 +82,7 @@ def check_locality(
         output = next(iter(gm.graph.find_nodes(op="output")))
         for node, where in (kept or {}).items():
             walk.outputs.check_kept(output, node, where)
-    return walk.found.report(walk.resolver, walk.reads.found.values())
+    return walk.report(gm)
 
 
 class _Walk:
@@ -163,6 +165,13 @@ class _Walk:
         if isinstance(node.target, HigherOrderOperator):
             return self.found.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
         return self.record(node, self.reads.outcome(node))
+
+    def report(self, gm: fx.GraphModule) -> LocalityReport:
+        report = self.found.report(self.resolver, self.reads.found.values())
+        if self.extents.batch == 1 or not report.positions:
+            return report
+        changed = {x.node for x in (*report.inserts, *report.resolved, *report.lowered, *report.reads)}
+        return replace(report, row_positions=shared_by_rows(gm, report.positions, self.env, self.live, changed))
 
     def shares_ranks(self, group: str) -> bool:
         """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""

@@ -22,3 +22,34 @@ class PositionGenerator:
     node: fx.Node
     kind: Literal["arange", "table"] = "arange"
     dim: int = 0
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """A node that broadcasts what is computed of positions against rows of the batch.
+
+    Args:
+        node: the reader. source: what it reads, the same for all rows.
+        dim: of the source's where the rows of the batch belong: one of size 1, or so many dims in front of its own.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions that all rows of the batch share on one process, computed for each row by itself.
+
+        index = arange(T)                 for each row: its tokens' places
+        cos = (index * inv).cos()         shared: for each row by itself
+        q * cos                           readers
+
+    Args:
+        generators: what makes them. shared: what is computed of them, in the graph's order. readers: of these.
+    """
+
+    generators: tuple[PositionGenerator, ...] = ()
+    shared: tuple[fx.Node, ...] = ()
+    readers: tuple[RowReader, ...] = ()

@@ -11,7 +11,7 @@ import torch.fx as fx
 from cp_rewrite.batch.active import ActivePlan, PlanInput
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
@@ -72,6 +72,7 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
+        row_positions: positions that are made for each row of the batch by itself; None: none, or not so.
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         gap_sums: what takes in the values that tokens of no document have after attention.
@@ -90,6 +91,7 @@ class State:
     sites: tuple[Site, ...] = ()
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     positions: tuple[PositionGenerator, ...] = ()
+    row_positions: RowPositions | None = None
     padded_sums: tuple[fx.Node, ...] = ()
     gap_sums: tuple[fx.Node, ...] = ()
     inserts: tuple[Insert, ...] = ()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 VOCAB = 64
 END = 2  # ends documents
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -111,9 +111,7 @@ def _from_transformers(recipe: Recipe) -> nn.Module:
         masking: Any = importlib.import_module("transformers.masking_utils")
         masking._is_torch_greater_or_equal_than_2_6 = False
     name = recipe.family + ("Text" if recipe.family in ("Gemma3", "Llama4") else "")
-    config = getattr(transformers, f"{name}Config")(
-        **{**_SMALL, **recipe.options}, attn_implementation=recipe.attention
-    )
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **recipe.options}, attn_implementation=recipe.attention)
     model = getattr(transformers, recipe.family + recipe.head)(config)
     if model.loss_type is None:  # it would warn, which can't be traced
         model.loss_type = "ForCausalLM"

@@ -30,8 +30,12 @@ def gather(call: Call) -> TensorState:
     """out[i][j] = x[i][index[i][j]] of dim 1: x and index have the same tokens, in another dim than the indexed one.
 
     x (T,) ·    index (T,) ·    dim 1    ->    (T,) ·
+    x · ·       index · (T,)    dim 1    ->    · (T,)    of a table that all ranks have
     """
     x, index = call.arg("self"), call.arg("index")
+    table = call.rows(index) if call.name == "gather" and call.state(x) is REPLICATED else None
+    if table is not None and has(table.dims[call.arg("dim")], T):
+        return Rows(table.dims)
     others = [t for t in call.tensors if t is not x and t is not index]
     dim = call.arg("dim") % max(x.ndim, 1)
     for tensor in (x, index, *others):
@@ -49,6 +53,19 @@ def _equal(entries: list[tuple[Dim, Size]]) -> Dim:
     if dims and any(dim not in dims for dim, _ in entries):
         raise Mixes(f"gathers token rows from a tensor that is not cut like them: {ROWS_HINT}")
     return dims.pop() if dims else merge(entries)
+
+
+def looked_up(call: Call) -> TensorState:
+    """isin, bucketize, searchsorted: each entry, by a list that is the same on all ranks.
+
+    x (B,) (T,)    list ·    ->    (B,) (T,)
+    """
+    x = call.arg("elements", "self")
+    rows = call.rows(x)
+    others = [other for other in call.tensors if other is not x]
+    if rows is None or any(call.state(other) is not REPLICATED or other.ndim > 1 for other in others):
+        raise Mixes(f"{call.name} compares over all tokens")
+    return plain(rows)
 
 
 def index_select(call: Call) -> TensorState:

@@ -126,6 +126,8 @@ SUMMED = (
 INDEXED = (
     # a table that is the same on all ranks -> the indices' dims and one more
     Rule("embedding", indexing.embedding),
+    # a list that is the same on all ranks -> the dims of what is looked up in it
+    Rule("isin bucketize searchsorted", indexing.looked_up),
     # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
     Rule("scatter", indexing.gather),
     # the same; or token rows at places that all ranks know -> whole
@@ -156,7 +158,6 @@ MIXING = (
     ),
     # with minlength -> per-rank counts
     replace(refused("bincount", "counts over all tokens"), whole=wholes.bincount),
-    refused("searchsorted", "compares over all tokens"),
     # token rows added up in a tensor without tokens -> a per-rank part
     replace(refused("index_add", "writes token rows by place"), whole=segments.added),
     refused("index_copy index_fill masked_scatter put", "writes token rows by place"),

@@ -1,0 +1,84 @@
+"""Positions that `arange` makes once for all rows of a batch, where each row is cut in an order of its own.
+
+What is computed of them has no dim of rows; it gets one, up to where it meets tensors that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.passes.graph.operands import is_transformed, op_name, value_of
+from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.locality.claims.dims import B, has
+from cp_rewrite.passes.locality.claims.tensor_state import Rows
+from cp_rewrite.passes.values.position import PositionGenerator, RowPositions, RowReader
+
+_BROADCASTS = frozenset(
+    "add sub mul div truediv multiply true_divide eq ne lt le gt ge where and or logical_and logical_or maximum "
+    "minimum expand masked_fill".split()
+)
+"""Ops that give the same where an operand of size 1 in a dim, or without it, is expanded there before."""
+
+
+def shared_by_rows(
+    gm: fx.GraphModule,
+    generators: Sequence[PositionGenerator],
+    env: Mapping[fx.Node, Any],
+    live: Collection[fx.Node],
+    changed: Collection[fx.Node],
+) -> RowPositions | None:
+    """What follows from positions and has no rows of the batch; None where it can't be told apart by rows.
+
+    Args:
+        env: what is known of the nodes. live: those that outputs depend on, not only masks.
+        changed: nodes that will be replaced, or read something else.
+    """
+    shared = {generator.node: None for generator in generators}
+    readers: list[RowReader] = []
+    if any(node.graph is not gm.graph for node in shared) or _casts(gm):
+        return None
+    for node in gm.graph.nodes:
+        if node.op == "output" and any(n in shared for n in node.all_input_nodes):
+            return None
+        sources = [n for n in node.all_input_nodes if n in shared]
+        if node in shared or not sources or node not in live or not isinstance(value_of(node), Tensor):
+            if node in live and sources and not _asks_for_sizes(node) and node not in shared:
+                return None
+            continue
+        state = env.get(node)
+        if not isinstance(state, Rows) or node in changed or written_nodes(node) or is_transformed(node):
+            return None
+        if region_call(node) is not None:
+            return None
+        if not any(has(dim, B) for dim in state.dims):
+            shared[node] = None
+            continue
+        found = [_reader(node, source, state) for source in sources]
+        readers += [reader for reader in found if reader is not None]
+        if None in found:
+            return None
+    return RowPositions(tuple(generators), tuple(shared), tuple(readers))
+
+
+def _reader(node: fx.Node, source: fx.Node, state: Rows) -> RowReader | None:
+    if op_name(node) not in _BROADCASTS or (B,) not in state.dims:
+        return None
+    value: Tensor = value_of(source)
+    dim = state.dims.index((B,)) - (len(state.dims) - value.ndim)
+    return RowReader(node, source, dim) if dim < 0 or value.shape[dim] == 1 else None
+
+
+def _asks_for_sizes(node: fx.Node) -> bool:
+    return isinstance(value_of(node), int | torch.SymInt | torch.Size)
+
+
+def _casts(gm: fx.GraphModule) -> bool:
+    """Whether autocast is on somewhere: what is computed by rows would run where it is not."""
+    enters = [n for n in gm.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
+    return any(bool(n.args[2]) for n in enters if len(n.args) > 2)

@@ -1,0 +1,130 @@
+"""Compute what all rows of a batch share for each row by itself: see `locality/resolve/row_positions.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from cp_rewrite.batch.active import TOKEN_INDEX
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
+
+from .graph.operands import value_of
+from .plan_inputs import Inputs
+from .values.position import PositionGenerator, RowPositions
+
+WHY = "positions of each row of the batch"
+
+
+def keep_rows_apart(rows: RowPositions, inputs: Inputs) -> None:
+    """Let readers read what is computed for each row; what nothing reads any more goes."""
+    made: dict[fx.Node, fx.Node] = {}
+    generators = {generator.node: generator for generator in rows.generators}
+    for reader in rows.readers:
+        if reader.source not in made:
+            made[reader.source] = _by_rows(reader.source, generators, set(rows.shared), inputs)
+        new = _placed(made[reader.source], reader.node, reader.dim, inputs.mode)
+        reader.node.replace_input_with(reader.source, new)
+    for node in reversed(rows.shared):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _by_rows(
+    source: fx.Node, generators: dict[fx.Node, PositionGenerator], shared: set[fx.Node], inputs: Inputs
+) -> fx.Node:
+    """(B, …) a shared node's value for each row, behind it in the graph."""
+    graph = source.graph
+    needed = _needed(source, generators, shared)
+    operands = [n for node in needed for n in _read(node, generators) if n not in needed]
+    operands = [inputs.node(graph, TOKEN_INDEX), *dict.fromkeys(operands)]
+
+    def run(index_BT: Tensor, *others: Any) -> Tensor:
+        def one(index_T: Tensor) -> Tensor:
+            env = dict(zip(operands[1:], others, strict=True))
+            for node in needed:
+                env[node] = _run(node, generators.get(node), index_T, env)
+            return env[source]
+
+        return torch.vmap(one)(index_BT)
+
+    traced = _traced(run, [value_of(n) for n in operands], inputs.mode)
+    env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    result = source
+    with graph.inserting_before(source.next):
+        for new in traced.graph.nodes:
+            if new.op == "output":
+                result = env[new.args[0]]
+            elif new.op != "placeholder":
+                env[new] = graph.node_copy(new, env.__getitem__)
+                env[new].meta = {**source.meta, "example_value": new.meta["val"], "cp_rewrite": WHY}
+    result.meta["example_value"].requires_grad_(value_of(source).requires_grad)
+    return result
+
+
+def _needed(source: fx.Node, generators: dict[fx.Node, PositionGenerator], shared: set[fx.Node]) -> list[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [source]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [n for n in _read(node, generators) if n in shared]
+    return [node for node in source.graph.nodes if node in found]
+
+
+def _read(node: fx.Node, generators: dict[fx.Node, PositionGenerator]) -> Sequence[fx.Node]:
+    generator = generators.get(node)
+    if generator is None:
+        return node.all_input_nodes
+    return node.all_input_nodes[:1] if generator.kind == "table" else []
+
+
+def _run(node: fx.Node, generator: PositionGenerator | None, index_T: Tensor, env: dict[fx.Node, Any]) -> Any:
+    if generator is not None and generator.kind == "arange":
+        return index_T.to(value_of(node).dtype)
+    if generator is not None:
+        return env[node.all_input_nodes[0]].index_select(generator.dim, index_T)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+
+
+def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        traced = make_fx(run)(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+    traced.graph.eliminate_dead_code()  # sizes that vmap asked for
+    return traced
+
+
+def _placed(x: fx.Node, reader: fx.Node, dim: int, mode: FakeTensorMode) -> fx.Node:
+    """The rows' dim where the reader has it."""
+    graph, value = reader.graph, x.meta["example_value"]
+    proxy = fx.Proxy(x, GraphAppendingTracer(graph))
+    before = set(graph.nodes)
+    with graph.inserting_before(reader):
+        if dim >= 0:
+            new = proxy.squeeze(dim + 1).movedim(0, dim)
+        else:
+            new = proxy
+            for _ in range(-1 - dim):
+                new = new.unsqueeze(1)
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node not in before:
+                args = fx.map_arg(node.args, lambda n: n.meta["example_value"])
+                made: Any = getattr(args[0], str(node.target))(*args[1:])
+                node.meta = {**x.meta, "example_value": made.requires_grad_(value.requires_grad)}
+    return new.node
