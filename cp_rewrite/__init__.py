@@ -11,7 +11,17 @@ from .backend import backend, context_parallel
 from .capacity import Capacity
 from .documents import Documents
 from .masks import MaskMismatch, PackedMask
-from .packing import CuSeqlens, DocumentIds, EndOfDocument, PositionIds, Spans, StartOfDocument, Tree
+from .packing import (
+    CuSeqlens,
+    DocumentIds,
+    EndOfDocument,
+    PaddingMask,
+    PositionIds,
+    Spans,
+    StartOfDocument,
+    Tree,
+    WholeRows,
+)
 from .refusal import Reason, Refusal, RewriteRefused
 from .sharding import Sharding
 
@@ -24,6 +34,7 @@ __all__ = [
     "EndOfDocument",
     "MaskMismatch",
     "PackedMask",
+    "PaddingMask",
     "Plan",
     "PositionIds",
     "Reason",
@@ -33,6 +44,7 @@ __all__ = [
     "Spans",
     "StartOfDocument",
     "Tree",
+    "WholeRows",
     "backend",
     "check",
     "context_parallel",

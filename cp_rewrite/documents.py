@@ -227,6 +227,14 @@ class Documents:
         return cls(starts[keep], lengths[keep], ids.size)
 
     @classmethod
+    def from_padding_mask(cls, mask: ArrayLike) -> Documents:
+        """`mask` (T,): 1 on the tokens of the row's one document, which stand side by side; 0: padding."""
+        marks = whole_numbers("the padding mask", mask)
+        if marks.size and (marks.min() < 0 or marks.max() > 1):
+            raise ValueError(f"a padding mask holds 0 and 1, got {marks.min()} to {marks.max()}")
+        return cls.from_document_ids(marks, 0)
+
+    @classmethod
     def from_end_tokens(cls, tokens: ArrayLike, token_id: int) -> Documents:
         """`tokens` (T,): documents end at each `token_id`, and the last one at the row's end."""
         ids = whole_numbers("tokens", tokens)

@@ -61,6 +61,24 @@ class StartOfDocument:
 
 
 @dataclass(frozen=True)
+class PaddingMask:
+    """Each row is one document, whose tokens argument `arg`, (B, T) or (T,) of 0 and 1, marks by 1. Padding, 0, stands
+    behind it or before it."""
+
+    arg: str
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Each row is one document, and no argument says more: for models that attend over whole rows."""
+
+    @property
+    def arg(self) -> str:
+        """The name of no argument."""
+        return ""
+
+
+@dataclass(frozen=True)
 class Tree:
     """Rows of trees: tokens that share what stands before them, as completions do their prompt. (B, T) or (T,) integers
     in all arguments; negative ones are padding.
@@ -78,8 +96,8 @@ class Tree:
     completion: str | None = None
 
 
-PerToken = PositionIds | DocumentIds | EndOfDocument | StartOfDocument
-Packing = CuSeqlens | PerToken | Tree
+PerToken = PositionIds | DocumentIds | EndOfDocument | StartOfDocument | PaddingMask
+Packing = CuSeqlens | PerToken | Tree | WholeRows
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,8 @@ def packing_args(packing: Packing) -> tuple[str, ...]:
             others = (padded,)
         case Tree(arg, tin, completion):
             others = (tin, completion)
+        case WholeRows():
+            return ()
         case _:
             arg, others = packing.arg, ()
     return (arg, *(other for other in others if other is not None))
@@ -114,7 +134,7 @@ def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
     if not isinstance(packing, Packing):
         raise TypeError(
             "packing must be CuSeqlens(arg), PositionIds(arg), DocumentIds(arg), EndOfDocument(arg, token_id), "
-            f"StartOfDocument(arg, token_id) or Tree(arg, ...), got {packing!r}"
+            f"StartOfDocument(arg, token_id), Tree(arg, ...), PaddingMask(arg) or WholeRows(), got {packing!r}"
         )
     args = packing_args(packing)
     if not all(isinstance(arg, str) for arg in args):  # pyright: ignore[reportUnnecessaryIsInstance]

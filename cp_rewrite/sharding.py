@@ -44,7 +44,7 @@ class Sharding:
             ranks with the fastest links), keys travel over the first.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
         packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
-            StartOfDocument or Tree.
+            StartOfDocument, Tree or PaddingMask; or WholeRows.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.documents import Documents, SpanRuns
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, PerToken, PositionIds, StartOfDocument, Tree
+from cp_rewrite.packing import (
+    CuSeqlens,
+    DocumentIds,
+    EndOfDocument,
+    PaddingMask,
+    PerToken,
+    PositionIds,
+    StartOfDocument,
+    Tree,
+    WholeRows,
+)
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.trees import Nodes
 
@@ -42,7 +52,7 @@ def _documents_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total
     given = [Documents.from_lengths(row, total) for row in _rows_of(lengths, rows)]
     value: Any = batch.get(sharding.packing.arg)
     if isinstance(value, Tensor) and value.device.type == "cpu":
-        whole = isinstance(sharding.packing, CuSeqlens | DocumentIds)
+        whole = isinstance(sharding.packing, CuSeqlens | DocumentIds | PaddingMask)
         _check_lengths(given, _read(sharding, batch, rows, total), whole)
     return given
 
@@ -88,6 +98,8 @@ def _spans(documents: Documents, used: int) -> list[tuple[int, int]]:
 def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> list[Documents]:
     """Documents of each row, by the packing argument."""
     packing = sharding.packing
+    if isinstance(packing, WholeRows):
+        return [Documents.from_lengths([total])] * rows
     values = _host_array(batch, packing.arg)
     if isinstance(packing, CuSeqlens):
         if rows > 1:
@@ -152,6 +164,8 @@ def _read_row(packing: PerToken, row: NDArray[Any]) -> Documents:
             return Documents.from_end_tokens(row, packing.token_id)
         case StartOfDocument():
             return Documents.from_start_tokens(row, packing.token_id)
+        case PaddingMask():
+            return Documents.from_padding_mask(row)
 
 
 def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_rewrite.batch.padding import IGNORE_INDEX
 from cp_rewrite.batch.shard import LABELS
-from cp_rewrite.packing import CuSeqlens, DocumentIds
+from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask
 from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.passes.locality.claims.dims import B, Dim, T
@@ -77,4 +77,6 @@ def _gap(found: TokenInput, sharding: Sharding) -> Number | None:
     packing = sharding.packing
     if isinstance(packing, DocumentIds) and found.name == packing.arg:
         return AtMost(packing.padding)
+    if isinstance(packing, PaddingMask) and found.name == packing.arg:
+        return 0
     return None

@@ -15,7 +15,7 @@ from cp_rewrite.passes.graph.canonicalize import Call, Ref
 from cp_rewrite.torch_internals import OpOverload, expression
 
 from .exact import compared, held
-from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, compare, number, numeric
+from .symbolic import ONE, TOKENS, ZERO, Expr, Index, Select, SymTensor, Value, compare, number, numeric
 
 Rule = Callable[..., Any]
 """(context, *the call's arguments) -> SymTensor, or a tuple of them for calls of several results."""
@@ -53,7 +53,7 @@ class RuleContext:
         local_tokens: sizes (ints or symbols' expressions) that count this shard's tokens.
         name_of: the name of a leaf's node.
         given: leaf nodes whose elements are all one known value.
-        document_ids: the argument that holds the batch's document ids.
+        document_ids: the argument that holds the batch's document ids. padding_mask: that which marks tokens by 1.
         leaves: the leaves so far, by the sympy function that stands for each.
         sizes: index symbols, each with the size of the dim that it runs over.
         call: the call under evaluation.
@@ -63,6 +63,7 @@ class RuleContext:
     name_of: Callable[[fx.Node], str]
     given: dict[fx.Node, Expr] = field(default_factory=dict)
     document_ids: str | None = None
+    padding_mask: str | None = None
     leaves: dict[Any, Leaf] = field(default_factory=dict)
     sizes: dict[Expr, Expr] = field(default_factory=dict)
     call: Call | None = None
@@ -134,12 +135,14 @@ class RuleContext:
         # Floating-point leaves may well hold integers: nothing is known of them.
         known = {} if ref.dtype.is_floating_point else {"integer": True}
         function = sympy.Function(f"{name}#{taken}" if taken else name, **known)
+        is_mark = name == self.padding_mask and not trouble
         shape = tuple(self.size(s) for s in ref.shape)
         self.leaves[function] = Leaf(name, node, shape, function, ref.dtype, trouble, inexact)
 
         def read(index: Index) -> Value:
             value = function(*index) if index else function(ZERO)
-            return compare("ne", value, ZERO) if ref.dtype is torch.bool else value
+            mark = compare("ne", value, ZERO)
+            return mark if ref.dtype is torch.bool else Select(mark, ONE, ZERO) if is_mark else value
 
         return SymTensor(shape, ref.dtype, read)
 

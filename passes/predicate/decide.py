@@ -43,7 +43,7 @@ import torch.fx as fx
 
 from cp_rewrite.batch.masks.argument import MaskArgument
 from cp_rewrite.masks import DROPPED_AT, PackedMask
-from cp_rewrite.packing import CuSeqlens, DocumentIds, Tree
+from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask, Tree
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.passes.predicate.reading.recognise import Reader
 from cp_rewrite.refusal import Reason, Refusal
@@ -83,8 +83,10 @@ def prove(
         zeros: nodes that count as 0: the logits that the mask is added to.
         masks: nodes that stand in for masks of the batch.
     """
-    ids = sharding.packing.arg if isinstance(sharding.packing, DocumentIds | Tree) else None
-    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids, masks=masks or {})
+    packing = sharding.packing
+    ids = packing.arg if isinstance(packing, DocumentIds | Tree) else None
+    marks = packing.arg if isinstance(packing, PaddingMask) else None
+    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids, marks, masks=masks or {})
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))

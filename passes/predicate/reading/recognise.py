@@ -25,12 +25,35 @@ from typing import Any, cast
 import sympy
 from sympy.core.function import AppliedUndef
 
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, Spans, StartOfDocument, Tree, packing_args
+from cp_rewrite.packing import (
+    CuSeqlens,
+    DocumentIds,
+    EndOfDocument,
+    PaddingMask,
+    Spans,
+    StartOfDocument,
+    Tree,
+    packing_args,
+)
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.symbolic import ONE, TOKENS, Expr
 from cp_rewrite.passes.predicate.terms import GENERATORS, Trouble, maximal_terms
 from cp_rewrite.passes.predicate.within import CNK, CNQ, SK, SQ, TIN_K, TIN_Q, TOUT_K, TOUT_Q
-from cp_rewrite.passes.predicate.worlds import CK, CQ, END_K, END_Q, PK, PQ, START_K, START_Q, Chunks, K, Linear, Q
+from cp_rewrite.passes.predicate.worlds import (
+    BOTH,
+    CK,
+    CQ,
+    END_K,
+    END_Q,
+    PK,
+    PQ,
+    START_K,
+    START_Q,
+    Chunks,
+    K,
+    Linear,
+    Q,
+)
 from cp_rewrite.refusal import Reason
 
 from .numberings import Numberings, marks_of
@@ -147,6 +170,8 @@ class Reader(Numberings):
                 return {END_Q if side[0] == Q else END_K: sympy.S.One, ONE: sympy.Integer(token)}
             case StartOfDocument(token_id=token):
                 return {START_Q if side[0] == Q else START_K: sympy.S.One, ONE: sympy.Integer(token)}
+            case PaddingMask():  # keys of other documents are padding
+                return {ONE if side[0] == Q else BOTH: sympy.S.One}
             case _:
                 return {side[1]: sympy.S.One}
 
