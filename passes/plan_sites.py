@@ -113,16 +113,24 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
     captured = exchange == "auto" and sharding.capacity is not None
     if captured:
         exchange, why = "needed", "capacity is set"
-    elif exchange == "auto":
+    against = _unless_one_sided(spec, state) if exchange == "auto" or exchange in BETWEEN_GPUS else None
+    if exchange == "auto":
         model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
         speeds = sharding.device_speeds or speeds_of(state.device)
         per_node = sharding.node_size
-        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, per_node)
+        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, per_node, one_sided=against == [])
         exchange, why = choice.exchange, choice.reason
-    if exchange in BETWEEN_GPUS and state.device.type == "cuda" and not isinstance(sharding.mesh, int):
-        columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
-        against = [*row_reasons(spec.dtype, *columns), *group_reasons(sharding.group_name)]
+    carried_out = BETWEEN_GPUS.get(exchange, exchange)
+    if carried_out in BETWEEN_GPUS.values() and against is not None:
         if not against:
-            return BETWEEN_GPUS[exchange], f"{why}; rows are written into the peers' memory"
+            return carried_out, f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"
     return "all_gather" if captured else exchange, why
+
+
+def _unless_one_sided(spec: AttentionSpec, state: State) -> list[str] | None:
+    """Why ranks can't write rows into each other's memory; empty: they can. None: there are no GPUs."""
+    if state.device.type != "cuda" or isinstance(state.sharding.mesh, int):
+        return None
+    columns = (spec.heads_kv * spec.head_dim, spec.heads_kv * spec.head_dim_v)
+    return [*row_reasons(spec.dtype, *columns), *group_reasons(state.sharding.group_name)]

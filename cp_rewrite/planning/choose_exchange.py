@@ -8,8 +8,9 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 
-from .cost import Load, exchange_seconds
+from .cost import Load, exchange_seconds, fill_seconds
 from .devices import Device, Model
+from .routes.push_stages import Shape, StageLoad, backward_seconds, backward_stages, forward_seconds, forward_stages
 from .tiles import TILE, TILE_ROW_OVERHEAD
 
 TOKENS_PER_RANK = 8192
@@ -25,9 +26,16 @@ class Choice:
 
 
 def choose_exchange(
-    model: Model, world_size: int, mask: PackedMask, device: Device, ranks_per_node: int | None = None
+    model: Model,
+    world_size: int,
+    mask: PackedMask,
+    device: Device,
+    ranks_per_node: int | None = None,
+    one_sided: bool = False,
 ) -> Choice:
-    """The cheaper of `all_gather` and `needed` for one attention site. Pure: equal on all ranks.
+    """The cheapest of `all_gather` and `needed` for one attention site. Pure: equal on all ranks.
+
+    A ring and an exchange of heads are not weighed: they take longer than predicted (`examples/bench/exchanges.py`).
 
     Args:
         model: of the site.
@@ -35,12 +43,14 @@ def choose_exchange(
         mask: of the site.
         device: speeds.
         ranks_per_node: ranks that share fast links; None: all.
+        one_sided: ranks can write into each other's memory: what is needed travels beside the kernel, as `push`.
     """
     if world_size == 1:
         return Choice("local", "one rank: nothing moves")
     load = typical_load(world_size, mask)
     predicted = exchange_seconds(load, device, model, ranks_per_node)
-    seconds = {name: predicted[name] for name in ("all_gather", "needed")}
+    needed = {"push": push_seconds(load, device, model)} if one_sided else {"needed": predicted["needed"]}
+    seconds = {"all_gather": predicted["all_gather"], **needed}
     best, other = sorted(seconds, key=seconds.__getitem__)
     share = int(load.received[0].sum()) / (load.local_rows * (world_size - 1))
     reason = (
@@ -49,6 +59,19 @@ def choose_exchange(
         f"{load.local_rows} tokens per rank, {share:.0%} of remote rows needed)"
     )
     return Choice(best, reason)
+
+
+def push_seconds(load: Load, device: Device, model: Model) -> float:
+    """Predicted seconds of one layer's attention and fill with `push` beside the kernel, of a kernel that waits for all
+    rows or runs in stages of heads."""
+    shape = Shape(*model.heads, model.head_dim, model.head_dim, model.item_bytes)
+    coming = load.received.sum(1)
+    columns = zip(load.tiles.tolist(), coming.tolist(), (load.expanded - coming).tolist(), strict=True)
+    loads = tuple(StageLoad(0, round(tiles), 0, rows, own, 0) for tiles, rows, own in columns)
+    there, back = forward_stages(loads, shape), backward_stages(loads, shape, kept=False)
+    forward = max(forward_seconds(each, shape, there, device) for each in loads)
+    backward = max(backward_seconds(each, shape, back, False, device) for each in loads)
+    return forward + backward + fill_seconds(load, device, model)
 
 
 def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK) -> Load:

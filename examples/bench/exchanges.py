@@ -22,7 +22,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.choose_exchange import choose_exchange
+from cp_rewrite.planning.choose_exchange import choose_exchange, push_seconds
 from cp_rewrite.planning.cost import exchange_seconds, load_of
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.routes import grid
@@ -80,9 +80,9 @@ def names(setup: Setup) -> list[str]:
 def run_pack(pack: Pack, setup: Setup, groups: Groups, device: Device) -> None:
     plan = plan_batch([Documents.from_lengths(pack.lengths)], setup.world_size)
     model = Model((setup.heads, setup.heads_kv), setup.dim)
-    predicted = exchange_seconds(load_of(plan.schedule(CAUSAL)), device, model)
-    chosen = choose_exchange(model, setup.world_size, CAUSAL, device).exchange
-    chosen = "push" if chosen == "needed" else chosen
+    load = load_of(plan.schedule(CAUSAL))
+    predicted = exchange_seconds(load, device, model) | {"push": push_seconds(load, device, model)}
+    chosen = choose_exchange(model, setup.world_size, CAUSAL, device, one_sided=True).exchange
     repeats = min(9, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
     if setup.rank == 0:
         print(f"\n### {pack.name}, {setup.heads}/{setup.heads_kv} heads\n")

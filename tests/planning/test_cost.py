@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.choose_exchange import choose_exchange, typical_load
+from cp_rewrite.planning.choose_exchange import choose_exchange, push_seconds, typical_load
 from cp_rewrite.planning.cost import (
     all_gather_seconds,
     exchange_seconds,
     fill_seconds,
+    kernel_seconds,
     load_of,
     needed_seconds,
 )
@@ -141,6 +142,33 @@ def test_choice_by_mask():
     window = choose_exchange(Model(), 8, PackedMask(window=(1023, 0), packed=False), H200)
     assert window.exchange == "needed"
     assert choose_exchange(Model(), 1, PackedMask(), H200).exchange == "local"
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (32, 32)])
+@pytest.mark.parametrize("mask", [PackedMask(), PackedMask(packed=False)])
+def test_rows_that_travel_beside_the_kernel_are_weighed_so(heads: tuple[int, int], mask: PackedMask):
+    choice = choose_exchange(Model(heads), 4, mask, H200, one_sided=True)
+    assert choice.exchange == "push"
+    assert "all_gather" in choice.reason
+    load = typical_load(4, mask)
+    alone = kernel_seconds(load.tiles.max(), 0, H200, Model(heads))
+    pushed, needed = push_seconds(load, H200, Model(heads)), exchange_seconds(load, H200, Model(heads))["needed"]
+    assert alone < pushed < needed
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "measured"),
+    [  # both, on 2 H200; loads of whole plans wait for all rows in one stage: parts that are read in place gain more
+        ([16384], (32, 32), {"push": 7.07, "needed": 9.82, "all_gather": 9.55}),
+        ([16384], (64, 8), {"push": 13.79, "needed": 14.52, "all_gather": 14.32}),
+    ],
+)
+def test_predictions_are_near_what_was_measured(lengths: list[int], heads: tuple[int, int], measured: dict[str, float]):
+    load, model = plan(lengths, 2).load, Model(heads)
+    predicted = exchange_seconds(load, H200, model) | {"push": push_seconds(load, H200, model)}
+    for name, milliseconds in measured.items():
+        assert 1e3 * predicted[name] == pytest.approx(milliseconds, rel=0.12), name
+    assert min(measured, key=predicted.__getitem__) == "push"
 
 
 def test_choice_of_many_ranks_with_few_heads_per_key():

@@ -79,15 +79,17 @@ def backward_stages(loads: tuple[StageLoad, ...], shape: Shape, kept: bool) -> t
     return _best(_BACKWARD, shape, lambda sizes: max(backward_seconds(load, shape, sizes, kept) for load in loads))
 
 
-def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int]) -> float:
+def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], device: Device = _DEVICE) -> float:
     """Predicted seconds of a rank's forward with its exchange, in stages of so many key heads; one stage is cut in an
     early and a late part."""
-    kernel, rows = _kernel_seconds(load, shape, _DEVICE.forward), _link_seconds(load.coming, shape, _FEW_LINK)
+    kernel, rows = _kernel_seconds(load, shape, device.forward), _link_seconds(load.coming, shape, device, _FEW_LINK)
     if len(sizes) == 1:
         early = kernel * load.early / max(1, load.early + load.late)
-        start = max(_link_seconds(load.awaited, shape, _FEW_LINK), _copy_seconds(load.own - load.near, shape))
+        start = max(
+            _link_seconds(load.awaited, shape, device, _FEW_LINK), _copy_seconds(load.own - load.near, shape, device)
+        )
         return max(start + early + _TAKEN * rows, rows) + kernel - early
-    end, sent = _copy_seconds(load.own, shape), 0.0
+    end, sent = _copy_seconds(load.own, shape, device), 0.0
     for size in sizes:
         share = size / shape.heads_kv
         sent += rows * share
@@ -95,14 +97,16 @@ def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int]) -> floa
     return end + _TAKEN * rows
 
 
-def backward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], kept: bool) -> float:
+def backward_seconds(
+    load: StageLoad, shape: Shape, sizes: Sequence[int], kept: bool, device: Device = _DEVICE
+) -> float:
     """The same of a backward. In one stage rows come before the kernel and gradients go home after it, both faster."""
-    kernel, copies = 2.5 * _kernel_seconds(load, shape, _DEVICE.backward), _copy_seconds(load.own, shape)
-    alone = max(_link_seconds(load.coming, shape), copies)  # of rows before the kernel, of gradients after it
+    kernel, copies = 2.5 * _kernel_seconds(load, shape, device.backward), _copy_seconds(load.own, shape, device)
+    alone = max(_link_seconds(load.coming, shape, device), copies)  # of rows before the kernel, of gradients after it
     if len(sizes) == 1:
         return (0.0 if kept else alone) + kernel + alone
-    rows = 0.0 if kept else _link_seconds(load.coming, shape, _FEW_LINK)
-    back = max(_link_seconds(load.coming, shape, _BESIDE_LINK), copies / 2 / _BESIDE_MEMORY)
+    rows = 0.0 if kept else _link_seconds(load.coming, shape, device, _FEW_LINK)
+    back = max(_link_seconds(load.coming, shape, device, _BESIDE_LINK), copies / 2 / _BESIDE_MEMORY)
     end, sent, home = 0.0 if kept else copies, 0.0, rows
     for size in sizes[:-1]:
         share = size / shape.heads_kv
@@ -136,11 +140,11 @@ def _kernel_seconds(load: StageLoad, shape: Shape, speed: float) -> float:
     return (load.early + load.late) * flops / speed
 
 
-def _link_seconds(rows: int, shape: Shape, speed: float = 1.0) -> float:
+def _link_seconds(rows: int, shape: Shape, device: Device, speed: float = 1.0) -> float:
     """Of rows of peers, at a share of the link's speed."""
-    return rows * shape.row_bytes / (speed * _DEVICE.link)
+    return rows * shape.row_bytes / (speed * device.link)
 
 
-def _copy_seconds(rows: int, shape: Shape) -> float:
+def _copy_seconds(rows: int, shape: Shape, device: Device) -> float:
     """Of copies of own rows, or of sums of their gradients, by the whole GPU."""
-    return 2 * rows * shape.row_bytes / _DEVICE.memory
+    return 2 * rows * shape.row_bytes / device.memory
