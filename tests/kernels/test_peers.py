@@ -12,10 +12,11 @@ import torch.multiprocessing as mp
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import peers
+from cp_rewrite.kernels.flash import fa4
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.peers.reasons import group_reasons
-from cp_rewrite.kernels.select import capabilities, device_facts, load
+from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.local_rows import as_rows, split_kv
@@ -58,11 +59,9 @@ def _rank(rank: int, world_size: int, port: int) -> None:
         schedule, _ = make_schedule([Documents.from_lengths(lengths)], world_size, layout, mask)
         for dtype in (torch.bfloat16, torch.float32):
             _check(schedule, rank, world_size, name, dtype)
-    modules = device_facts(torch.device("cuda", rank)).modules
-    known = "flash_attn.cute" in modules and capabilities("fa4").overlaps_exchange
-    for kernel in ["fa4"] * known + ["fa3"] * ("flash_attn_interface" in modules) + ["aten_flash"]:
-        for case in OVERLAPPED if kernel == "fa4" else OVERLAPPED[:4]:
-            _check_overlap(*case, kernel, rank, world_size, name)
+    if "flash_attn.cute" in device_facts(torch.device("cuda", rank)).modules and capabilities("fa4").overlaps_exchange:
+        for case in OVERLAPPED:
+            _check_overlap(*case, rank, world_size, name)
     _replay(rank, world_size, name)
     dist.destroy_process_group()
 
@@ -129,14 +128,7 @@ OVERLAPPED: tuple[tuple[list[int], str, PackedMask, tuple[int, int]], ...] = (
 
 
 def _check_overlap(
-    lengths: list[int],
-    layout: str,
-    mask: PackedMask,
-    heads: tuple[int, int],
-    kernel: str,
-    rank: int,
-    world_size: int,
-    group: str,
+    lengths: list[int], layout: str, mask: PackedMask, heads: tuple[int, int], rank: int, world_size: int, group: str
 ) -> None:
     """An exchange that overlaps with the kernel gives, bit for bit, what exchanges before and after it give, eager and
     replayed; gradients of grouped heads, of which finer parts travel, what such an exchange after it gives."""
@@ -147,19 +139,19 @@ def _check_overlap(
     generator = torch.Generator("cuda").manual_seed(rank)
     shapes = [(schedule.local_rows, n, 128) for n in (heads[0], heads[0], heads[1], heads[1])]
     q, dout, k, v = (torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes)
-    numbers, params, run = (0.1, 0.0, kernel, True), Params(0.1, 0.0, True), load(kernel)
+    numbers, params = (0.1, 0.0, "fa4", True), Params(0.1, 0.0, True)
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
 
     def apart() -> tuple[torch.Tensor, ...]:
         keys = split_kv(push_kv(k, v, route, exchange), heads[1], 128, 128)
-        out, lse = run.forward(q, *keys, tables, params)
-        dq, dk, dv = run.backward(dout, q, *keys, out, lse, tables, params)
+        out, lse = fa4.forward(q, *keys, tables, params)
+        dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
         grads = return_kv(as_rows(dk, dv, *keys), k, v, route, exchange)
         out = fill_gaps(out, lse)
         named: dict[str, torch.Tensor] = PUSH.bind(route)._asdict()
-        if not capabilities(kernel).unrounded_gradients(q, heads[1]) or not int(named["capacity"]):
+        if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
-        finer = _finer(lambda into: run.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
+        finer = _finer(lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
         for x, y in zip(grads, finer, strict=True):
             assert relative_error(y, x) < 2**-8
         return out, lse, dq, *finer
@@ -171,7 +163,7 @@ def _check_overlap(
 
     def same(expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...], what: object) -> None:
         for name, want, found in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
-            assert torch.equal(want, found), (kernel, lengths, layout, what, name)
+            assert torch.equal(want, found), (lengths, layout, what, name)
 
     def in_stages(sizes: tuple[int, ...]) -> None:
         if int(PUSH.bind(route).capacity):

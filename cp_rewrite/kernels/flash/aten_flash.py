@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import AttentionSpec, Capabilities, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen
 from .launches import Launch
@@ -29,11 +29,6 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     if spec.softcap:
         found.append("no soft cap of the logits")
     return found
-
-
-def capabilities() -> Capabilities:
-    """Rows travel beside the forward's kernel, and before and after the backward's."""
-    return Capabilities(overlaps_exchange=True)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:

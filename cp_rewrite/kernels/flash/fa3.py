@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import AttentionSpec, Capabilities, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen
 from .launches import Launch
@@ -44,11 +44,6 @@ def has_backward() -> bool:
 @cache
 def _interface() -> Any:
     return importlib.import_module("flash_attn_interface")
-
-
-def capabilities() -> Capabilities:
-    """Rows travel beside the forward's kernel, and before and after the backward's."""
-    return Capabilities(overlaps_exchange=True)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:

@@ -113,4 +113,4 @@ def _arguments(launch: Launch) -> dict[str, Any]:
     }
 
 
-forward, backward = varlen.functions(_forward, _backward, calls=True)
+forward, backward = varlen.functions(_forward, _backward)

@@ -30,12 +30,9 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 """(dout, q, k, v, out, lse, dq, dk, dv, launch, params): writes dq, dk and dv."""
 
 
-def functions(
-    forward: Forward, backward: Backward, *, calls: bool = False
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`forward` and `backward` of a kernel module, with the arguments and results of `reference`'s. calls: the backward
-    itself calls what `launch.overlap` has to be called between its steps."""
-    return partial(run_forward, forward), partial(run_backward, backward, calls=calls)
+def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`forward` and `backward` of a kernel module, with the arguments and results of `reference`'s."""
+    return partial(run_forward, forward), partial(run_backward, backward)
 
 
 def run_forward(
@@ -107,7 +104,6 @@ def run_backward(
     params: Params,
     overlap: BackwardOverlap | None = None,
     into: Tensor | None = None,
-    calls: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer and
     zeros past the last key, or `overlap.grads`, where rows that no piece reads keep what they hold. `into`: dq is
@@ -115,7 +111,7 @@ def run_backward(
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
     launches = launches_of(tables, rows)
-    inside = calls and overlap is not None and len(launches) == 1 and launches[0].stop > 0
+    inside = overlap is not None and len(launches) == 1 and launches[0].stop > 0
     if overlap is not None and not inside:
         overlap.keys_needed()
     dk, dv = _grad_rows(k_EHD, v_EHV, params.unrounded) if overlap is None else overlap.grads
