@@ -75,7 +75,7 @@ def project(hidden: Tensor) -> Tensor:
     """Hidden states times fixed numbers, (…, 64)."""
     width = hidden.shape[-1]
     rows, columns = torch.arange(width)[:, None] + 1, torch.arange(VOCAB)[None] + 1
-    return hidden @ (rows * columns).float().sin()
+    return hidden @ (rows * columns).to(hidden.dtype).sin()
 
 
 def build(case: Case) -> Wrapped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -94,6 +95,7 @@ def serve(case: Case, rank: int, folder: str, limit_s: float) -> None:
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(limit_s - 2, file=stack)
 
+    @functools.cache
     def mesh() -> DeviceMesh:
         method, timeout = f"file://{path / 'store'}", timedelta(seconds=limit_s)
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS, timeout=timeout)

@@ -47,9 +47,10 @@ def section(outcomes: Iterable[Outcome], versions: str) -> str:
         "Written by `python -m tests.sweep`, which tries every class of `transformers`' auto mappings that reads text",
         "alone, small and with random weights: in processes of its own, with a time limit, on 2 ranks against one",
         "process. *Right* is as above; where fp32 itself is further than that from fp64 on one process, as for biases",
-        "of keys, whose gradients are 0 in exact arithmetic, the limit is four times that. *torch* means that",
-        "torch.compile can't capture the plain model as one graph. `make test-all` tries one class of each model type",
-        f"again, and fails where one that was right is not, or one differs, crashes or hangs. {versions}.",
+        "of keys, whose gradients are 0 in exact arithmetic, the limit is four times that, and what is beyond it is",
+        "compared in fp64. *Torch* means that torch.compile can't capture the plain model as one graph.",
+        "`make test-all` tries one class of each model type again, and fails where one that was right is not, or one",
+        f"differs, crashes or hangs. {versions}.",
         "",
         "*Logits*: the loss was computed from what the model returns, as its own is refused. *Eval*: the model was in",
         "`eval()`, as it drops layers or draws experts in training.",
@@ -76,7 +77,7 @@ def row(outcome: Outcome) -> str:
         how = [word for word in how if word != "logits"]
     right = outcome.verdict == "right"
     verdict = ", ".join([outcome.verdict, *how]) if right else f"{outcome.verdict}: {words(outcome)}"
-    noise = f" (fp32 {outcome.noise:.0e})" if outcome.gradient > LIMIT else ""
+    noise = f" (fp32 {outcome.noise:.0e})" if outcome.gradient > LIMIT else " in fp64" if outcome.fp64 else ""
     numbers = f"{outcome.loss:.0e} | {outcome.gradient:.0e}{noise}" if right else "– | –"
     masks = ", ".join(outcome.masks) or "–"
     return f"| {outcome.name} | {outcome.attention or '–'} | {masks} | {verdict} | {numbers} |"

@@ -31,6 +31,7 @@ class Outcome:
         why: of all but "right".
         loss, gradient: relative differences to one process, of the gradient that is nearest to its limit: 1e-5, or
             four times its noise.
+        fp64: whether they are of a comparison in fp64, after one in fp32 was beyond its limit.
         noise: of that gradient on one process, between fp32 and fp64.
     """
 
@@ -46,6 +47,7 @@ class Outcome:
     loss: float = 0.0
     gradient: float = 0.0
     noise: float = 0.0
+    fp64: bool = False
     worst: str = ""
     seconds: float = 0.0
 
@@ -81,7 +83,8 @@ class Trial:
             if isinstance(error, RewriteRefused):
                 return self.refused(error.refusals, "late: ")
             return self.ended("crashed", error)
-        return self.compared((loss, total), grads, sharded, noise)
+        out = self.compared((loss, total), grads, sharded, noise)
+        return out if out.verdict == "right" else self.in_fp64(model, whole)
 
     def whole_batch(self) -> dict[str, Tensor]:
         """What one process calls the model with."""
@@ -132,6 +135,22 @@ class Trial:
         out.verdict = "right" if right else "different"
         if not right:
             out.why = [f"loss {losses[0]} and {losses[1]}; {out.worst}: {out.gradient}, of fp32 itself {out.noise}"]
+        return out
+
+    def in_fp64(self, model: nn.Module, whole: dict[str, Tensor]) -> Outcome:
+        """Both once more: rounding is far below the limit then."""
+        out, why = self.outcome, self.outcome.why
+        self.stage("fp64")
+        torch._dynamo.reset()
+        model.zero_grad()
+        try:
+            loss, grads = step(model.double(), whole)
+            total, sharded = self.sharded_step(model)
+        except Exception as error:
+            out.why = [*why, f"in fp64: {error}"]
+            return out
+        self.compared((loss, total), grads, sharded, dict.fromkeys(grads, 0.0))
+        out.fp64, out.why = True, why if out.verdict == "different" else []
         return out
 
     def refused(self, refusals: Any, prefix: str = "") -> Outcome:
