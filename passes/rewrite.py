@@ -74,13 +74,14 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
 
     def emit() -> Any:
         nodes = [fx.Proxy(replaced.get(node, node), tracer) for node in site.operands]
-        q, k, v = (_rows(node, value.dtype, site.rows) for node in nodes[:3])
+        q, k, v = (_rows(node, value.dtype, site.form) for node in nodes[:3])
         sinks = nodes[3] if site.sinks is not None else None
         how = decision.exchange, params, decision.kernel, sharding.keep_kv
         out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
-        if site.rows:
+        if site.form == "THD":
             return out
-        return out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1)).transpose(1, 2)
+        out = out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1))
+        return out.transpose(1, 2) if site.form == "BHTD" else out
 
     return _take_place(site.node, _insert(site.node, emit, inputs.mode), inputs.mode)
 
@@ -110,10 +111,12 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
     return _take_place(read.node, new, inputs.mode)
 
 
-def _rows(x: fx.Proxy, dtype: torch.dtype, rows: bool) -> fx.Proxy:
-    """(B * T, H, D) of (B, H, T, D); under autocast attention runs in another dtype than its inputs have."""
+def _rows(x: fx.Proxy, dtype: torch.dtype, form: str) -> fx.Proxy:
+    """(B * T, H, D) of `form`; under autocast attention runs in another dtype than its inputs have."""
     x = x if x.node.meta["example_value"].dtype == dtype else x.to(dtype)
-    return x if rows else x.transpose(1, 2).flatten(0, 1)
+    if form == "THD":
+        return x
+    return (x.transpose(1, 2) if form == "BHTD" else x).flatten(0, 1)
 
 
 def _batch_size(query: fx.Node, tracer: GraphAppendingTracer) -> Any:

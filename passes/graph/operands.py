@@ -122,12 +122,12 @@ def check_operands(
             detail = f"{name} has {shape[dim]} tokens in dim {dim}, the annotated inputs have {counted}"
             found.append(Refusal(Reason.QK_LENGTH, detail, node))
     if not found:
-        found += _check_heads(node, bool(args["enable_gqa"]), *(s for s in shapes.values() if s is not None))
+        found += _check_heads(node, bool(args["enable_gqa"]), form, *(s for s in shapes.values() if s is not None))
     return found
 
 
-def _check_heads(node: fx.Node, grouped: bool, query: Any, key: Any, value: Any) -> list[Refusal]:
-    q, k, v = (expression(shape[1]) for shape in (query, key, value))
+def _check_heads(node: fx.Node, grouped: bool, form: str, query: Any, key: Any, value: Any) -> list[Refusal]:
+    q, k, v = (expression(shape[form.index("H")]) for shape in (query, key, value))
     rows = {expression(shape[0]) for shape in (query, key, value)}
     found: list[Refusal] = []
     if len(rows) != 1:

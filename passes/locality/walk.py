@@ -211,7 +211,7 @@ class _Walk:
         """Attention whose mask is proven: queries, keys and values have their tokens where the rewrite expects them."""
         self.reads.settle(site.operands, self.visit)  # they need not be the node's own
         batch = None if self.extents.batch == 1 else (B,)
-        dims: Dims = ((T,), None, None) if site.rows else (batch, None, (T,), None)
+        dims: Dims = tuple(batch if letter == "B" else (T,) if letter == "T" else None for letter in site.form)
         for name, node in (("query", site.query), ("key", site.key), ("value", site.value)):
             state = self.env.get(node, REPLICATED)
             if state is not UNKNOWN and not (isinstance(state, Rows) and _fits(state.dims, dims)):

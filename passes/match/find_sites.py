@@ -165,9 +165,9 @@ class _Matcher:
         args = {**_DEFAULTS, **written.arguments}
         mask_node, logits = written.mask
         reader = next(iter(logits[-1].users)) if logits else written.logits[-1]
-        mask, assumed = self._mask(scope, mask_node, reader, args, logits)
+        mask, assumed = self._mask(scope, mask_node, reader, args, logits, written.form)
         more = {"softcap": written.softcap, "sinks": written.sinks, "logits": logits}
-        return self._site(scope, written.output, args, mask, mask_node=mask_node, assumed=assumed, **more)
+        return self._site(scope, written.output, args, mask, written.form, mask_node=mask_node, assumed=assumed, **more)
 
     def _match_flex(self, scope: Scope, node: fx.Node) -> Found:
         args = flex_arguments(node)
@@ -188,7 +188,13 @@ class _Matcher:
         return replace(found, node=output, softcap=softcap)
 
     def _mask(
-        self, scope: Scope, mask: Any, reader: fx.Node, args: Mapping[str, Any], logits: Sequence[fx.Node] = ()
+        self,
+        scope: Scope,
+        mask: Any,
+        reader: fx.Node,
+        args: Mapping[str, Any],
+        logits: Sequence[fx.Node] = (),
+        form: str = "BHTD",
     ) -> tuple[PackedMask | list[Refusal], bool]:
         """(what the mask that `reader` reads means, whether that is the user's word)."""
         assumed = self.sharding.assume_mask
@@ -204,6 +210,7 @@ class _Matcher:
         shape = shape_of(args["query"])
         if shape is None or len(shape) != 4:
             return [], False
+        shape = [shape[form.index(letter)] for letter in "BHTD"]
         found = self.prover.prove(scope, mask, reader, shape, logits=logits)
         opaque = isinstance(found, list) and all(r.reason is Reason.MASK_OPAQUE for r in found)
         if opaque and assumed is not None:
@@ -211,16 +218,22 @@ class _Matcher:
         return found, False
 
     def _site(
-        self, scope: Scope, node: fx.Node, args: Mapping[str, Any], mask: PackedMask | list[Refusal], **more: Any
+        self,
+        scope: Scope,
+        node: fx.Node,
+        args: Mapping[str, Any],
+        mask: PackedMask | list[Refusal],
+        form: str = "BHTD",
+        **more: Any,
     ) -> Found:
         """A Site where the operands fit and the mask is known; `more` are further fields of it."""
-        refusals = [*check_operands(node, args, self.prover.local_tokens), *check_options(node, args)]
+        refusals = [*check_operands(node, args, self.prover.local_tokens, form), *check_options(node, args)]
         refusals = refusals or self._check_rows(node, args["query"])
         if refusals:
             return refusals + (mask if isinstance(mask, list) else [])
-        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node)
+        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node, form.index("H"))
         known = PackedMask() if isinstance(mask, list) else mask
-        site = Site(node, scope.gm, args["query"], key, value, known, scale=constant(args["scale"]), **more)
+        site = Site(node, scope.gm, args["query"], key, value, known, scale=constant(args["scale"]), form=form, **more)
         if isinstance(mask, list):
             self.refused[node] = site
             return mask

@@ -30,7 +30,7 @@ Known = dict[Any, bool]
 
 
 def ungroup(
-    gm: fx.GraphModule, query: fx.Node, key: fx.Node, value: fx.Node, known: Known, reader: fx.Node
+    gm: fx.GraphModule, query: fx.Node, key: fx.Node, value: fx.Node, known: Known, reader: fx.Node, dim: int = 1
 ) -> tuple[fx.Node, fx.Node]:
     """The key and value nodes before their heads were repeated, each n times in a row:
 
@@ -38,32 +38,34 @@ def ungroup(
 
     The nodes themselves, unless all of this holds: both provably were repeated so, from equally many heads; what was
     repeated does not change in place before `reader` (attention); it needs gradients where its copies do. A `repeat`
-    (0 1 0 1 0 1) is another order and stays. `known` remembers answers, as layers ask the same again.
+    (0 1 0 1 0 1) is another order and stays. `known` remembers answers, as layers ask the same again. `dim` counts
+    heads.
     """
-    heads = query.meta["example_value"].shape[1]
-    k, v = (_before_repeat(gm, node, heads, known) for node in (key, value))
-    equal = k.meta["example_value"].shape[1] == v.meta["example_value"].shape[1]
+    heads = query.meta["example_value"].shape[dim]
+    k, v = (_before_repeat(gm, node, heads, known, dim) for node in (key, value))
+    equal = k.meta["example_value"].shape[dim] == v.meta["example_value"].shape[dim]
     unchanged = not writers_between((k,), k, reader) and not writers_between((v,), v, reader)
     trained = needs_gradient(k) == needs_gradient(key) and needs_gradient(v) == needs_gradient(value)
     return (k, v) if equal and unchanged and trained else (key, value)
 
 
-def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known) -> fx.Node:
+def _before_repeat(gm: fx.GraphModule, node: fx.Node, heads: Any, known: Known, dim: int) -> fx.Node:
     """The earliest node whose heads `node` has repeated; `node` itself where there is none."""
     chain = [node]
     while (source := _moved_from(chain[-1])) is not None:
         chain.append(source)
+    others = [other for other in range(4) if other != dim]
     whole = [expression(size) for size in node.meta["example_value"].shape]
     for depth in range(len(chain) - 1, 0, -1):
         shape = chain[depth].meta["example_value"].shape
         # Compared as expressions: symbolic sizes would be guarded to be what they are on this batch.
-        if len(shape) != 4 or [expression(shape[dim]) for dim in (0, 2, 3)] != [whole[0], whole[2], whole[3]]:
+        if len(shape) != 4 or any(expression(shape[i]) != whole[i] for i in others):
             continue
-        if heads % shape[1] or shape[1] == heads:
+        if heads % shape[dim] or shape[dim] == heads:
             continue
-        signature = tuple(map(_signature, chain[: depth + 1]))
+        signature = dim, *map(_signature, chain[: depth + 1])
         if signature not in known:
-            known[signature] = _repeats_heads(gm, chain[depth], node)
+            known[signature] = _repeats_heads(gm, chain[depth], node, dim)
         if known[signature]:
             return chain[depth]
     return node
@@ -104,18 +106,18 @@ def repeats_per_head(scope: Scope, node: fx.Node) -> fx.Node | None:
     return source if read is not None and read[0] == read[2].function(read[1][1]) else None
 
 
-def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> bool:
-    """Whether node[b, h, t, d] is source[b, h // n, t, d]."""
+def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node, dim: int) -> bool:
+    """Whether node[b, h, t, d] is source[b, h // n, t, d], with heads at `dim`."""
     read = _read(gm, source, node)
     if read is None:
         return False
-    value, index, leaf, heads = read
-    head = ZERO if leaf.shape[1] == 1 else sympy.floor(index[1] * leaf.shape[1] / heads)
-    return value == leaf.function(index[0], head, index[2], index[3])
+    value, index, leaf, shape = read
+    head = ZERO if leaf.shape[dim] == 1 else sympy.floor(index[dim] * leaf.shape[dim] / shape[dim])
+    return value == leaf.function(*index[:dim], head, *index[dim + 1 :])
 
 
 def _read(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> tuple[Any, tuple[Any, ...], Leaf, Any] | None:
-    """(the element node[b, h, t, d], its index, the leaf in it that stands for `source`, heads of `node`)."""
+    """(the element node[b, h, t, d], its index, the leaf in it that stands for `source`, the shape of `node`)."""
     try:
         canonical = canonicalize(Scope(gm), node, lambda _, n: n is source)
     except CanonicalizeError:
@@ -126,4 +128,4 @@ def _read(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> tuple[Any, tupl
         ZERO if s == 1 else evaluator.symbol(n, s) for n, s in zip(("b", "h", "t", "d"), tensor.shape, strict=True)
     )
     leaf = next((x for x in evaluator.leaves.values() if x.node is source), None)
-    return None if leaf is None else (tensor.at(index), index, leaf, tensor.shape[1])
+    return None if leaf is None else (tensor.at(index), index, leaf, tensor.shape)

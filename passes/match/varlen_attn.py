@@ -45,7 +45,7 @@ def match_varlen(scope: Scope, node: fx.Node, prover: Prover) -> Site | list[Ref
     if refusals or isinstance(output, Refusal) or isinstance(mask, Refusal):
         return refusals + [r for r in (output, mask) if isinstance(r, Refusal)]
     operands = (args["query"], args["key"], args["value"])
-    return Site(output, scope.gm, *operands, mask, scale=constant(args["scale"]), rows=True)
+    return Site(output, scope.gm, *operands, mask, scale=constant(args["scale"]), form="THD")
 
 
 def _schema(node: fx.Node) -> Any:

@@ -12,7 +12,7 @@ logits or weights in place on the side.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,15 @@ from .grouped_heads import repeats_per_head
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COPIES = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
 _PRODUCTS = frozenset({"matmul", "einsum"})
-_SCORES = re.compile(r"(\w)(\w)(\w)(\w),\1\2(\w)\4->\1\2\3\5")
-_OUTPUT = re.compile(r"(\w)(\w)(\w)(\w),\1\2\4(\w)->\1\2\3\5")
+_SCORES = {
+    "BHTD": re.compile(r"(\w)(\w)(\w)(\w),\1\2(\w)\4->\1\2\3\5"),
+    "BTHD": re.compile(r"(\w)(\w)(\w)(\w),\1(\w)\3\4->\1\3\2\5"),
+}
+_OUTPUT = {
+    "BHTD": re.compile(r"(\w)(\w)(\w)(\w),\1\2\4(\w)->\1\2\3\5"),
+    "BTHD": re.compile(r"(\w)(\w)(\w)(\w),\1\4\2(\w)->\1\3\2\5"),
+}
+"""Equations of the products, by the form of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Written:
     Args:
         output: the second product, (B, Hq, T, Dv). query, key, value: as in `Site`.
         logits: the nodes from the scaled and capped scores to the logits with the mask in them.
-        scale, softcap: as in `Site`. dropout: of the weights, as the graph has it. sinks: node of (Hq,), or None.
+        scale, softcap, form: as in `Site`. dropout: of the weights, as the graph has it. sinks: node of (Hq,), or None.
     """
 
     output: fx.Node
@@ -55,12 +62,14 @@ class Written:
     softcap: float
     dropout: Any
     sinks: fx.Node | None
+    form: str
 
     @property
     def arguments(self) -> dict[str, Any]:
         """As arguments of `scaled_dot_product_attention`, mask and sinks left out."""
         shape = shape_of(self.key)
-        one_head = shape is not None and len(shape) == 4 and expression(shape[1]) == 1  # products broadcast over heads
+        heads = self.form.index("H")
+        one_head = shape is not None and len(shape) == 4 and expression(shape[heads]) == 1  # products broadcast them
         return {"query": self.query, "key": self.key, "value": self.value, "scale": self.scale,
                 "dropout_p": self.dropout, "enable_gqa": one_head}  # fmt: skip
 
@@ -120,14 +129,16 @@ def _read(scope: Scope, softmax: fx.Node) -> Written:
         raise _Differs(logits[0], f"the soft cap is {softcap:g}")
     output, dropout = _second_product(softmax, sinks is not None)
     _check_path(product, output, shift)
-    query, keys = _factors(product, _SCORES)
+    query, keys, form = _factors(product, _SCORES)
     key = keys if op_name(product) == "einsum" else _untransposed(keys)
-    value = _factors(output, _OUTPUT)[1]
+    _, value, also = _factors(output, _OUTPUT)
+    if form != also:
+        raise _Differs(output, "queries and keys have their tokens in another dim than values and the output")
     if product.meta["example_value"].dtype != output.meta["example_value"].dtype:
         raise _Differs(product, "q @ kᵀ and the output have different dtypes")
     if changed := writers_between((query, key, value), product, output):
         raise _Differs(changed[0], "queries, keys or values change in place before attention is through with them")
-    return Written(output, query, key, value, tuple(logits), scale, softcap, dropout, sinks)
+    return Written(output, query, key, value, tuple(logits), scale, softcap, dropout, sinks, form)
 
 
 def _unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
@@ -234,17 +245,18 @@ def _drops_last_column(node: fx.Node) -> bool:
     return whole and isinstance(last, slice) and (last.start, last.stop, last.step) == (None, -1, None)
 
 
-def _factors(product: fx.Node, equation: re.Pattern[str]) -> tuple[fx.Node, fx.Node]:
-    """Both operands of a matmul, or of an einsum that says the same."""
-    operands = list(product.args)
+def _factors(product: fx.Node, equations: Mapping[str, re.Pattern[str]]) -> tuple[fx.Node, fx.Node, str]:
+    """(both operands of a matmul, or of an einsum that says the same, their form)."""
+    operands, form = list(product.args), "BHTD"
     if op_name(product) == "einsum":
         text = str(operands.pop(0)).replace(" ", "")
-        match = equation.fullmatch(text)
-        if match is None or len(set(match.groups())) != 5:
+        matches = {form: match for form, known in equations.items() if (match := known.fullmatch(text))}
+        form = next((form for form, match in matches.items() if len(set(match.groups())) == 5), "")
+        if not form:
             raise _Differs(product, f"einsum {text!r} is no product over one head's queries and keys")
     if len(operands) != 2 or product.kwargs or not all(isinstance(x, fx.Node) for x in operands):
         raise _Differs(product, f"{product.name} is no product of two tensors")
-    return operands[0], operands[1]  # type: ignore[return-value]
+    return operands[0], operands[1], form  # type: ignore[return-value]
 
 
 def _untransposed(node: fx.Node) -> fx.Node:

@@ -14,16 +14,16 @@ class Site:
     """One attention node whose mask is proven, in one normal form for every spelling.
 
     Args:
-        node: the node of the Dynamo graph whose tensor is attention's output, (B, Hq, T, Dv).
+        node: the node of the Dynamo graph whose tensor is attention's output, (B, Hq, T, Dv) or in another `form`.
         graph_module: the (sub)graph module that holds `node`; the root, or the body of a nested region.
         query: node of (B, Hq, T, D). key, value: nodes of (B, Hkv, T, D) and (B, Hkv, T, Dv), GQA heads not expanded.
+        form: the dims of query, key, value and output: "BHTD"; "BTHD"; or "THD", rows of one packed row.
         mask: what the mask means over the global row.
         mask_node: the node that the attention node takes its mask from, None for `is_causal` or no mask.
         logits: where the mask is part of the logits: nodes from the bare logits to `mask_node`.
         scale: softmax scale; None means 1 / sqrt(D).
         softcap: logits become softcap * tanh(logits / softcap); 0.0 means none.
         sinks: node of (Hq,), one more logit per head, which draws weight and adds no value; None for none.
-        rows: query, key, value and the output are (T, heads, D) instead, rows of one packed row.
         assumed: the mask is the user's word (`assume_mask`), not proven.
     """
 
@@ -39,7 +39,12 @@ class Site:
     assumed: bool = False
     logits: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
-    rows: bool = False
+    form: str = "BHTD"
+
+    @property
+    def head_dim(self) -> int:
+        """The dim that counts heads."""
+        return self.form.index("H")
 
     @property
     def operands(self) -> list[fx.Node]:

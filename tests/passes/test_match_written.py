@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 from tests.helpers.matching import BATCH, PACKED, heads, reasons, the_site
+from tests.helpers.pool import Pool
 from tests.passes.mask_spellings import DOCUMENTS, annotate
 
 pytestmark = pytest.mark.long
@@ -105,7 +107,17 @@ def checkpointed_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Ten
     return checkpoint(with_sinks, q, k, v, keep, sinks, use_reentrant=False)  # type: ignore[return-value]
 
 
-SPELLINGS = (added, filled, chosen, scaled_queries, in_place, capped, two_masks, taken_off, over_a_tensor, with_sinks)
+def tokens_first(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """Of (B, T, H, D)."""
+    q, k, v = q.transpose(1, 2), *(x[:, ::2].transpose(1, 2).repeat_interleave(2, 2) for x in (k, v))
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5).masked_fill(~keep, -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)
+
+
+SPELLINGS = (
+    added, filled, chosen, scaled_queries, in_place, capped, two_masks, taken_off, over_a_tensor, with_sinks,
+    tokens_first,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("attend", SPELLINGS)
@@ -114,7 +126,8 @@ def test_spellings_are_read(attend: Attention) -> None:
     assert site.mask == (PackedMask(window=(2, 0)) if attend is two_masks else PackedMask())
     assert site.scale == (1.0 if attend is scaled_queries else 0.5)
     assert site.softcap == pytest.approx(3.0 if attend is capped else 0.0)
-    assert site.key.meta["example_value"].shape[1] == 2
+    assert site.key.meta["example_value"].shape[site.head_dim] == 2
+    assert site.form == ("BTHD" if attend is tokens_first else "BHTD")
     assert (site.sinks is not None) == (attend is with_sinks)
 
 
@@ -137,6 +150,29 @@ def test_spellings_give_what_they_gave(attend: Attention) -> None:
     for grad, whole in zip(*grads, strict=True):
         assert (grad is None) == (whole is None)
         assert grad is None or whole is None or torch.allclose(grad, whole, atol=1e-4)
+
+
+def step_of_rank(mesh: DeviceMesh, layout: Any, exchange: Any) -> dict[str, Tensor]:
+    sharding = cp.Sharding(mesh, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, layout, exchange, inner="eager")
+    model = Written(tokens_first)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard({name: BATCH[name] for name in sharding.tokens}) as local:
+        out = compiled(**local).transpose(1, 2)
+    whole = sharding.unshard(out, 1)
+    (out.sin() * local.has_token[..., None, None]).sum().backward()
+    cp.sum_gradients(model.parameters(), sharding)
+    return {"out": whole.detach(), "grad": model.table.weight.grad}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("layout", "exchange"), [("balanced", "needed"), ("contiguous", "a2a")])
+def test_tokens_first_on_two_ranks(pool: Pool, layout: str, exchange: str) -> None:
+    model = Written(tokens_first)
+    out = model(**BATCH).transpose(1, 2)
+    out.sin().sum().backward()
+    for found in pool.run(2, step_of_rank, layout, exchange):
+        torch.testing.assert_close(found["out"], out.detach())
+        torch.testing.assert_close(found["grad"], model.table.weight.grad)
 
 
 def with_keys_of_one_head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -249,6 +285,17 @@ def heads_mixed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.einsum("bhqk,bgkd->bhqd", scores.softmax(-1), v)
 
 
+def mixed_forms(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2))
+    return torch.einsum("bhqk,bhkd->bhqd", scores.masked_fill(~keep, -math.inf).softmax(-1), v)
+
+
+def keys_as_queries(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhkq", q, k).masked_fill(~keep, -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
 def column_per_token(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     scores = (q @ k.mT).masked_fill(~keep, -math.inf)
     return torch.cat([scores, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
@@ -271,7 +318,7 @@ def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Te
     [scores_without_gradient, mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries,
      scaled_after_mask, capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
      taken_off_the_mask, less_itself, taken_off_twice, over_a_tensor_of_two, mixed_dtypes, negative_scale,
-     heads_mixed, column_per_token, first_column_dropped_sinks],
+     heads_mixed, mixed_forms, keys_as_queries, column_per_token, first_column_dropped_sinks],
 )  # fmt: skip
 def test_anything_else_is_refused(attend: Any) -> None:
     assert reasons(Written(attend)) == {Reason.KERNEL}
