@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.border.model import Batch, Model, pack
+from tests.border.model import TOKENS, Batch, Model, pack
 from tests.border.outcome import Case
 
 N = 4
@@ -20,7 +20,12 @@ def batch_of(lengths: tuple[int, ...], padding: int) -> dict[str, Any]:
     sizes = torch.tensor(lengths)
     tokens = batch["doc_ids"].shape[1]
     others = torch.repeat_interleave(torch.arange(N), torch.tensor([1, 2, 4, tokens - 7]))[None]
-    return batch | {"ends": sizes.cumsum(0) - 1, "starts": sizes.cumsum(0) - sizes, "others": others}
+    return batch | {
+        "not_cut": others.clone(),
+        "ends": sizes.cumsum(0) - 1,
+        "starts": sizes.cumsum(0) - sizes,
+        "others": others,
+    }
 
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -73,6 +78,7 @@ USES: dict[str, Callable[[Any, Tensor, Batch], Tensor]] = {"square": square, "me
 SEGMENTS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "documents": lambda x, b: b["doc_ids"].clamp(min=0),
     "other_packing": lambda x, b: b["others"],
+    "not_cut": lambda x, b: b["not_cut"],
     "behind": lambda x, b: b["doc_ids"].clamp(min=0) + 1,
     "targets": lambda x, b: (b["labels"] != -100).long(),
     "pairs_of_tokens": lambda x, b: (index(b) // 4)[None] % N,
@@ -131,4 +137,4 @@ def make(kind: str, of: str, use: str, way: str) -> Case:
             return mean(model, SUMS[use](model, x, SEGMENTS[of](x, b)), b)
         return USES[use](model, x[:, PLACES[of](x, b)], b)
 
-    return Case(lambda: Model(loss, extra=extra), [WAYS[way]()])
+    return Case(lambda: Model(loss, extra=extra), [WAYS[way]()], {**TOKENS, "others": 1})

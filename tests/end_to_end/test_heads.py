@@ -107,6 +107,7 @@ def compare(pool: Pool, name: str, ranks: int, layout: str, rows: int, tokens: i
                 assert difference(grads[key], grad, expected) < LIMIT, key
 
 
+@pytest.mark.slow
 def test_a_head_of_sequences_is_that_of_one_process(pool: Pool) -> None:
     compare(pool, "llama sequences", 2, "balanced", 1, 13)
 

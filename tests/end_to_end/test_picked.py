@@ -206,7 +206,30 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 
 
 def test_picked_tokens_are_whole(pool: Pool) -> None:
-    compare(pool, ["classified", "last_of_documents", "means", "dpo"], 2, "balanced", 1, 13)
+    compare(pool, ["classified", "last_of_documents", "dpo"], 2, "balanced", 1, 13)
+
+
+def test_the_report_names_what_is_picked_and_its_bytes() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+    (found,) = cp.explain(Picked(["last"]).double(), sharding)(**packed(1, 13)).collectives
+    assert (found.op, found.bytes) == ("sum_over_ranks", 8 * VOCAB)
+    assert "x[:, -1]" in found.where
+    assert found.why == "select of tokens, from the ranks that have them"
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), resolve=False)
+    refused = cp.explain(Picked(["last"]).double(), sharding)(**packed(1, 13)).refusals
+    assert {refusal.reason for refusal in refused} == {cp.Reason.TOKEN_MIXING}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["of_tokens", "by_mask"])
+def test_places_that_differ_from_rank_to_rank_are_refused(name: str) -> None:
+    picks = {
+        "of_tokens": lambda m, x, b: x[:, b["input_ids"][0] % 7].sum(),
+        "by_mask": lambda m, x, b: (x * b["labels"].bool()[..., None])[row_of(x), (x[..., 0] > 0).long()[0]].sum(),
+    }
+    model = Model(lambda m, x, b: picks[name](m, x, b))
+    report = cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed(1, 13))
+    assert {refusal.reason for refusal in report.refusals} == {cp.Reason.TOKEN_MIXING}
 
 
 @pytest.mark.slow
