@@ -173,6 +173,12 @@ def _check_overlap(
                 for call in range(4):
                     torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
                     same(expected, overlapped(call > 1), (sizes, call))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    captured = overlapped(False)
+                for _ in range(3):
+                    graph.replay()
+                same(expected, captured, (sizes, "replayed"))
 
     expected = apart()
     for sizes in ((2, 2), (1, 2, 1), (2, 6), (2, 3, 3), (2, 2, 2, 2)):
