@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_rewrite import PackedMask
 from cp_rewrite.batch.read_documents import documents_of
@@ -127,6 +128,46 @@ def test_right_spellings_are_read(kind: Kind) -> None:
     for meaning in read(kind, list(kind.whole.items()), draw_batch(rng)):
         assert meaning is not None
         assert meaning.spans or meaning.tree
+
+
+FLEX: dict[str, Callable[[Batch], Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]] = {
+    "prompts": lambda b: (
+        lambda i, _, q, k: (
+            (b["prompt"][i, q] == b["prompt"][i, k])
+            & ((b["completion"][i, k] == 0) | (b["completion"][i, q] == b["completion"][i, k]))
+            & (q >= k)
+        )
+    ),
+    "ranges": lambda b: (
+        lambda i, _, q, k: (b["tin"][i, k] <= b["tin"][i, q]) & (b["tin"][i, q] < b["tout"][i, k]) & (q >= k)
+    ),
+    "places": lambda b: lambda i, _, q, k: (q < b["end"][i, k]) & (q >= k),
+    "span ids": lambda b: (
+        lambda i, _, q, k: (
+            (b["doc_ids"][i, q] == b["doc_ids"][i, k])
+            & ((q >= k) | ((b["span_ids"][i, q] == b["span_ids"][i, k]) & (b["span_ids"][i, q] > 0)))
+        )
+    ),
+    "prefixes": lambda b: (
+        lambda i, _, q, k: (b["doc_ids"][i, q] == b["doc_ids"][i, k]) & ((q >= k) | (b["types"][i, k] == 0))
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in FLEX], ids=lambda k: k.name)
+def test_mask_functions_are_read(kind: Kind) -> None:
+    def model(**b: Tensor) -> Tensor:
+        rows, tokens = b["input_ids"].shape
+        x = b["input_ids"][:, None, :, None].float().expand(-1, 2, -1, 16)
+        mask = create_block_mask(FLEX[kind.name](b), rows, None, tokens, tokens, device="cpu")
+        out = flex_attention(x, x, x, block_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    gm = capture(model, draw_batch(np.random.default_rng(0)))
+    found = match_sites(gm, kind.sharding, TokenAxis.read(gm, kind.sharding).unified())
+    assert [site.mask.spans or site.mask.tree for site in found.sites] == [True]
 
 
 @pytest.mark.slow
