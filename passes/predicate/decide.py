@@ -146,6 +146,9 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     window = _window(sorted({cell.span for cell, answer in plain.items() if answer}))
     form = Form(window, packed, chunk, *(_differs(kept, plain, of) for of in ("held", "kin")))
     detail = _odd_cell(kept, form)
+    if not detail and reader.marks is not None and not form.spans:
+        # What is known of spans here, batches are held to under masks with spans alone.
+        detail = "the mask reads the annotation's spans, whose tokens do not see each other by it"
     if not detail and window is None:
         seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in plain.items() if yes) or "nowhere"
         detail = f"query - key may be {seen}: no window around the query itself"
