@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
+from cp_rewrite.passes.graph.label_shifts import close_label_shifts
 from cp_rewrite.passes.graph.regions import attribute_of
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
@@ -19,6 +20,8 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     copies: dict[fx.Node, fx.Node] = {}
     copy = _copy(gm, copies)
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
+    if sharding.resolve:
+        close_label_shifts(copy)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
     return State(copy, sharding, TokenAxis.read(copy, sharding, plan.tokens), device, plan, frame)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.batch.active import is_part
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
+from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
 Mix = Callable[["Neighbours", Tensor], Tensor]
@@ -38,6 +39,10 @@ class Neighbours(PackedModel):
     def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         h = self.embed(input_ids)
         return sum((POSITIONED[name](h, position_ids) for name in self.names if name in POSITIONED), h)
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
+        found = [LOSSES[name](logits, labels) for name in self.names if name in LOSSES]
+        return sum(((1 + i / 9) * loss for i, loss in enumerate(found)), super().loss(logits, labels, num_items))
 
     def mix(self, h: Tensor) -> Tensor:
         return sum((MIXES[name](self, h) * (1 + i / 9) for i, name in enumerate(self.names) if name in MIXES), h)
@@ -79,7 +84,28 @@ POSITIONED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "per_document": lambda h, p: torch.where((p == 0)[..., None], 0.0, F.pad(h, (0, 0, 1, -1))),
     "positions": lambda h, p: h * (F.pad(p, (1, -1), value=-1) + 1 == p)[..., None],
 }
-CASES = [*MIXES, *POSITIONED]
+
+
+def of_transformers(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = F.pad(labels, (0, 1), value=-100)
+    return F.cross_entropy(logits.view(-1, VOCAB), labels[..., 1:].contiguous().view(-1).to(logits.device))
+
+
+def of_older_transformers(logits: Tensor, labels: Tensor) -> Tensor:
+    shift_logits, shift_labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.CrossEntropyLoss()(shift_logits.view(-1, VOCAB), shift_labels.view(-1).to(shift_logits.device))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of_transformers": of_transformers,
+    "of_older_transformers": of_older_transformers,
+    "summed": lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="sum") / 30,
+    "by_class_dim": lambda x, y: F.cross_entropy(x[:, :-1].transpose(1, 2), y[:, 1:]),
+    "another_ignored": lambda x, y: F.cross_entropy(
+        x[:, :-1].reshape(-1, VOCAB), y.clamp(min=3)[:, 1:].reshape(-1), ignore_index=3
+    ),
+}
+CASES = [*MIXES, *POSITIONED, *LOSSES]
 TOGETHER = [CASES[first::4] for first in range(4)]
 """Cases in one graph, which is compiled once for all of them."""
 
@@ -94,7 +120,10 @@ def sharded_step(
         loss = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)(**local)
         loss.backward()
     cp.sum_gradients(model.parameters(), sharding)
-    return loss.item(), {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    # A mean is the whole on every rank, a sum this rank's part.
+    return loss.item() / (1 if is_part(loss) else mesh.size()), {
+        key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
@@ -125,3 +154,9 @@ def test_all_neighbours_are_read(pool: Pool, names: Sequence[str]) -> None:
 @pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 17), (3, 2, 14), (4, 1, 13)])
 def test_neighbours_are_read_in_every_layout(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
     compare(pool, CASES, ranks, layout, rows, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout", "rows", "tokens"), [(2, "head_tail", 1, 13), (3, "balanced", 2, 14)])
+def test_labels_shifted_by_the_model(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
+    compare(pool, ["pad_negative", *LOSSES], ranks, layout, rows, tokens)
