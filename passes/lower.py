@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cp_rewrite.passes.locality.node.call import METADATA, bound_arguments, op_name
+from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
 
@@ -54,8 +54,10 @@ def _traced(
             dict(zip(lowering.reads, (given[key] for key in plan), strict=True)),
         )
         function = getattr(args[0], target) if node.op == "call_method" else target
-        with _Changes(lowering, ranks):
-            return function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        with _Changes(lowering, ranks) as changes:
+            out = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        assert not changes.steps, f"{node.name} runs other ops than before: {changes.steps} are missing"
+        return out
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -87,8 +89,10 @@ class _Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         kwargs = kwargs or {}
         if func._schema.name in METADATA:
             return func(*args, **kwargs)
-        step = self.steps.get(self.place)
-        self.place += 1
+        if op_name(func) in COPIES and getattr(self.steps.get(self.place), "op", None) != op_name(func):
+            return func(*args, **kwargs)
+        step = self.steps.pop(self.place, None)
+        self.place += op_name(func) not in COPIES
         if step is None:
             return func(*args, **kwargs)
         assert op_name(func) == step.op, f"{func} runs where {step.op} ran before"

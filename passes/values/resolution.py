@@ -108,7 +108,7 @@ class Step:
     """What is done to one ATen op that runs below a node.
 
     Args:
-        place: how many ops ran before it. op: its name.
+        place: how many ops ran before it, but for those that copy. op: its name.
         converted: index among the op's tensors -> its conversions.
         whole: what runs in the op's place; None: the op itself.
         writes: the op writes into a tensor that is converted.

@@ -158,6 +158,8 @@ def _default(argument: Any) -> Any:
     return argument.default_value if argument.has_default_value() else None
 
 
+COPIES = frozenset({"clone", "view", "_unsafe_view"})
+"""Ops that torch runs or leaves out as strides ask for: places of other ops are counted without them."""
 METADATA = frozenset(
     {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
     | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}

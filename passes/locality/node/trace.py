@@ -37,7 +37,7 @@ from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import TorchDispatchMode
 
-from .call import METADATA, Call, check_sizes
+from .call import COPIES, METADATA, Call, check_sizes
 from .gaps import join_gaps, whole_of_gaps
 from .node_facts import NodeFacts
 from .written import join_written, shares_memory, written_state
@@ -67,7 +67,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.moves = moves
         self.facts, self.vouched, self.resolves, self.draws = NodeFacts(extents), vouched, resolves, draws
         self.place = 0
-        """How many ops the node ran so far."""
+        """How many ops the node ran so far, but for `COPIES`."""
         self.uses: Counter[int] = Counter()
         """How many of them take a tensor, by its `id`."""
         self.taken: dict[int, list[Tensor]] = {}
@@ -93,7 +93,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.seen.add(func._schema.name)
         self.uses.update(map(id, call.tensors))
         states = self._states(call)
-        self.place += 1
+        self.place += call.name not in COPIES
         before = {id(tensor): self.facts.state(tensor) for tensor in call.tensors}
         self.facts.hand_down_gradients(call.tensors, outs)
         for tensor, state in zip(outs, states, strict=True):
