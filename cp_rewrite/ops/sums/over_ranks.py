@@ -6,6 +6,7 @@ up over the ranks (docs/architecture.md, "Parts and wholes"):
     op                       value             gradient
     sum_over_ranks           part  -> whole    whole <- whole    as it comes in
     largest_over_ranks       part  -> whole    whole <- whole    to the rank that had the largest value
+    max_over_ranks           part  -> whole    none
     sum_gradient_over_ranks  whole -> whole    whole <- part     summed over the ranks
     share_out_gradient       whole -> whole    part  <- whole    divided by the number of ranks
 
