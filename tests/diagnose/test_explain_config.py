@@ -31,6 +31,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.long
 def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", gemma3, "--lengths", "13,1,7", "--diff"]) == 0
     out = capsys.readouterr().out

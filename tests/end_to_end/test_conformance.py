@@ -41,6 +41,7 @@ def test_any_two_values_meet() -> None:
     assert not uncovered_pairs([cell for cell in cells() if cell.padding in PACKS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_refusals_name_their_reason(case: Refused) -> None:
     found = {refusal.reason for refusal in refusals_of(case)}

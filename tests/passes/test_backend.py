@@ -51,6 +51,7 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_backend_by_name(inner: str) -> None:
     model, batch, sharding = Packed(), make_batch(5, 9), make_sharding(inner=inner)

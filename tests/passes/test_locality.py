@@ -325,6 +325,7 @@ SUMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_over_tokens_of_no_document_are_reported(name: str) -> None:
     each, counts = SUMS[name]

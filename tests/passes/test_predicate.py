@@ -46,6 +46,7 @@ def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options
     return [*found.sites, *tokens.refusals, *found.refusals]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 def test_every_spelling_means_what_it_says(spelling: Spelling) -> None:
     def model(**batch: Tensor) -> Tensor:
@@ -73,6 +74,7 @@ def test_the_catalogue_tells_the_truth_about_itself(spelling: Spelling) -> None:
             assert whole[row, 0].numpy().tolist() == expected.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("low", "drops"), [(-65504.0, True), (-1e9, True), (-3e4, False), (-1e4, False)])
 def test_additive_masks_drop_what_no_logit_can_outweigh(dtype: torch.dtype, low: float, drops: bool) -> None:

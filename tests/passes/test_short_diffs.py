@@ -153,6 +153,7 @@ rewrite_sites
 verify_graph""",
         )
 
+    @pytest.mark.long
     def test_every_exchange(self) -> None:
         assert {split_exchange(name)[1] for name in EXCHANGES} == set(ROUTES)
         self.assertExpectedInline(
