@@ -29,7 +29,7 @@ from . import passes
 from .arguments import untaken
 from .batch import agree
 from .diagnose import observe
-from .packing import packing_args
+from .packing import CuSeqlens, packing_args
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, require_sharding
 from .torch_internals import hint
@@ -191,6 +191,9 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
     inputs = state.graph_module.graph.find_nodes(op="placeholder")
     masks = [(place, state.tokens.masks[node]) for place, node in enumerate(inputs) if node in state.tokens.masks]
+    whole = packing_args(sharding.packing) if isinstance(sharding.packing, CuSeqlens) else ()
+    named = [(place, state.tokens.names.get(node, "")) for place, node in enumerate(inputs)]
+    offsets = [(place, name) for place, name in named if name in whole]
     live = live_nodes(state.graph_module, ())
     places = {state.tokens.names.get(node, ""): place for place, node in enumerate(inputs) if node in live}
     moved = moved_arguments(state)
@@ -202,6 +205,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             plan.check_tokens(name, args[place], dim, args[place].shape[dim])
         for place, argument in masks:
             plan.check_mask(argument, args[place])
+        for place, name in offsets:
+            plan.check_offsets(name, args[place])
         if sums:
             plan.check_full(sums)
         plan.check_padding(readers)

@@ -99,6 +99,8 @@ class ActivePlan:
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
     masks: Collection[str] = ()
     """The arguments that are masks of whole rows."""
+    offsets: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """What `shard` handed over of the arguments that tell documents apart for the whole row: cu_seqlens."""
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
     """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
     one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
@@ -176,6 +178,20 @@ class ActivePlan:
                 f"the model was compiled for {argument}, and is called with {found or 'another tensor'}, or another "
                 "batch's: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
             )
+
+    def check_offsets(self, name: str, value: Tensor) -> None:
+        """Raise unless a call's cu_seqlens are those that documents were read from. On a GPU, which the host does not
+        wait for, an assertion there."""
+        given = self.offsets.get(name, value)
+        if value is given:
+            return
+        wrong = f"{name} of this call are not those of the batch: its documents were read from batch[{name!r}]"
+        if value.shape != given.shape or value.device != given.device:
+            raise ValueError(wrong)
+        if value.is_cuda:
+            torch._assert_async((value == given).all(), wrong)
+        elif not torch.equal(value, given.to(value.dtype)):
+            raise ValueError(wrong)
 
     def indices(self) -> NDArray[np.int64]:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""

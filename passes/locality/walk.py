@@ -29,7 +29,7 @@ from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
@@ -157,9 +157,10 @@ class _Walk:
             return self.visit_transformed(node)
         group = collective_group(node)
         if group is not None and self.shares_ranks(group):
+            what = "is made whole without it" if Partial() in map(self.env.get, node.all_input_nodes) else "all have"
             detail = (
-                f"{node.name} is a collective of the model's own over ranks that share this row, and adds up what one "
-                "process has once: leave it out, or compute with cp.token_mean(sum, count, sharding)"
+                f"{node.name} is a collective of the model's own over ranks that share this row, and adds up what "
+                f"{what}: leave it out, or compute with cp.token_mean(sum, count, sharding)"
             )
             return self.found.refuse(node, Reason.TOKEN_MIXING, detail)
         if isinstance(node.target, HigherOrderOperator):

@@ -15,9 +15,6 @@ QUICK = frozenset(
 )
 """What runs in the default suite, some 2 s each; the rest is slow."""
 
-OPEN = frozenset({"test_sum_over_ranks_of_a_part_is_the_whole"})
-"""What is refused though it is right."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out, and before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,8 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
         if item.name not in QUICK:
             item.add_marker("slow")
-        if item.name.partition("[")[0] in OPEN:
-            item.add_marker(pytest.mark.xfail(reason="refused though right", strict=False))
 
 
 @pytest.fixture(scope="session")

@@ -229,9 +229,11 @@ def test_sum_over_ranks_of_what_all_have_is_not_taken_for_one_process(forks: For
 
 
 @pytest.mark.parametrize("functional", [True, False], ids=["functional", "c10d"])
-def test_sum_over_ranks_of_a_part_is_the_whole(forks: Forks, functional: bool) -> None:
+def test_sum_over_ranks_of_a_part_is_to_be_left_out(forks: Forks, functional: bool) -> None:
+    """Without it the part is made whole."""
     outcome = observe(forks, collective, True, functional)
-    assert outcome.kind is Kind.RIGHT, str(outcome)
+    assert outcome.kind is Kind.REFUSED, str(outcome)
+    assert "adds up what is made whole without it: leave it out" in str(outcome)
 
 
 # 8. Gathered outputs.

@@ -201,6 +201,16 @@ def test_a_loop_of_ones_own_equals_one_process(pair: Pool, name: str) -> None:
                     assert error <= CASES[name].limit, f"{key}: {error:.1e}"
 
 
+def test_offsets_of_a_call_are_those_of_the_batch() -> None:
+    sharding = cp.Sharding(1, {"input_ids": 1, "labels": 1}, cp.CuSeqlens("cu_seqlens"), inner="eager")
+    compiled = torch.compile(encoder(), backend=cp.backend(sharding), fullgraph=True)
+    batch = with_sums((13, 1, 7, 12)) | {"num_items_in_batch": torch.tensor(5)}
+    with sharding.shard(batch) as local:
+        compiled(**{**local, "cu_seqlens": batch["cu_seqlens"].clone()})
+        with pytest.raises(ValueError, match="are not those of the batch"):
+            compiled(**{**local, "cu_seqlens": torch.tensor([0, 10, 20, 25, 33], dtype=torch.int32)})
+
+
 def counted_by_shard(mesh: DeviceMesh) -> tuple[float, dict[str, Tensor]]:
     case = CASES["cu_seqlens"]
     sharding, model = annotate(mesh, case.packing), case.build()

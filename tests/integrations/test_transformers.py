@@ -97,6 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 {"compute_metrics": token_accuracy}),
     "label smoothing": ({"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, {}),
     "a loss function": ({"gradient_accumulation_steps": 2}, {"compute_loss_func": own_loss}),
+    "losses of experts": ({"gradient_accumulation_steps": 2}, {"model": "qwen3_moe_aux_loss"}),
     "batches by length": ({"train_sampling_strategy": "group_by_length"}, {}),
 }  # fmt: skip
 
