@@ -160,3 +160,27 @@ def test_neighbours_are_read_in_every_layout(pool: Pool, layout: str, ranks: int
 @pytest.mark.parametrize(("ranks", "layout", "rows", "tokens"), [(2, "head_tail", 1, 13), (3, "balanced", 2, 14)])
 def test_labels_shifted_by_the_model(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
     compare(pool, ["pad_negative", *LOSSES], ranks, layout, rows, tokens)
+
+
+BESIDE: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "two": (False, lambda x, y: F.cross_entropy(x[:, :-2].flatten(0, 1), y[:, 2:].flatten())),
+    "back": (False, lambda x, y: F.cross_entropy(x[:, 1:].flatten(0, 1), y[:, :-1].flatten())),
+    "unshifted": (False, lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, :-1].flatten())),
+    "read_twice": (False, lambda x, y: F.cross_entropy((a := x[:, :-1]).flatten(0, 1), y[:, 1:].flatten()) + a.sum()),
+    "another_fill": (True, lambda x, y: F.cross_entropy(x.flatten(0, 1), F.pad(y, (0, 1))[:, 1:].flatten())),
+}
+"""Whether it is right, and the loss."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_other_shifts_of_labels_are_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, loss = BESIDE[name]
+    monkeypatch.setitem(LOSSES, "beside", loss)
+    model, sharding = Neighbours(["beside"]).double(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
+    torch._dynamo.reset()
+    if right:
+        assert cp.check(model, sharding, packed_batch(1, 13)).largest <= 1e-9
+    else:
+        with pytest.raises(cp.RewriteRefused, match="TOKEN_MIXING"):
+            cp.check(model, sharding, packed_batch(1, 13))
