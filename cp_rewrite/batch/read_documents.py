@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.documents import MAX_ID, MAX_TOKENS, Documents, SpanRuns
 from cp_rewrite.packing import (
     CuSeqlens,
     DocumentIds,
@@ -21,6 +21,7 @@ from cp_rewrite.packing import (
     StartOfDocument,
     Tree,
     WholeRows,
+    packing_args,
 )
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.trees import Nodes
@@ -123,6 +124,11 @@ def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, t
     table = np.moveaxis(values, sharding.tokens[name], -1).reshape(-1, total)
     if len(table) != rows:
         raise ValueError(f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
+    packing = sharding.packing
+    if name not in packing_args(packing) or isinstance(packing, Tree):  # what is proven of masks holds up to these
+        most = MAX_ID if isinstance(packing, Tree) and name == packing.arg else MAX_TOKENS
+        if table.size and max(int(table.max()), -int(table.min())) > most:
+            raise ValueError(f"batch[{name!r}] goes up to {table.max()}, but may go up to {most}: number it anew")
     return table
 
 
