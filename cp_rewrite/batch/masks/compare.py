@@ -33,8 +33,10 @@ def is_added(value: Tensor) -> bool | None:
     if value.dtype.is_complex:
         return None
     if value.dtype.is_floating_point:
-        lowest = torch.tensor((0, *DROPPED), dtype=torch.float64).to(value)
-        if bool((torch.isin(value, lowest)).all()):
+        others = value.numel() - int((value == 0).sum())
+        for number in dict.fromkeys(torch.tensor(DROPPED, dtype=torch.float64).to(value.dtype).tolist()):
+            others -= int((value == number).sum()) if others else 0
+        if not others:
             return True
     return False if bool(((value == 0) | (value == 1)).all()) else None
 
