@@ -18,11 +18,12 @@ from tests.border.model import HEADS, TOKENS, WIDTH, Batch, Model, document_mask
 from tests.border.outcome import KEPT, Case, Kind, observe
 
 DRY = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+UNRESOLVED = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), resolve=False)
 
 
-def refusals(model: nn.Module, batch: Batch | None = None) -> Sequence[cp.Refusal]:
+def refusals(model: nn.Module, batch: Batch | None = None, sharding: cp.Sharding | None = None) -> Sequence[cp.Refusal]:
     torch._dynamo.reset()  # all models here have one forward
-    return cp.explain(model, DRY)(**(batch or pack())).refusals
+    return cp.explain(model, sharding or DRY)(**(batch or pack())).refusals
 
 
 # Labels under another name.
@@ -95,12 +96,10 @@ def unnamed(name: str) -> Case:
         return Case(Model, [batch], {"input_ids": 1, "doc_ids": 1})
     if name == "position_ids":
         return Case(lambda: Model(mix=at_positions), [batch | {name: torch.arange(14)[None]}])
-    if name == "mask":
-        return Case(lambda: Model(mask=given_mask), [batch | {name: document_mask(batch)}])
     return Case(lambda: Model(mix=with_features), [batch | {name: torch.rand(1, 14, 14)}], {**TOKENS, name: 2})
 
 
-@pytest.mark.parametrize("name", ["labels", "position_ids", "mask", "features"])
+@pytest.mark.parametrize("name", ["labels", "position_ids", "features"])
 def test_argument_that_is_missing_or_wrong_in_tokens_is_named(forks: Forks, name: str) -> None:
     outcome = observe(forks, unnamed, name)
     assert outcome.kind in (Kind.RAISED, Kind.REFUSED), str(outcome)
@@ -240,7 +239,7 @@ def test_attention_written_out_is_refused_once(cap: float, mask: Callable[[Batch
 
 
 def test_what_is_wrong_behind_unproven_attention_is_refused_too() -> None:
-    found = refusals(Model(mix=rolled, mask=mask_of_ids))
+    found = refusals(Model(mix=flipped, mask=mask_of_ids))
     assert [r.reason.name for r in found] == ["MASK_WRONG_SOURCE", "TOKEN_MIXING"], [str(r) for r in found]
 
 
@@ -290,7 +289,7 @@ for made in (flash_attn_rows, selective_scan):
     ],
 )
 def test_hint_fits_the_op(mix: Callable[[Any, Tensor, Batch], Tensor], says: str) -> None:
-    (found,) = refusals(Model(mix=mix))
+    (found,) = refusals(Model(mix=mix), sharding=UNRESOLVED)
     assert says in found.detail
     assert all(word not in str(found) for word in ("shift_labels", "local_ops"))
 
@@ -300,15 +299,15 @@ def test_shift_of_labels_is_offered_where_labels_are_shifted() -> None:
         labels = F.pad(b["labels"], (0, 1), value=-100)[:, 1:].contiguous()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / b["num_items"]
 
-    (found,) = refusals(Model(shifts))
+    (found,) = refusals(Model(shifts), sharding=UNRESOLVED)
     assert "shift_labels=True" in found.detail
 
 
 # The exception itself.
 
 
-def rolled(model: Model, h: Tensor, b: Batch) -> Tensor:
-    return h.roll(1, 1)
+def flipped(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h.flip(1)
 
 
 def test_refusal_is_the_exception_itself(forks: Forks) -> None:
@@ -318,7 +317,7 @@ def test_refusal_is_the_exception_itself(forks: Forks) -> None:
 
 
 def refused() -> Case:
-    return Case(lambda: Model(mix=rolled), [pack()])
+    return Case(lambda: Model(mix=flipped), [pack()])
 
 
 def outside_of_a_batch(mesh: DeviceMesh) -> None:
@@ -335,7 +334,7 @@ def with_another_batch(mesh: DeviceMesh) -> None:
 
 def with_another_graph(mesh: DeviceMesh) -> None:
     sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
-    model = Model(mix=rolled if mesh.get_local_rank() else keep_tokens)
+    model = Model(mix=flipped if mesh.get_local_rank() else keep_tokens)
     with sharding.shard(pack()) as local:
         torch.compile(model, backend=cp.backend(sharding), fullgraph=True)(**local)
 
