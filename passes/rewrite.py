@@ -20,7 +20,7 @@ from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.torch_internals import FakeTensorMode
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
 
 from .erase import erase_dead
 from .lower import lower_node
@@ -186,7 +186,8 @@ def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode, why:
 
 def _fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    with mode, torch.no_grad():
+    # As Dynamo runs ops: without the dispatcher, `pad` would fix the token count to the example's.
+    with mode, enable_python_dispatcher(), torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)

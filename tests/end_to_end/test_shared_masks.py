@@ -175,9 +175,7 @@ def sharding_of(name: str, mesh: DeviceMesh | int, layout: Any, exchange: Any) -
 def step(mesh: DeviceMesh, name: str, layout: str, exchange: str) -> tuple[float, dict[str, Tensor]]:
     if exchange.startswith("a2a+"):
         mesh = grid_mesh(2, mesh.size() // 2)
-    sharding = sharding_of(name, mesh, layout, exchange)
-    if exchange == "needed":
-        sharding = replace(sharding, verify="first_step")
+    sharding = replace(sharding_of(name, mesh, layout, exchange), verify="first_step")
     torch._dynamo.reset()
     model = Model(name)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)

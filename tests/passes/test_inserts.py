@@ -16,6 +16,7 @@ from cp_rewrite.batch.active import ROW_INDEX, active_plan
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
 from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.torch_internals import expression
 from tests.helpers.packed_model import capture as captured
 
 
@@ -56,3 +57,20 @@ def test_one_reader_gets_another_operand() -> None:
     for line in ("mul(out, getitem_3)", "mul.cos()", "mul(out, getitem)", "sin(mul)"):
         assert line in added, added
     assert sum("tag_activation_checkpoint" in line and "cp_row_index" in line for line in added) == 1
+
+
+def test_padded_heads_leave_the_token_count_open() -> None:
+    """Two heads for four ranks: all_to_all pads heads of zeros, whose fakes must not pin the graph to one length."""
+    sharding = cp.Sharding(4, {"x": 1, "doc": 1}, cp.DocumentIds("doc"), exchange="a2a")
+    batch = {"x": torch.randn(1, 24, 16), "doc": torch.zeros(1, 24, dtype=torch.long)}
+
+    def look(gm: fx.GraphModule) -> list[object]:
+        state = capture(gm, sharding, active_plan(sharding))
+        for run_pass in (*passes.FIND, *passes.CHANGE):
+            state = run_pass(state)
+        assert not state.refusals
+        assert any("pad" in line for line in graph_lines(state.graph_module))
+        return [expression(found.tokens) for found in state.tokens.inputs]
+
+    with sharding.shard(batch) as local:
+        assert not any(size.is_number for size in captured(twice, local, look, {"x": 1, "doc": 1}))
