@@ -173,6 +173,6 @@ def test_mask_functions_are_read(kind: Kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_drawn_masks_equal_brute_force(kind: Kind) -> None:
-    found = check(kind, 30, 1)
+    found = check(kind, 15, 1)
     assert found["spans"] + found["tree"] > 0
     assert found["rows"] > found["masks"]
