@@ -23,11 +23,10 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
-from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE as LARGE_BLOCK
+from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "LARGE_BLOCK",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -37,7 +36,9 @@ __all__ = [
     "enable_python_dispatcher",
 ]
 """Handed on as they are. Composite ops fall apart under `enable_python_dispatcher` as Dynamo saw them do; without it
-their C++ code turns symbolic sizes into constants. A BlockMask of `LARGE_BLOCK` fits attention of any length."""
+their C++ code turns symbolic sizes into constants."""
+LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
+"""A BlockMask of blocks of this size fits attention of any length."""
 
 # -- fake tensors and memory -------------------------------------------------------------------------------
 
