@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
 from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
+from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 
+from .graph.new_nodes import call, position_of, traced
 from .graph.operands import value_of
 from .plan_inputs import Inputs
 from .values.resolution import Converted, Lowering, Ranks, Step, group_of
@@ -25,13 +25,13 @@ def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
     node, graph = lowering.node, lowering.node.graph
     plan = [inputs.node(graph, key) for key in lowering.reads]
     operands = [*dict.fromkeys([*node.all_input_nodes, *plan])]
-    traced = _traced(lowering, operands, plan, inputs.mode, sharding)
+    module = _traced(lowering, operands, plan, inputs.mode, sharding)
     env: dict[fx.Node, fx.Node] = {}
     result: Any = None
     with graph.inserting_before(node):
-        for new, operand in zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True):
+        for new, operand in zip(module.graph.find_nodes(op="placeholder"), operands, strict=True):
             env[new] = operand
-        for new in traced.graph.nodes:
+        for new in module.graph.nodes:
             if new.op == "output":
                 result = fx.map_arg(new.args[0], env.__getitem__)
             elif new.op != "placeholder":
@@ -43,37 +43,24 @@ def _traced(
     lowering: Lowering, operands: list[fx.Node], plan: list[fx.Node], mode: FakeTensorMode, sharding: Sharding
 ) -> fx.GraphModule:
     node = lowering.node
-    target: Any = node.target
 
     def run(*values: Any) -> Any:
         given = dict(zip(operands, values, strict=True))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         ranks = Ranks(
             group_of(sharding),
             sharding.world_size,
             dict(zip(lowering.reads, (given[key] for key in plan), strict=True)),
         )
-        function = getattr(args[0], target) if node.op == "call_method" else target
         with _Changes(lowering, ranks) as changes:
-            out = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            out = call(node, given.__getitem__)
         assert not changes.steps, f"{node.name} runs other ops than before: {changes.steps} are missing"
         return out
 
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        shape_env = mode.shape_env
-        if shape_env is not None:
-            stack.enter_context(shape_env.suppress_guards())
-            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
-        stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
-        mode.allow_non_fake_inputs = True
         for autocast in lowering.autocasts:
             entered = torch.amp.autocast_mode._enter_autocast(*autocast)
             stack.callback(torch.amp.autocast_mode._exit_autocast, entered)
-        stack.enter_context(mode)
-        stack.enter_context(enable_python_dispatcher())
-        values = [value_of(n) for n in operands]
-        return make_fx(run)(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+        return traced(run, [value_of(n) for n in operands], mode)
 
 
 class _Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
@@ -127,10 +114,7 @@ def _copied(new: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node], why: str) 
     else:
         copy = node.graph.node_copy(new, env.__getitem__)
         copy.meta = {"example_value": new.meta["val"]}
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in node.meta:
-            copy.meta[key] = node.meta[key]
-    copy.meta["cp_rewrite"] = why
+    copy.meta.update(position_of(node), cp_rewrite=why)
     return copy
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +14,22 @@ from torch.fx.proxy import GraphAppendingTracer
 from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
+from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
+from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .lower import lower_node
 from .plan_inputs import Inputs
 from .read_neighbours import read_neighbours
 from .rows_apart import keep_rows_apart
+
+_WHY = "rewrite_sites"
 
 
 def rewrite_sites(state: State) -> State:
@@ -83,7 +86,7 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
         out = out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1))
         return out.transpose(1, 2) if site.form == "BHTD" else out
 
-    return _take_place(site.node, _insert(site.node, emit, inputs.mode), inputs.mode)
+    return _take_place(site.node, insert_nodes(site.node, emit, inputs.mode, _WHY), inputs.mode)
 
 
 def _take_place(node: fx.Node, new: fx.Node, mode: FakeTensorMode) -> fx.Node:
@@ -107,7 +110,7 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
     def proxy(node: fx.Node) -> fx.Proxy:
         return fx.Proxy(replaced.get(node, node), tracer)
 
-    new = _insert(read.conv or read.node, lambda: read_neighbours(read, proxy, plan), inputs.mode, read.why)
+    new = insert_nodes(read.conv or read.node, lambda: read_neighbours(read, proxy, plan), inputs.mode, read.why)
     return _take_place(read.node, new, inputs.mode)
 
 
@@ -137,7 +140,7 @@ def _globalize(position: PositionGenerator, inputs: Inputs) -> None:
         assert isinstance(table, fx.Node)
         return fx.Proxy(table, tracer).index_select(position.dim, index)
 
-    node.replace_all_uses_with(_insert(node, emit, inputs.mode))
+    node.replace_all_uses_with(insert_nodes(node, emit, inputs.mode, _WHY))
     node.graph.erase_node(node)
 
 
@@ -148,7 +151,7 @@ def _insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node]) -> 
     if key not in made:
         tracer = GraphAppendingTracer(node.graph)
         needed = [fx.Proxy(inputs.node(node.graph, key), tracer) for key in insert.inputs]
-        new = _insert(node, lambda: insert.emit(fx.Proxy(operand, tracer), *needed), inputs.mode, insert.why)
+        new = insert_nodes(node, lambda: insert.emit(fx.Proxy(operand, tracer), *needed), inputs.mode, insert.why)
         new.meta["example_value"].requires_grad_(operand.meta["example_value"].requires_grad)
         if not any(memory_of(operand) == memory_of(n) for writer in node.graph.nodes for n in written_nodes(writer)):
             made[key] = new
@@ -166,29 +169,3 @@ def _read_copy(operand: fx.Node, writer: fx.Node) -> None:
         if later:
             node.replace_input_with(operand, writer)
         later |= node is writer
-
-
-def _insert(before: fx.Node, emit: Callable[[], Any], mode: FakeTensorMode, why: str = "rewrite_sites") -> fx.Node:
-    """Run `emit` on proxies in front of a node; the new nodes get its source position and fake values."""
-    graph = before.graph
-    old = set(graph.nodes)
-    with graph.inserting_before(before):
-        result = emit().node
-    for node in graph.nodes:
-        if node not in old:
-            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                if key in before.meta:
-                    node.meta[key] = before.meta[key]
-            node.meta["cp_rewrite"] = why
-            node.meta["example_value"] = _fake_value(node, mode)
-    return result
-
-
-def _fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    # As Dynamo runs ops: without the dispatcher, `pad` would fix the token count to the example's.
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active import TOKEN_INDEX
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
+from cp_rewrite.torch_internals import FakeTensorMode
 
+from .graph.new_nodes import call, insert, traced
 from .graph.operands import value_of
 from .plan_inputs import Inputs
 from .values.position import PositionGenerator, RowPositions
@@ -54,11 +53,12 @@ def _by_rows(
 
         return torch.vmap(one)(index_BT)
 
-    traced = _traced(run, [value_of(n) for n in operands], inputs.mode)
-    env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    module = traced(run, [value_of(n) for n in operands], inputs.mode)
+    module.graph.eliminate_dead_code()  # sizes that vmap asked for
+    env = dict(zip(module.graph.find_nodes(op="placeholder"), operands, strict=True))
     result = source
     with graph.inserting_before(source.next):
-        for new in traced.graph.nodes:
+        for new in module.graph.nodes:
             if new.op == "output":
                 result = env[new.args[0]]
             elif new.op != "placeholder":
@@ -91,40 +91,21 @@ def _run(node: fx.Node, generator: PositionGenerator | None, index_T: Tensor, en
         return index_T.to(value_of(node).dtype)
     if generator is not None:
         return env[node.all_input_nodes[0]].index_select(generator.dim, index_T)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-    target: Any = node.target
-    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
-
-
-def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if mode.shape_env is not None:
-            stack.enter_context(mode.shape_env.suppress_guards())
-            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-        stack.enter_context(mode)
-        stack.enter_context(enable_python_dispatcher())
-        traced = make_fx(run)(*(v.detach() if isinstance(v, Tensor) else v for v in values))
-    traced.graph.eliminate_dead_code()  # sizes that vmap asked for
-    return traced
+    return call(node, env.__getitem__)
 
 
 def _placed(x: fx.Node, reader: fx.Node, dim: int, mode: FakeTensorMode) -> fx.Node:
     """The rows' dim where the reader has it."""
-    graph, value = reader.graph, x.meta["example_value"]
-    proxy = fx.Proxy(x, GraphAppendingTracer(graph))
-    before = set(graph.nodes)
-    with graph.inserting_before(reader):
+    proxy = fx.Proxy(x, GraphAppendingTracer(reader.graph))
+
+    def emit() -> fx.Proxy:
         if dim >= 0:
-            new = proxy.squeeze(dim + 1).movedim(0, dim)
-        else:
-            new = proxy
-            for _ in range(-1 - dim):
-                new = new.unsqueeze(1)
-    with mode, torch.no_grad():
-        for node in graph.nodes:
-            if node not in before:
-                args = fx.map_arg(node.args, lambda n: n.meta["example_value"])
-                made: Any = getattr(args[0], str(node.target))(*args[1:])
-                node.meta = {**x.meta, "example_value": made.requires_grad_(value.requires_grad)}
-    return new.node
+            return proxy.squeeze(dim + 1).movedim(0, dim)
+        new = proxy
+        for _ in range(-1 - dim):
+            new = new.unsqueeze(1)
+        return new
+
+    new = insert(reader, emit, mode, WHY)
+    new.meta["example_value"].requires_grad_(x.meta["example_value"].requires_grad)
+    return new

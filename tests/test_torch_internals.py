@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_rewrite import torch_internals as ours
 from cp_rewrite.passes.graph import dynamo_internals
 from cp_rewrite.passes.graph.argument_names import argument_names, module_numbers
+from cp_rewrite.passes.graph.new_nodes import traced
 from cp_rewrite.passes.graph.regions import REGION_OPS, nested_graphs, region_call
 from tests.test_rooms import SOURCES
 
@@ -59,8 +60,8 @@ USED = {
     "torch.distributed._functional_collectives": "ops.scatter_heads, for the gradients of collectives",
     "torch.distributed._symmetric_memory.empty": "kernels.peers, for memory that GPUs share",
     "torch.distributed._symmetric_memory.rendezvous": "kernels.peers, for memory that GPUs share",
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv.ignore_fresh_unbacked_symbols": "canonicalize and locality.run",
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards": "locality.run.NodeRunner.running",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.ignore_fresh_unbacked_symbols": "canonicalize and graph.new_nodes",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards": "graph.new_nodes.tracing",
     "torch.ops._c10d_functional.all_gather_into_tensor.default": "ops.all_gather and ops.scatter_heads",
     "torch.ops._c10d_functional.all_reduce.default": "ops.max_logits",
     "torch.ops._c10d_functional.all_to_all_single.default": "ops.scatter_heads",
@@ -156,6 +157,13 @@ def test_enable_python_dispatcher() -> None:
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
     assert torch.ops.aten.mm.default in seen
     assert all(isinstance(func, ours.OpOverload) for func in seen)
+
+
+@canary("make_fx, which leaves detach out unless a table is given (2.15)", "graph.new_nodes.traced, for gradients")
+def test_detach_is_traced() -> None:
+    x = ours.FakeTensorMode().from_tensor(torch.ones(3))
+    module = traced(lambda x: x.detach() * x, [x], x.fake_mode)
+    assert module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
 
 
 # -- functorch ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from cp_rewrite.planning.routes.by_exchange import Exchange
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, split_kv
-from .merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
+from .merge import finished, sinks_gradient
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
 from .schemas import bind, call, fake_results, gradients, keep, kept
 
@@ -70,8 +70,7 @@ def packed_attention(
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
     with nvtx("attention"):
         out, lse = load(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
-    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    return (fill_gaps(out, lse) if has_gaps(tables, q.shape[0]) else out), lse
+    return finished(out, lse, tables, sinks)
 
 
 @packed_attention.register_fake

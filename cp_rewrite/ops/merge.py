@@ -43,6 +43,12 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     return -torch.where(seen, weight * delta, 0.0).sum(1).to(sinks.dtype)
 
 
+def finished(out: Tensor, lse: Tensor, tables: Tables, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What attention gives: a kernel's results with sinks, and with rows of no document filled."""
+    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return (fill_gaps(out, lse) if has_gaps(tables, out.shape[0]) else out), lse
+
+
 def fill_gaps(out: Tensor, lse: Tensor) -> Tensor:
     """out with copies in local rows of no document, padding and fill: of the last row before that saw a key, of the
     first where there is none. All other rows are the same bit for bit. The host does not wait for the device.

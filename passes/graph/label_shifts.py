@@ -18,8 +18,9 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
+from .new_nodes import fake_value
 from .operands import op_name
 
 _COPIES = frozenset("contiguous clone view reshape flatten float long to transpose permute".split())
@@ -105,9 +106,6 @@ def _value(node: Any) -> Tensor:
 
 def _run(node: fx.Node, mode: FakeTensorMode) -> None:
     """Give a node the example value of its new operands."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-    with mode, enable_python_dispatcher(), torch.no_grad(), mode.shape_env.suppress_guards():
-        target: Any = node.target
-        out = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    out = fake_value(node, mode)
     needed = any(x.meta["example_value"].requires_grad for x in node.all_input_nodes)
     node.meta["example_value"] = out.detach().requires_grad_(needed and out.is_floating_point())

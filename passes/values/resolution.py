@@ -82,10 +82,6 @@ class Ranks:
         documents = self.plan[IN_DOCUMENT] if in_document else None
         return _ops.local_rows.default(self.plan[TOKEN_ROWS], token, row, documents, self.has_token.shape[1])
 
-    def sum_gradient(self, whole: Tensor) -> Tensor:
-        """What is whole on every rank, for a use of which each rank knows its part of the gradient."""
-        return _ops.sum_gradient_over_ranks.default(whole, self.group)
-
     def sum(self, part: Tensor) -> Tensor:
         """The whole of a part."""
         return _ops.sum_over_ranks.default(part, self.group)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +23,6 @@ MUTANTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     for i, parts in enumerate(family.names())
     if i % 9 in CHOSEN
 }
-
-
-@pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """How many mutants ended how, which is printed at the end."""
-    counts: Counter[str] = Counter()
-    yield counts
-    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n{counts.total()} mutants at the border: {dict(counts)}")
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -6,8 +6,6 @@ Some 2 s each on two idle cores: 303 mutants.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -16,16 +14,6 @@ from tests.border.forks import Forks
 from tests.border.outcome import KEPT, Kind, observe
 
 MUTANTS = {"-".join(parts): parts for parts in picks.names()}
-
-
-@pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """How many mutants ended how, which is printed at the end."""
-    counts: Counter[str] = Counter()
-    yield counts
-    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n{counts.total()} mutants of picks: {dict(counts)}")
 
 
 @pytest.mark.parametrize("name", MUTANTS)

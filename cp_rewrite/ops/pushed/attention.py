@@ -37,7 +37,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
-from cp_rewrite.ops.merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
+from cp_rewrite.ops.merge import finished, sinks_gradient
 from cp_rewrite.ops.one_sided import zero_others
 from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
 from cp_rewrite.planning.columns import PlaceRow, StageRow
@@ -79,7 +79,7 @@ def pushed_attention(
     kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
     if len(sizes := stages.forward_sizes(q, k, v, x)) > 1:
         out, lse = stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes)
-        return *_finished(out, lse, tables, sinks), kv
+        return *finished(out, lse, tables, sinks), kv
     if int(x.capacity):
         with nvtx("exchange"):
             push = _push(k, v, x, peers.FEW_BLOCKS, group, side, 0 if keep_kv else at.early)
@@ -98,13 +98,7 @@ def pushed_attention(
         out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(x.capacity):
         main.wait_stream(side)
-    return *_finished(out, lse, tables, sinks), kv
-
-
-def _finished(out: Tensor, lse: Tensor, tables: Tables, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With sinks, and rows of no document filled."""
-    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    return (fill_gaps(out, lse) if has_gaps(tables, out.shape[0]) else out), lse
+    return *finished(out, lse, tables, sinks), kv
 
 
 @pushed_attention.register_fake

@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cp_rewrite.passes.graph.new_nodes import tracing
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.locality.claims.dims import Mixes
@@ -61,15 +62,9 @@ class NodeRunner:
         self._autocasts: list[tuple[Any, Any]] = []
 
     def running(self) -> ExitStack:
-        """Fake tensors, no autograd, no new guards: the shapes are those that Dynamo saw already."""
+        """Ops run on fake tensors; autocast regions that a graph leaves open are left."""
         stack = ExitStack()
-        stack.enter_context(torch.no_grad())
-        shape_env = self.mode.shape_env
-        if shape_env is not None:
-            stack.enter_context(shape_env.suppress_guards())
-            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
-        stack.callback(setattr, self.mode, "allow_non_fake_inputs", self.mode.allow_non_fake_inputs)
-        self.mode.allow_non_fake_inputs = True
+        stack.enter_context(tracing(self.mode))
         stack.callback(self._leave_autocasts)
         return stack
 

@@ -173,9 +173,8 @@ class Variance(Mean):
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
         wide, name = _wide(x), func._schema.name
         correction = args["correction"] if args.get("correction") is not None else int(args.get("unbiased", True))
-        # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean. Where a torch
-        # traces no detach (2.15), the ranks' parts of it are added up to that 0.
-        away = wide - ranks.sum_gradient(self.mean(ranks, wide, dims, True).detach())
+        # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean.
+        away = wide - self.mean(ranks, wide, dims, True).detach()
         total = ranks.sum(self.keep(ranks, away * away, 0).sum(dims, keepdim=keepdim))
         found = total / (self.count(ranks, x, dims) - correction).clamp(min=0)
         found = (_root(found) if "std" in name else found).to(x.dtype)
