@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -192,19 +194,21 @@ def run_masks(setup: Setup, wanted: Callable[[Pack], bool]) -> None:
             print(f"\n{tree}: {times[tree]:.2f} ms, {both:.2f} with copies: {both / times[tree]:.2f} times as fast")
 
 
-def begin(parser: argparse.ArgumentParser) -> tuple[Setup, argparse.Namespace]:
-    """The process group and what is measured; `parser` gets the options of its shape."""
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--heads-kv", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
+def begin(parser: argparse.ArgumentParser, *, shape: bool = True) -> tuple[Setup, argparse.Namespace]:
+    """The process group and what is measured; `parser` gets the options of its kernel and, with `shape`, its heads."""
     parser.add_argument("--kernel", default="fa4")
+    if shape:
+        parser.add_argument("--heads", type=int, default=64)
+        parser.add_argument("--heads-kv", type=int, default=8)
+        parser.add_argument("--dim", type=int, default=128)
+    parser.set_defaults(**({} if shape else {"heads": 64, "heads_kv": 8, "dim": 128}))
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD.group_name
-    shape = options.heads, options.heads_kv, options.dim
-    setup = Setup(dist.get_rank(), dist.get_world_size(), group, *shape, torch.bfloat16, options.kernel)
+    sizes = options.heads, options.heads_kv, options.dim
+    setup = Setup(dist.get_rank(), dist.get_world_size(), group, *sizes, torch.bfloat16, options.kernel)
     torch.manual_seed(setup.rank)
     if setup.rank == 0:
         name, count = torch.cuda.get_device_name(), setup.world_size
@@ -213,6 +217,18 @@ def begin(parser: argparse.ArgumentParser) -> tuple[Setup, argparse.Namespace]:
             f"kernel {setup.kernel}"
         )
     return setup, options
+
+
+def ends_all_ranks(run: Callable[[], None]) -> None:
+    """Run a benchmark. A rank that fails ends at once, without waiting for its part in what others have begun, and
+    `torchrun` ends the others."""
+    try:
+        run()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def main() -> None:
@@ -236,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_all_ranks(main)

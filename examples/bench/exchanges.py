@@ -1,19 +1,28 @@
 """Every exchange on every pack, beside what the cost model says of it and what `exchange="auto"` takes.
 
-    torchrun --nproc-per-node 4 examples/bench/exchanges.py [--heads 32 --heads-kv 32] [--only "web_mix,one"]
+    torchrun --nproc-per-node 4 examples/bench/exchanges.py [--quick] [--only "web_mix,one"] [--json FILE]
 
-Times are those of `attention.py`, of `balanced` and one layer's attention through autograd, as a model runs it; percent
-is of its ideal. "loss" is what the chosen exchange takes beyond the fastest.
+One layer's attention in the layout `balanced`, through autograd as a model runs it, of the slowest rank, medians. The
+exchanges of a pack are called in turns, each behind a pause in which the host gets ahead of the GPU. "one GPU" is the
+whole pack without an exchange, divided by the ranks. "loss" is what the chosen exchange takes beyond the fastest: of
+all, and of those that need no memory shared by GPUs (several nodes, other links).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from attention import begin, measure, scaled
-from methods import CAUSAL, Alone, Setup, on_device
+import torch.distributed as dist
+from attention import begin, ends_all_ranks
+from methods import CAUSAL, Alone, Method, Setup, on_device
 from packs import Pack, packs
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,8 +40,22 @@ from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
 from cp_rewrite.sharding import split_exchange
 
-Groups = tuple[tuple[int, str], tuple[int, str]]
-"""(ranks, group) of the outer and of the inner dim of a grid."""
+AHEAD = 24_000_000
+"""Cycles that the GPU sleeps before each call, some 12 ms: the host enqueues all of it meanwhile."""
+EXCHANGES = ("push", "needed", "all_gather", "p2p", "a2a")
+GRIDS = ("a2a+push", "a2a+needed", "a2a+all_gather", "a2a+p2p")
+HEADS = ((64, 8), (32, 32))
+INNER = 2
+"""Ranks between which a grid scatters heads."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Names of the groups of all ranks, and of the outer and inner ones of a grid, "" where there is none."""
+
+    whole: str
+    outer: str
+    inner: str
 
 
 class Exchanged:
@@ -41,20 +64,17 @@ class Exchanged:
     def __init__(self, plan: BatchPlan, setup: Setup, name: str, groups: Groups) -> None:
         self.name, self.setup = name, setup
         scattered, kind = split_exchange(name)
-        route, schedule = ROUTES[kind], plan.schedule(CAUSAL)
+        route, schedule, ranks = ROUTES[kind], plan.schedule(CAUSAL), setup.world_size
         self.heads: HeadScatter | None = None
         if scattered:
-            inner = setup.world_size if name == "a2a" else groups[1][0]
+            inner, group = (ranks, groups.whole) if name == "a2a" else (INNER, groups.inner)
             arrays = grid.grid_route(plan, CAUSAL, route, setup.rank, inner)
             deal = HeadDeal.best(setup.heads, setup.heads_kv, inner)
-            self.heads = HeadScatter(deal, (setup.dim, setup.dim), setup.group if name == "a2a" else groups[1][1])
-            outer = ("", 1) if name == "a2a" else (groups[0][1], groups[0][0])
+            self.heads = HeadScatter(deal, (setup.dim, setup.dim), group)
+            self.exchange = Exchange(kind, "" if name == "a2a" else groups.outer, ranks // inner)
         else:
-            arrays, outer = (
-                schedule.attention(setup.rank) | route.arrays(schedule, setup.rank),
-                (setup.group, setup.world_size),
-            )
-        self.exchange = Exchange(kind, *outer)
+            arrays = schedule.attention(setup.rank) | route.arrays(schedule, setup.rank)
+            self.exchange = Exchange(kind, groups.whole, ranks)
         self.tables = on_device(arrays, KERNEL_TABLES)
         self.route = on_device(arrays, route.tensors + grid.ORDER * scattered)
         rows = schedule.local_rows
@@ -69,57 +89,111 @@ class Exchanged:
         return self.out
 
     def backward(self) -> object:
-        return torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=True)
+        out = self.out
+        del self.out  # held no longer than the backward needs it
+        return torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
 
 
-def names(setup: Setup) -> list[str]:
-    found = ["push", "needed", "all_gather", "p2p", "a2a"]
-    return found + ["a2a+push", "a2a+p2p"] * (setup.world_size >= 4 and setup.world_size % 2 == 0)
+def timed(methods: Sequence[Method], repeats: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of the forward and of the backward, by method."""
+    events = [[[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in methods] for _ in range(repeats)]
+    meeting = torch.zeros(1, device="cuda")
+    for method in methods:
+        method.forward()
+        method.backward()
+    for turn in events:
+        for method, (start, middle, stop) in zip(methods, turn, strict=True):
+            torch.cuda._sleep(AHEAD)
+            dist.all_reduce(meeting)
+            start.record()
+            method.forward()
+            middle.record()
+            method.backward()
+            stop.record()
+            torch.cuda.synchronize()  # the host is no further ahead than that
+    spans = [[(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in turn] for turn in events]
+    slowest = torch.tensor(spans, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    medians = slowest.median(0).values.tolist()
+    return {method.name: (times[0], times[1]) for method, times in zip(methods, medians, strict=True)}
 
 
-def run_pack(pack: Pack, setup: Setup, groups: Groups, device: Device) -> None:
+def run_pack(pack: Pack, setup: Setup, groups: Groups, options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured and predicted of a pack."""
     plan = plan_batch([Documents.from_lengths(pack.lengths)], setup.world_size)
+    names = EXCHANGES + (GRIDS[:1] if options.quick else GRIDS) * (groups.outer != "")
+    methods: list[Method] = [Exchanged(plan, setup, name, groups) for name in names]
+    methods += [] if options.quick else [Alone(pack, setup)]
+    times = timed(methods, 4 if options.quick else 5)
     model = Model((setup.heads, setup.heads_kv), setup.dim)
-    load = load_of(plan.schedule(CAUSAL))
+    load, device = load_of(plan.schedule(CAUSAL)), Device.like(torch.cuda.get_device_name())
     predicted = exchange_seconds(load, device, model) | {"push": push_seconds(load, device, model)}
-    chosen = choose_exchange(model, setup.world_size, CAUSAL, device, one_sided=True).exchange
-    repeats = min(9, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
-    if setup.rank == 0:
-        print(f"\n### {pack.name}, {setup.heads}/{setup.heads_kv} heads\n")
-        print(
-            "| | forward ms | backward ms | both ms | % of ideal f/b/both | predicted ms |\n|---|---|---|---|---|---|"
-        )
-    alone, both = Alone(pack, setup), dict[str, float]()
-    for name in names(setup):
-        method = Exchanged(plan, setup, name, groups)
-        times, whole = measure(method, alone, repeats, capture=False)
-        ideal = scaled(whole, setup.world_size)
-        both[name] = times.both / ideal.both
-        pairs = ((times.forward, ideal.forward), (times.backward, ideal.backward), (times.both, ideal.both))
-        cells = [f"{time:.3f}" for time, _ in pairs] + ["/".join(f"{100 * best / time:.0f}" for time, best in pairs)]
-        cells += [f"{1e3 * predicted[name]:.3f}" if name in predicted else "–"]
-        if setup.rank == 0:
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-        del method
-        gc.collect()
-        torch.cuda.empty_cache()
-    best = min(both, key=both.__getitem__)
-    if setup.rank == 0:
-        print(f"\nchosen {chosen}, best {best}, loss {100 * (both[chosen] / both[best] - 1):.1f} %", flush=True)
+    chosen = {
+        shared: choose_exchange(model, setup.world_size, CAUSAL, device, one_sided=shared).exchange
+        for shared in (True, False)
+    }
+    return {
+        "pack": pack.name,
+        "lengths": pack.lengths,
+        "ranks": setup.world_size,
+        "heads": (setup.heads, setup.heads_kv),
+        "ms": times,
+        "predicted_ms": {name: 1e3 * seconds for name, seconds in predicted.items()},
+        "chosen": [chosen[True], chosen[False]],
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Milliseconds of forward and backward per exchange, and predicted ones; then what was chosen, best, and lost."""
+    names = [name for name in rows[0]["ms"] if name != "one GPU"]
+    lines = [
+        f"| pack, heads | {' | '.join(names)} | one GPU / ranks | chosen, best, loss | without shared memory |",
+        f"|{'---|' * (len(names) + 4)}",
+    ]
+    losses: list[float] = []
+    for row in rows:
+        both = {name: sum(times) for name, times in row["ms"].items()}
+        alone = both.pop("one GPU", float("nan")) / row["ranks"]
+        cells = [f"{both[name]:.2f} ({row['predicted_ms'].get(name, float('nan')):.2f})" for name in names]
+        cells.append(f"{alone:.2f}")
+        for shared, chosen in zip((True, False), row["chosen"], strict=True):
+            open_to = {name: time for name, time in both.items() if shared or "push" not in name}
+            best = min(open_to, key=open_to.__getitem__)
+            losses.append(100 * (open_to[chosen] / open_to[best] - 1))
+            cells.append(f"{chosen}, {best}, {losses[-1]:.1f} %")
+        lines.append(f"| {row['pack']}, {row['heads'][0]}/{row['heads'][1]} | {' | '.join(cells)} |")
+    worst, mean = (f"{max(part):.1f} %, mean {statistics.mean(part):.1f} %" for part in (losses[::2], losses[1::2]))
+    return "\n".join([*lines, "", f"worst loss {worst}; without shared memory {mean}"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="web_mix,one,64 x,32 x", help="packs whose name holds one of these texts")
-    setup, options = begin(parser)
-    mesh = init_device_mesh("cuda", (setup.world_size // 2, 2), mesh_dim_names=("outer", "inner"))
-    sizes, groups = (setup.world_size // 2, 2), [mesh.get_group(name).group_name for name in ("outer", "inner")]
-    device = Device.like(torch.cuda.get_device_name())
-    for pack in packs(setup.world_size):
-        if any(text in pack.name for text in options.only.split(",")):
-            run_pack(pack, setup, ((sizes[0], groups[0]), (sizes[1], groups[1])), device)
-    torch.distributed.destroy_process_group()
+    parser.add_argument("--only", default="web_mix,one,x 512", help="packs whose name holds one of these texts")
+    parser.add_argument("--quick", action="store_true", help="one draw of each mix, fewer grids, fewer calls")
+    parser.add_argument("--json", type=Path, help="what was measured, for fitting the cost model")
+    setup, options = begin(parser, shape=False)
+    ranks, whole = setup.world_size, setup.group
+    groups = Groups(whole, "", "")
+    if ranks > INNER and ranks % INNER == 0:
+        mesh = init_device_mesh("cuda", (ranks // INNER, INNER), mesh_dim_names=("outer", "inner"))
+        groups = Groups(whole, *(mesh.get_group(name).group_name for name in ("outer", "inner")))
+    chosen = [pack for pack in packs(ranks) if any(text in pack.name for text in options.only.split(","))]
+    if options.quick:
+        chosen = list({pack.name.split(" (")[0]: pack for pack in reversed(chosen)}.values())[::-1]
+    rows: list[dict[str, Any]] = []
+    for pack in chosen:
+        for heads, heads_kv in HEADS:
+            rows.append(run_pack(pack, replace(setup, heads=heads, heads_kv=heads_kv), groups, options))
+            gc.collect()
+            torch.cuda.empty_cache()
+            if setup.rank == 0:
+                print(f"{pack.name}, {heads}/{heads_kv} done", flush=True)
+    if setup.rank == 0:
+        if options.json:
+            options.json.write_text(json.dumps(rows))
+        print(f"\nms of forward and backward, in brackets predicted\n\n{table(rows)}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    ends_all_ranks(main)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from attention import begin
+from attention import begin, ends_all_ranks
 from methods import Setup
 from packs import packs
 from torch import Tensor, nn
@@ -156,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_all_ranks(main)
