@@ -42,7 +42,7 @@ def reduced(call: Call) -> tuple[States, Whole]:
     if call.name in ("max", "min") and len(call.outs) > 1:
         if call.facts.has_gradient(call.first):
             raise Mixes("which of equal entries gets the gradient depends on their order")
-        if call.arg("dim") is None or rows.dims[call.arg("dim")] != (T,):
+        if call.arg("dim") is None or rows.dims[call.arg("dim")] not in ((T,), (B, T)):
             raise Mixes(f"{call.name} over something else than tokens")
         return WHOLE, LargestWithPlace(rows.dims)
     if call.first.dtype in (torch.bool, torch.uint8) or call.arg("ord", "p") not in (None, 2, 2.0):
