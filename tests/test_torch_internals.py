@@ -338,6 +338,36 @@ def test_sources_of_arguments_and_of_modules() -> None:
     assert sorted(argument_names(gm).values()) == ["OUTSIDE", "ids", "rest[0]", "x"]
 
 
+def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+class Decorated(nn.Module):
+    """As layers of `transformers` from 5.23."""
+
+    @decorated
+    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> Tensor:
+        return x * mask * scale
+
+
+@canary("the frame that is compiled", "dynamo_internals.wrapped_names, for names of arguments behind a decorator")
+def test_arguments_behind_a_decorator() -> None:
+    names: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        names.extend(argument_names(gm).values())
+        return gm.forward
+
+    torch._dynamo.reset()
+    x = torch.ones(2, 3)
+    torch.compile(Decorated(), backend=backend, fullgraph=True)(x, x + 1, scale=x + 2)
+    assert names == ["x", "mask", "scale"]
+
+
 @canary("the objects behind placeholders", "dynamo_internals.input_value, for weights that FSDP shards")
 def test_input_value() -> None:
     model, found = Model(), dict[int, str]()

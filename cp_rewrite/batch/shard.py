@@ -105,12 +105,15 @@ def shard(
 
 
 _WRAPPED = {
-    "of class `Logger`": "a model is compiled inside of DDP's wrapper, not the wrapper: "
+    ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
     "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
-    "the function `disable`": "if blocks of the model are wrapped by fully_shard: their hooks cut the graph. Let "
-    "cp.parallelize(model, mesh, sharding) wrap the plain model",
+    (
+        "the function `disable`",
+        "Call to `torch._dynamo.disable()`",
+    ): "if blocks of the model are wrapped by fully_shard: "
+    "their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
 }
-"""What Dynamo says where it meets the wrapper of another parallelism -> what to do."""
+"""What Dynamo says, by versions, where it meets the wrapper of another parallelism -> what to do."""
 
 
 @contextmanager
@@ -126,7 +129,7 @@ def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Coll
     except Exception as error:
         if type(error).__module__.startswith("torch."):
             for words, note in _WRAPPED.items():
-                if words in str(error):
+                if any(said in str(error) for said in words):
                     error.add_note(f"cp_rewrite: {note}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}

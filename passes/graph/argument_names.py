@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from .dynamo_internals import is_of_module, source_name, source_of
+from .dynamo_internals import is_of_module, source_name, source_of, wrapped_names
 
 _COMPONENT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]|\.([A-Za-z_]\w*)""")
 
@@ -20,12 +20,13 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
         L['input_ids']            -> input_ids
         L['kwargs']['input_ids']  -> input_ids
         L['batch'].doc_ids        -> doc_ids
-        L['args'][0]              -> args[0]
+        L['args'][0]              -> args[0]; behind a decorator of forward the name that forward has for it
 
     Weights, buffers and sizes are left out. When two arguments end alike, the one nearer to the signature keeps the
     short name and the others get their whole source; on a draw all of them do.
     """
     found: dict[str, list[tuple[int, str, fx.Node]]] = defaultdict(list)
+    wrapped = wrapped_names()
     for node in gm.graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
@@ -33,7 +34,7 @@ def argument_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
         if source is None or is_of_module(source):
             continue
         full = source_name(source)
-        short, depth = _last_component(full)
+        short, depth = (wrapped[full], 1) if full in wrapped else _last_component(full)
         found[short].append((depth, full, node))
     names: dict[fx.Node, str] = {}
     for short, entries in found.items():

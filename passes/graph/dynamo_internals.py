@@ -118,6 +118,26 @@ def is_resumed() -> bool:
     return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
 
 
+def wrapped_names() -> dict[str, str]:
+    """What a decorator of a module's forward passes on by place, in the frame that is compiled now.
+
+    def decorated(self, *args, **kwargs)      L['args'][0] -> hidden_states
+    def forward(self, hidden_states, mask)    L['args'][1] -> mask
+    """
+    translator = _translator()
+    code = getattr(translator, "f_code", None)
+    if code is None or not code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
+        return {}
+    method: Any = getattr(type(translator.f_locals.get(code.co_varnames[0])), "forward", None)
+    while method is not None and getattr(method, "__code__", None) is not code:
+        method = getattr(method, "__wrapped__", None)
+    if method is None or not hasattr(method, "__wrapped__"):
+        return {}
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    names = [p.name for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
+
+
 def kept_values() -> dict[fx.Node, str]:
     """Nodes of the graph that is compiled now whose values outlive the call by another way than its result: assigned to
     attributes, globals and variables of outer functions, or put into lists and dicts. -> what keeps them."""
