@@ -88,7 +88,7 @@ LOSSES: dict[str, Loss] = {
     "whitened": lambda m, x, y: (whitened(losses(x, y)) * losses(x, y).detach()).mean(),
     "mean_on_tokens": lambda m, x, y: (losses(x, y) - F.cross_entropy(*flat(x, y))).square().sum() / 10,
     "batch_of_means": lambda m, x, y: ((x - x.mean((0, 1))).square().mean((0, 1)) + 1).log().sum(),
-    "pooled_head": lambda m, x, y: F.cross_entropy(m.router(x.mean(1) @ m.pool), torch.ones(len(x), dtype=torch.long)),
+    "pooled_head": lambda m, x, y: F.cross_entropy(m.router(x.mean(1) @ m.pool), x.new_ones(len(x), dtype=torch.long)),
 }
 
 

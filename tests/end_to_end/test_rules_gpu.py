@@ -1,0 +1,73 @@
+"""Collectives that the pass inserts, through Inductor and over NCCL: one GPU's losses and gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import cp_rewrite as cp
+from cp_rewrite.batch.active import is_part
+from tests.end_to_end import test_neighbours, test_picked, test_resolved
+from tests.end_to_end.test_conformance_gpu import free_port
+from tests.helpers.packed_model import packed_batch
+
+FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], Callable[[], dict[str, Any]]]] = {
+    "sums": (test_resolved.Resolved, test_resolved.CASES, lambda: packed_batch(1, 14)),
+    "picks": (test_picked.Picked, [*test_picked.LOSSES], lambda: test_picked.packed(1, 14)),
+    "neighbours": (test_neighbours.Neighbours, test_neighbours.CASES, lambda: packed_batch(1, 14)),
+}
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+"""fp64; the order of sums differs."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_right_under_inductor(family: str) -> None:
+    mp.spawn(run_rank, (2, free_port(), family), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def run_rank(rank: int, world_size: int, port: int, family: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    compare(init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",)), family)
+    dist.barrier(device_ids=[rank])
+    dist.destroy_process_group()
+
+
+def compare(mesh: DeviceMesh, family: str) -> None:
+    make, names, draw = FAMILIES[family]
+    device = torch.device(mesh.device_type)
+    batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in draw().items()}
+    alone, model = (make(names).double().to(device) for _ in range(2))
+    expected = step(alone, batch)
+    tokens = {name: 1 for name in test_resolved.TOKENS if name in batch}
+    sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="inductor")
+    with sharding.shard(batch) as local:
+        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+    cp.sum_gradients(model.parameters(), sharding)
+    for name, loss in expected.items():
+        total = found[name].detach().clone()
+        if is_part(found[name]):
+            dist.all_reduce(total, group=sharding.group)
+        torch.testing.assert_close(total, loss.detach(), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def step(model: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Losses by name, after the backward of them all, each with a weight of its own."""
+    out = model(**batch)
+    found: dict[str, Tensor] = out if isinstance(out, dict) else {"": out}
+    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
+    return found
