@@ -191,6 +191,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
     tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
     inputs = state.graph_module.graph.find_nodes(op="placeholder")
     masks = [(place, state.tokens.masks[node]) for place, node in enumerate(inputs) if node in state.tokens.masks]
+    tables = [(place, state.tables[node]) for place, node in enumerate(inputs) if node in state.tables]
     whole = packing_args(sharding.packing) if isinstance(sharding.packing, CuSeqlens) else ()
     named = [(place, state.tokens.names.get(node, "")) for place, node in enumerate(inputs)]
     offsets = [(place, name) for place, name in named if name in whole]
@@ -205,6 +206,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             plan.check_tokens(name, args[place], dim, args[place].shape[dim])
         for place, argument in masks:
             plan.check_mask(argument, args[place])
+        for place, table in tables:
+            table.check(args[place])
         for place, name in offsets:
             plan.check_offsets(name, args[place])
         if sums:

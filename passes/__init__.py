@@ -61,7 +61,8 @@ def fix_module_numbers(state: State) -> State:
 def match_attention(state: State) -> State:
     """Find every attention node and prove what its mask means."""
     found = match_sites(state.graph_module, state.sharding, state.tokens)
-    return replace(state, sites=tuple(found.sites), refused=found.refused, refusals=(*state.refusals, *found.refusals))
+    refusals = (*state.refusals, *found.refusals)
+    return replace(state, sites=tuple(found.sites), refused=found.refused, refusals=refusals, tables=found.tables)
 
 
 def check_token_locality(state: State) -> State:

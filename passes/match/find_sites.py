@@ -30,6 +30,7 @@ from cp_rewrite.passes.graph.operands import (
 from cp_rewrite.passes.graph.regions import Scope, nested_graphs, nested_scopes
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
@@ -62,11 +63,13 @@ class Matched:
         refusals: every reason why another attention node is none.
         refused: those other nodes -> the Site that each would be, with a mask that means nothing, where its operands
             fit.
+        tables: buffers whose numbers masks were proven by.
     """
 
     sites: list[Site]
     refusals: list[Refusal]
     refused: dict[fx.Node, Site | None]
+    tables: dict[fx.Node, Table]
 
 
 def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Matched:
@@ -89,7 +92,7 @@ def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Ma
             matcher.refused.setdefault(node, None)
             refusals |= {(r.reason, r.detail, r.node, node if r.node is None else None): r for r in found}
     refusals |= {(r.reason, r.detail, r.node): r for r in matcher.unreachable}
-    return Matched(list(sites.values()), list(refusals.values()), matcher.refused)
+    return Matched(list(sites.values()), list(refusals.values()), matcher.refused, matcher.prover.tables)
 
 
 def is_sdpa(node: fx.Node) -> bool:

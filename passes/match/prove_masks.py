@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize
+from cp_rewrite.passes.graph.dynamo_internals import input_value, is_of_module, source_name, source_of
 from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
+from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import is_parameter
@@ -26,12 +29,13 @@ _SHAPE_ONLY = frozenset(
 class Prover:
     """Proves what masks of one graph mean for the row that the annotation describes.
 
-    `local_tokens`: what counts a shard's tokens.
+    `local_tokens`: what counts a shard's tokens. `tables`: the buffers that masks were found to read.
     """
 
     def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
         self.sharding, self.tokens = sharding, tokens
         self.local_tokens = tokens.counts
+        self.tables: dict[fx.Node, Table] = {}
         self._masks: dict[Any, PackedMask | list[Refusal]] = {}
         self._weighed: dict[tuple[Scope, fx.Node], bool] = {}
 
@@ -76,9 +80,10 @@ class Prover:
         zeros: Sequence[fx.Node] = (),
     ) -> PackedMask | list[Refusal]:
         """What a traced mask means; arguments as of `predicate.prove`."""
-        return prove(
-            canonical, mask, shape, self.sharding, self._name, self.local_tokens, indices, zeros, self.tokens.masks
-        )
+        tables = {node: table for node in canonical.leaves if (table := self._table(node)) is not None}
+        self.tables |= tables
+        names = self._name, self.local_tokens
+        return prove(canonical, mask, shape, self.sharding, *names, indices, zeros, self.tokens.masks, tables)
 
     def argument(self, scope: Scope, tensor: Any, node: fx.Node) -> str:
         """The argument whose numbers the 1-d `tensor` holds, in another dtype perhaps, when `node` of `scope` reads it;
@@ -108,6 +113,13 @@ class Prover:
             return node is logits[0] if node in logits else self.holds_weights(scope, node)
 
         return canonicalize(scope, mask, stop, before)
+
+    def _table(self, node: fx.Node) -> Table | None:
+        """The numbers of a buffer of the model, where they are a table of distances."""
+        buffer, source = input_value(node), source_of(node)
+        if not isinstance(buffer, Tensor) or is_parameter(buffer) or source is None or not is_of_module(source):
+            return None
+        return self.tables.get(node) or Table.read(source_name(source), buffer)
 
     def _name(self, node: fx.Node) -> str:
         # A value inside the model may be called like an argument: only arguments go by their plain name.

@@ -46,6 +46,7 @@ from cp_rewrite.masks import DROPPED_AT, PackedMask
 from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask, Tree
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.passes.predicate.reading.recognise import Reader
+from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
@@ -70,6 +71,7 @@ def prove(
     indices: Sequence[fx.Node] = (),
     zeros: Sequence[fx.Node] = (),
     masks: Mapping[fx.Node, MaskArgument] | None = None,
+    tables: Mapping[fx.Node, Table] | None = None,
 ) -> PackedMask | list[Refusal]:
     """What the mask of an attention node means, for the row that the annotation describes.
 
@@ -81,12 +83,13 @@ def prove(
         local_tokens: the expressions that count this shard's tokens.
         indices: placeholders that stand for b, h, q and k, where the mask is a function of them (flex_attention).
         zeros: nodes that count as 0: the logits that the mask is added to.
-        masks: nodes that stand in for masks of the batch.
+        masks: nodes that stand in for masks of the batch. tables: buffers whose numbers are known.
     """
     packing = sharding.packing
     ids = packing.arg if isinstance(packing, DocumentIds | Tree) else None
     marks = packing.arg if isinstance(packing, PaddingMask) else None
-    evaluator = Evaluator(local_tokens, name_of, dict.fromkeys(zeros, ZERO), ids, marks, masks=masks or {})
+    given = dict.fromkeys(zeros, ZERO)
+    evaluator = Evaluator(local_tokens, name_of, given, ids, marks, masks=masks or {}, tables=tables or {})
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))

@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from cp_rewrite.batch.masks.argument import MaskArgument
 from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
+from cp_rewrite.passes.values.table import Table
 
 from .context import Rule, RuleContext
 from .exact import Inexact, held
@@ -26,6 +27,7 @@ from .rules.dims import DIMS
 from .rules.elements import ELEMENTS
 from .rules.moves import MOVES
 from .symbolic import Index, SymTensor, Undecidable, Value, number, truth
+from .tables import table_tensor
 
 RULES: dict[str, Rule] = {op: rule for ops, rule in {**MOVES, **ELEMENTS, **DIMS}.items() for op in ops.split()}
 
@@ -35,11 +37,12 @@ class Evaluator(RuleContext):
     """Gives every tensor (`Ref`) of a canonical slice its meaning.
 
     Args:
-        masks: leaf nodes that stand in for masks of the batch.
+        masks: leaf nodes that stand in for masks of the batch. tables: those that are buffers of known numbers.
         tensors: the meanings so far, by `Ref.index`.
     """
 
     masks: Mapping[fx.Node, MaskArgument] = field(default_factory=dict[fx.Node, MaskArgument])
+    tables: Mapping[fx.Node, Table] = field(default_factory=dict[fx.Node, Table])
     tensors: dict[int, SymTensor | None] = field(default_factory=dict)
 
     def run(self, canonical: Canonical) -> SymTensor:
@@ -48,6 +51,8 @@ class Evaluator(RuleContext):
             known = self.given.get(node)
             if node in self.masks:
                 self.tensors[ref.index] = given_mask(self, self.masks[node], node, ref)
+            elif node in self.tables:
+                self.tensors[ref.index] = table_tensor(self, self.tables[node], ref)
             else:
                 leaf = self.leaf(self.name_of(node), node, ref) if known is None else _always(known, ref)
                 self.tensors[ref.index] = leaf

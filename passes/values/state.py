@@ -22,6 +22,7 @@ from .recorded_mask import RecordedMask
 from .resolution import Lowering
 from .site import Site
 from .size_conditions import SizeConditions
+from .table import Table
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
+        tables: buffers whose numbers masks were proven by.
         row_positions: positions that are made for each row of the batch by itself; None: none, or not so.
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
@@ -90,6 +92,7 @@ class State:
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
+    tables: Mapping[fx.Node, Table] = field(default_factory=dict[fx.Node, Table])
     positions: tuple[PositionGenerator, ...] = ()
     row_positions: RowPositions | None = None
     padded_sums: tuple[fx.Node, ...] = ()

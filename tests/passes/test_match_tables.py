@@ -1,0 +1,188 @@
+"""Masks that are read off a buffer of the model: the triangle of nanoGPT and of GPT-Neo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from cp_rewrite import MaskMismatch, PackedMask, Reason, Refusal
+from cp_rewrite.passes.values.table import Table
+from tests.helpers.matching import BATCH, PACKED
+from tests.helpers.pool import Pool
+from tests.passes.mask_spellings import DOCUMENTS
+
+SIZE = 32
+TRIANGLE = torch.ones(SIZE, SIZE).tril()
+
+
+class Buffered(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """Attention written out as nanoGPT and GPT-Neo do, with what `table` holds as its mask; `packed` or not."""
+
+    def __init__(self, table: Tensor, spelling: str = "nanogpt", packed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, 16)
+        self.register_buffer("bias", table.view(1, 1, SIZE, SIZE), persistent=False)
+        self.register_buffer("least", torch.tensor(-1e9), persistent=False)
+        self.bias: Tensor
+        self.least: Tensor
+        self.spelling, self.packed = spelling, packed
+
+    def forward(self, **b: Tensor) -> Tensor:
+        x = self.table(b["input_ids"]).unflatten(-1, (4, 4)).transpose(1, 2)
+        tokens = x.shape[2]
+        scores = (x * 1.5 @ x.mT) / math.sqrt(4)
+        if self.spelling == "nanogpt":
+            scores = scores.masked_fill(self.bias[:, :, :tokens, :tokens] == 0, float("-inf"))
+        elif self.spelling == "gpt_neo":
+            keep = self.bias[:, :, tokens - tokens : tokens, :tokens].bool()
+            scores = torch.where(keep, scores, self.least)
+        else:
+            scores = scores + self.bias[0, 0, :tokens, :tokens]
+        if self.packed:
+            scores = scores + torch.where(PACKED(**b), 0.0, -math.inf)
+        return scores.softmax(-1) @ (x * -2)
+
+
+def meaning(model: Callable[..., Any], **more: Tensor) -> str | Reason:
+    """What the mask of a model's one attention node means, or why it is refused."""
+    names = ("input_ids", "doc_ids")
+    torch._dynamo.reset()
+    report = cp.explain(model, cp.Sharding(2, dict.fromkeys(names, 1), DOCUMENTS))(
+        **{name: BATCH[name] for name in names}, **more
+    )
+    (found,) = report.refusals or report.sites
+    return found.reason if isinstance(found, Refusal) else found.mask
+
+
+def added(keep: Tensor) -> Tensor:
+    return torch.zeros(SIZE, SIZE).masked_fill(keep == 0, -math.inf)
+
+
+LOCAL = TRIANGLE - TRIANGLE.tril(-3)  # as GPT-Neo makes it, with a window of 3 tokens
+
+
+BANDS = [
+    (TRIANGLE, (0, None)),
+    (TRIANGLE.bool(), (0, None)),
+    (added(TRIANGLE).bfloat16(), (0, None)),
+    (LOCAL.to(torch.uint8)[None, None], (0, 2)),
+    (TRIANGLE - TRIANGLE.tril(-4), (0, 3)),
+    (TRIANGLE.T.tril(1), (-1, 0)),
+    (torch.ones(SIZE, SIZE).tril(1), (-1, None)),
+]
+
+
+@pytest.mark.parametrize(("table", "bounds"), BANDS)
+def test_bands_by_brute_force(table: Tensor, bounds: tuple[int | None, int | None]) -> None:
+    found = Table.read("b", table)
+    assert found is not None
+    assert (found.low, found.high) == bounds
+    low, high = (side if given is None else given for side, given in zip((-SIZE, SIZE), bounds, strict=True))
+    distance = torch.arange(SIZE)[:, None] - torch.arange(SIZE)
+    expected = torch.where((distance >= low) & (distance <= high), found.inside, found.outside)
+    assert torch.equal(expected.to(table.dtype), table.view(SIZE, SIZE))
+
+
+ONE_MORE = TRIANGLE.clone()
+ONE_MORE[5, 6] = 1
+NO_BANDS = [
+    ONE_MORE,  # one pair that is not causal
+    torch.rand(SIZE, SIZE, generator=torch.Generator().manual_seed(0)),
+    TRIANGLE - TRIANGLE.tril(-3) + TRIANGLE.tril(-5),  # two bands
+    TRIANGLE + TRIANGLE.tril(-3),  # three numbers
+    torch.ones(2, SIZE, SIZE).tril(),  # one for each head
+    torch.ones(2, 4).tril(),
+    torch.arange(4),
+    torch.tensor([[math.nan, 0.0], [0.0, math.nan]]),
+    torch.empty(0),
+    torch.ones(4, 4, device="meta").tril(),
+    nn.Parameter(TRIANGLE),
+]
+
+
+@pytest.mark.parametrize("table", NO_BANDS)
+def test_what_is_no_band(table: Tensor) -> None:
+    assert Table.read("b", table) is None
+
+
+def test_one_number() -> None:
+    assert Table.read("b", torch.full((3,), 2.0)) == Table("b", 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "spelling", "means"),
+    [
+        (TRIANGLE, "nanogpt", PackedMask(packed=False)),
+        (added(TRIANGLE), "added", PackedMask(packed=False)),
+        (LOCAL.to(torch.uint8), "gpt_neo", PackedMask(packed=False, window=(2, 0))),
+        (ONE_MORE, "nanogpt", Reason.MASK_OPAQUE),
+        (torch.ones(SIZE, SIZE).tril(-1), "nanogpt", Reason.MASK_NOT_PACKED),  # the query itself is hidden
+    ],
+)
+def test_what_models_keep_is_read(table: Tensor, spelling: str, means: PackedMask | Reason) -> None:
+    assert meaning(Buffered(table, spelling)) == (means if isinstance(means, Reason) else str(means))
+
+
+def test_tables_beside_documents() -> None:
+    assert meaning(Buffered(LOCAL, "gpt_neo", packed=True)) == str(PackedMask(window=(2, 0)))
+    # One key to the right is seen by the table, and hidden by the other mask.
+    assert meaning(Buffered(torch.ones(SIZE, SIZE).tril(1), packed=True)) == str(PackedMask())
+    assert meaning(Buffered(torch.ones(SIZE, SIZE).tril(1))) == str(PackedMask(False, (None, 1), packed=False))
+
+
+def test_arguments_are_no_buffers() -> None:
+    """A tensor that a caller gives may say something else on the next call."""
+
+    def model(bias: Tensor, **b: Tensor) -> Tensor:
+        x = b["input_ids"][:, None, :, None].float().expand(-1, 2, -1, 4) * 1.0
+        return (x @ x.mT).masked_fill(bias[: x.shape[2], : x.shape[2]] == 0, -math.inf).softmax(-1) @ x
+
+    assert meaning(model, bias=TRIANGLE) is Reason.MASK_OPAQUE
+
+
+def step_of_rank(mesh: DeviceMesh) -> dict[str, Any]:
+    sharding = cp.Sharding(mesh, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="eager", verify="first_step")
+    model = Buffered(LOCAL, "gpt_neo", packed=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    batch = {name: BATCH[name] for name in sharding.tokens}
+
+    def run(batch: dict[str, Tensor]) -> Tensor:
+        with sharding.shard(batch) as local:
+            out = compiled(**local).transpose(1, 2)
+            (out.sin() * local.has_token[..., None, None]).sum().backward()
+        return sharding.unshard(out, 1).detach()
+
+    found: dict[str, Any] = {"out": run(batch)}
+    cp.sum_gradients(model.parameters(), sharding)
+    found["grad"] = model.table.weight.grad.clone()  # type: ignore[union-attr]
+    model.bias.mul_(1)  # written to, with the same numbers
+    found["again"] = run(batch)
+    for name, change in (("longer", None), ("changed", TRIANGLE)):
+        try:
+            if change is not None:
+                model.bias.copy_(change)
+            run(batch if change is not None else {k: v.repeat_interleave(3, 1) for k, v in batch.items()})
+        except (cp.RewriteRefused, MaskMismatch) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_table_on_two_ranks(pool: Pool) -> None:
+    model = Buffered(LOCAL, "gpt_neo", packed=True)
+    out = model(**BATCH).transpose(1, 2)
+    out.sin().sum().backward()
+    for found in pool.run(2, step_of_rank):
+        torch.testing.assert_close(found["out"], out.detach())
+        torch.testing.assert_close(found["again"], out.detach())
+        torch.testing.assert_close(found["grad"], model.table.weight.grad)
+        assert "TOKEN_COUNT" in found["longer"]
+        assert found["changed"].startswith("L['self']._buffers['bias'] was proven as a mask by its numbers")
