@@ -90,7 +90,7 @@ def index(x: Tensor) -> Tensor:
 
 def angles(x: Tensor) -> Tensor:
     """(1, 1, T, C), as rotary embeddings make them."""
-    inverse = torch.linspace(1, 0.1, x.shape[-1], dtype=x.dtype)[None, :, None].expand(1, -1, 1)
+    inverse = torch.linspace(1, 0.1, x.shape[-1], dtype=x.dtype, device=x.device)[None, :, None].expand(1, -1, 1)
     return (inverse @ index(x)[None, None].to(x.dtype)).transpose(1, 2).cos()[:, None]
 
 

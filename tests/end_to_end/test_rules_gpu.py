@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -48,13 +48,13 @@ def run_rank(rank: int, world_size: int, port: int, family: str) -> None:
 def compare(mesh: DeviceMesh, family: str) -> None:
     make, names, draw = FAMILIES[family]
     device = torch.device(mesh.device_type)
-    batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in draw().items()}
+    batch = draw()
     alone, model = (make(names).double().to(device) for _ in range(2))
-    expected = step(alone, batch)
+    expected = step(alone, moved(batch, device))
     tokens = {name: 1 for name in test_resolved.TOKENS if name in batch}
     sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="inductor")
     with sharding.shard(batch) as local:
-        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), moved(local, device))
     cp.sum_gradients(model.parameters(), sharding)
     for name, loss in expected.items():
         total = found[name].detach().clone()
@@ -63,6 +63,10 @@ def compare(mesh: DeviceMesh, family: str) -> None:
         torch.testing.assert_close(total, loss.detach(), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
     for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) for name, x in batch.items()}
 
 
 def step(model: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Tensor]:
