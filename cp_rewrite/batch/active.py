@@ -21,6 +21,7 @@ from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fixed_tables
 from cp_rewrite.planning.routes.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours, neighbours_route
 from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
+from cp_rewrite.planning.routes.scans.tables import SCAN, Scan, scan_tables
 from cp_rewrite.sharding import Sharding, split_exchange
 
 from .buffers import buffers_of
@@ -31,12 +32,12 @@ from .padding import PaddingReaders
 @dataclass(frozen=True)
 class PlanInput:
     """One extra input of a rewritten graph: a tensor of the schedule of `mask`, as `exchange` needs it; or of the route
-    of `read`."""
+    of `read`, what is read of other tokens."""
 
     tensor: PlanTensor
     mask: PackedMask | None = None
     exchange: str | None = None
-    read: Neighbours | None = None
+    read: Neighbours | Scan | None = None
 
     @property
     def name(self) -> str:
@@ -45,10 +46,17 @@ class PlanInput:
     @property
     def is_per_token(self) -> bool:
         """Whether it has an entry for each of this rank's tokens, of one row of the batch or of all."""
+        if isinstance(self.read, Scan):
+            return self.tensor in SCAN[:3]
         narrow = self.read is not None and self.read.span == 1
         return (
             self in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX) or self.tensor == OUT_ROWS or (narrow and self.name == "rows")
         )
+
+    @staticmethod
+    def of_scan(scan: Scan) -> tuple[PlanInput, ...]:
+        """What a running operation reads."""
+        return tuple(PlanInput(x, read=scan) for x in SCAN)
 
     @staticmethod
     def of_neighbours(read: Neighbours) -> tuple[PlanInput, ...]:
@@ -108,7 +116,7 @@ class ActivePlan:
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By mask, exchange and rank."""
-    _neighbours: dict[tuple[Neighbours, int], Arrays] = field(default_factory=dict[Any, Arrays])
+    _reads: dict[tuple[Neighbours | Scan, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By what is read, and rank."""
 
     def tensor(self, key: PlanInput) -> Tensor:
@@ -199,9 +207,10 @@ class ActivePlan:
 
     def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:
         if key.read is not None:
-            if (key.read, rank) not in self._neighbours:
-                self._neighbours[key.read, rank] = neighbours_route(self.plan, key.read, rank)
-            return self._neighbours[key.read, rank][key.name]
+            if (key.read, rank) not in self._reads:
+                make: Any = scan_tables if isinstance(key.read, Scan) else neighbours_route
+                self._reads[key.read, rank] = make(self.plan, key.read, rank)
+            return self._reads[key.read, rank][key.name]
         return self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange, rank)[key.name]
 
     def _arrays_of(self, mask: PackedMask, exchange: str | None, rank: int) -> Arrays:

@@ -184,6 +184,7 @@ _SUMS: dict[str, int] = {
     "cp_rewrite.sum_gradient_over_ranks": 1,
     "cp_rewrite.largest_over_ranks": 2,
     "cp_rewrite.max_over_ranks": 1,
+    "cp_rewrite.rows_of_ranks": 1,
     "cp_rewrite.share_out_gradient": 0,
 }
 """Ops that make parts whole -> how often their operand's bytes travel."""

@@ -3,7 +3,7 @@
 from . import attention, exchange, max_logits, ring_attention, scatter_heads
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
-from .sums import over_ranks, token_rows
+from .sums import over_ranks, rows_of_ranks, token_rows
 
 __all__ = [
     "attention",
@@ -14,6 +14,7 @@ __all__ = [
     "over_ranks",
     "pushed_attention",
     "ring_attention",
+    "rows_of_ranks",
     "scatter_heads",
     "token_rows",
 ]

@@ -16,7 +16,9 @@ _ADVICE = {
     "convolution": "a convolution over tokens reads those beside each, which other ranks may hold: it can't be sharded "
     "here",
     "pool": "pooling over tokens reads those beside each, which other ranks may hold: it can't be sharded here",
-    "cumsum cumprod cummax cummin logcumsumexp chunks": _SCAN,
+    "chunks": _SCAN,
+    "cumsum cumprod cummax cummin logcumsumexp": "a running sum over tokens needs those before each, which other ranks "
+    "may hold",
     "roll slice constant_pad_nd cat": "a shift over tokens, or a choice by their place, reads tokens that another rank "
     "may hold: it can't be sharded here",
 }

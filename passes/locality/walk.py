@@ -108,6 +108,7 @@ class _Walk:
         trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, **ways)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
+        self.facts.fixed_sizes = sharding.capacity is not None
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(trace, mode, self.env)
         self.found = Findings()

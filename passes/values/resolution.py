@@ -82,6 +82,10 @@ class Ranks:
         documents = self.plan[IN_DOCUMENT] if in_document else None
         return _ops.local_rows.default(self.plan[TOKEN_ROWS], token, row, documents, self.has_token.shape[1])
 
+    def rows_of_ranks(self, rows: Tensor) -> Tensor:
+        """(P N, C) all ranks' rows (N, C), rank after rank; each rank knows the gradient of its own uses."""
+        return _ops.rows_of_ranks.default(rows, self.world_size, self.group)
+
     def sum(self, part: Tensor) -> Tensor:
         """The whole of a part."""
         return _ops.sum_over_ranks.default(part, self.group)

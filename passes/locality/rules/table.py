@@ -35,6 +35,7 @@ from .picked import entries as picked
 from .picked import first, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
+from .running import scans
 
 _NORM = "{op} of something else than token rows"
 _PICKS = "picks entries by their values, as many as there happen to be: multiply by a mask instead"
@@ -83,7 +84,9 @@ CAST = Rule("_to_copy", pointwise, SUMS | UNCUT | GROUPS)
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
 MIXED_DIMS = (
     rows("_softmax _log_softmax _safe_softmax softmax log_softmax glu", same_dims, mixes=over("runs over")),
-    rows("cumprod cummax cummin logcumsumexp argsort topk flip", same_dims, mixes=over("runs over")),
+    # over tokens -> the same dims: each rank runs over its own, and what it reached at ends of pieces is exchanged
+    rows("cumprod cummax cummin logcumsumexp", same_dims, mixes=over("runs over"), whole=scans.scanned),
+    rows("argsort topk flip", same_dims, mixes=over("runs over")),
     rows("_fft_r2c _fft_c2r _fft_c2c", same_dims, mixes=over("runs over")),
     rows("roll", same_dims, mixes=over("rolls")),
     rows("tril triu", reductions.triangle),
@@ -146,7 +149,7 @@ INDEXED = (
 SORTED = (
     Rule("sort", experts.sort),
     Rule("histc", experts.group_sizes),
-    Rule("cumsum", experts.cumsum, GROUPS),
+    Rule("cumsum", experts.cumsum, GROUPS, scans.scanned),
     Rule("_grouped_mm transformers::grouped_mm_fallback", experts.grouped_product, GROUPS),
 )
 

@@ -1,0 +1,1 @@
+"""The tables of operations that run over the tokens of a row."""
