@@ -44,7 +44,7 @@ MIXES: dict[str, Mix] = {
     "cumsum_of_features_first": lambda m, h, b: h.mT.cumsum(-1, dtype=h.dtype).mT,
     "exclusive": lambda m, h, b: h.cumsum(1) - h,
     "reversed": lambda m, h, b: h.sum(1, keepdim=True) - h.cumsum(1) + h,
-    "mean_so_far": lambda m, h, b: h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None],
+    "mean_so_far": lambda m, h, b: h.cumsum(1) / (torch.arange(h.shape[1]) + 1)[:, None],
     "joined": lambda m, h, b: h.flatten(0, 1).cumsum(0).view_as(h),
     "cumprod": lambda m, h, b: (h * 0.2 + 1).cumprod(1),
     "cumprod_of_zeros": lambda m, h, b: (
