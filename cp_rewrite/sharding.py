@@ -41,7 +41,7 @@ class Sharding:
     What is cut:
         mesh: one-dimensional DeviceMesh of the context-parallel group, or a plain world size for a dry run (`explain`,
             `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
-            ranks with the fastest links), keys travel over the first.
+            ranks with the fastest links), keys travel over the first. With two dims `auto` weighs these, too.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
         packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
             StartOfDocument, Tree or PaddingMask; or WholeRows.
@@ -55,7 +55,7 @@ class Sharding:
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
-            scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheaper of `needed` and `all_gather`.
+            scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
         keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
         ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
             None: as `torchrun` placed them; all, where it did not start them.
@@ -226,19 +226,13 @@ class Sharding:
             return self.mesh.get_group()
         return whole_mesh_group(self.mesh)
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(outer, inner) ranks: heads are scattered over the inner ones under `a2a` and `a2a+…`."""
-        if isinstance(self.mesh, int) or self.mesh.ndim == 1:
-            return 1, self.world_size
-        return self.mesh.size(0), self.mesh.size(1)
-
-    @property
-    def grid_groups(self) -> tuple[str, str]:
-        """Names of the groups of the outer and the inner ranks."""
-        if isinstance(self.mesh, int) or self.mesh.ndim == 1:
-            return "", self.group_name
-        return self.mesh.get_group(0).group_name, self.mesh.get_group(1).group_name
+    def grid(self, exchange: str) -> tuple[tuple[int, int], tuple[str, str]]:
+        """(outer, inner) ranks, and the names of their groups: heads are scattered over the inner ones under `a2a`,
+        which are all, and under `a2a+…`."""
+        if exchange == "a2a" or isinstance(self.mesh, int) or self.mesh.ndim == 1:
+            return (1, self.world_size), ("", self.group_name)
+        outer, inner = (self.mesh.get_group(dim).group_name for dim in range(2))
+        return (self.mesh.size(0), self.mesh.size(1)), (outer, inner)
 
     @property
     def group_name(self) -> str:
@@ -307,11 +301,11 @@ def _check_mesh(mesh: Any, exchange: object) -> None:
     if isinstance(mesh, int):
         whole_number("mesh as a world size", mesh)
         return
-    ndim = 2 if isinstance(exchange, str) and exchange.startswith("a2a+") else 1
-    if mesh.ndim != ndim:
+    dims = (2,) if isinstance(exchange, str) and exchange.startswith("a2a+") else (1, 2) if exchange == "auto" else (1,)
+    if mesh.ndim not in dims:
         raise ValueError(
-            f"mesh must have {ndim} dim for exchange={exchange!r}, got {mesh.ndim} ({mesh.mesh_dim_names}): "
-            "pass the context-parallel part of it, as in mesh['cp']"
+            f"mesh must have {' or '.join(map(str, dims))} dim for exchange={exchange!r}, got {mesh.ndim} "
+            f"({mesh.mesh_dim_names}): pass the context-parallel part of it, as in mesh['cp']"
         )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from torch import Tensor
 
@@ -13,13 +14,20 @@ from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.operands import guard_number
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.choose_exchange import choose_exchange
+from cp_rewrite.planning.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
+from cp_rewrite.planning.cost import Load, load_of
 from cp_rewrite.planning.devices import Model
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
 from cp_rewrite.planning.routes.fixed import fits
+from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.sharding import Exchange as ExchangeName
 from cp_rewrite.sharding import Sharding, speeds_of, split_exchange
+
+_EXCHANGES: tuple[str, ...] = tuple(name for name in get_args(ExchangeName) if name != "auto")
+FEW_TOKENS = 1024
+"""Per rank: a batch with fewer says little about those that training will see."""
 
 
 def plan_sites(state: State) -> State:
@@ -65,7 +73,7 @@ def ranks_of(
     scattered, kind = split_exchange(name)
     if not scattered:
         return Exchange(kind, sharding.group_name if sharding.world_size > 1 else "", sharding.world_size), None
-    (outer, inner), (outer_group, inner_group) = sharding.grid, sharding.grid_groups
+    (outer, inner), (outer_group, inner_group) = sharding.grid(name)
     exchange = Exchange(kind, "" if kind == "local" else outer_group, outer)
     return exchange, HeadScatter(HeadDeal.best(*heads, inner), dims, inner_group)
 
@@ -115,10 +123,7 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
         exchange, why = "needed", "capacity is set"
     against = _unless_one_sided(spec, state) if exchange == "auto" or exchange in BETWEEN_GPUS else None
     if exchange == "auto":
-        model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
-        speeds = sharding.device_speeds or speeds_of(state.device)
-        per_node = sharding.node_size
-        choice = choose_exchange(model, sharding.world_size, site.mask, speeds, per_node, one_sided=against == [])
+        choice = _cheapest(site, spec, state, one_sided=against == [])
         exchange, why = choice.exchange, choice.reason
     carried_out = BETWEEN_GPUS.get(exchange, exchange)
     if carried_out in BETWEEN_GPUS.values() and against is not None:
@@ -126,6 +131,24 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
             return carried_out, f"{why}; rows are written into the peers' memory"
         why += f"; not into the peers' memory, since {'; '.join(against)}"
     return "all_gather" if captured else exchange, why
+
+
+def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) -> Choice:
+    """The exchange that takes least for this batch, or, where it has few tokens, for a typical one."""
+    sharding, batch = state.sharding, state.plan.plan
+    model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
+    speeds = sharding.device_speeds or speeds_of(state.device)
+    known = len(batch.rows) * batch.local_size >= FEW_TOKENS
+    load = load_of(batch.schedule(site.mask)) if known else typical_load(sharding.world_size, site.mask)
+    (outer, inner), _ = sharding.grid("auto")
+    grids: dict[int, Load] = {}
+    if outer > 1:
+        rows = inner * TOKENS_PER_RANK
+        places = outer_schedule(batch, site.mask, inner) if known else None
+        grids = {inner: load_of(places) if places else typical_load(outer, site.mask, rows)}
+    names = [name for name in _EXCHANGES if not exchange_reasons(name, sharding)]
+    names = [BETWEEN_GPUS.get(name, name) if one_sided else name for name in names]
+    return choose_exchange(model, load, speeds, names, sharding.node_size, grids)
 
 
 def _unless_one_sided(spec: AttentionSpec, state: State) -> list[str] | None:

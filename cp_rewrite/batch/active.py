@@ -228,7 +228,7 @@ class ActivePlan:
         scattered, kind = split_exchange(exchange)
         route = ROUTES[kind]
         if scattered:
-            return grid.grid_route(self.plan, mask, route, rank, self.sharding.grid[1])
+            return grid.grid_route(self.plan, mask, route, rank, self.sharding.grid(exchange)[0][1])
         schedule = self.plan.schedule(mask)
         if capacity is None:
             return route.arrays(schedule, rank)

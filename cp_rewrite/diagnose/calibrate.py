@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -73,15 +74,31 @@ def _measure_device(device: Device, kind: str) -> Device:
 
 
 def _measure_links(device: Device, kind: str) -> Device:
-    """The link that limits an all-gather over all processes: its time at a large size less that at almost none."""
+    """The link that limits collectives over all processes: their time at a large size less that at almost none."""
     size, ranks = 1 << (26 if kind == "cuda" else 22), dist.get_world_size()
-    mine = torch.empty(size, dtype=torch.uint8, device=kind)
-    everything = torch.empty(size * ranks, dtype=torch.uint8, device=kind)
-    large = _seconds(lambda: dist.all_gather_into_tensor(everything, mine), kind, calls=10)
-    few = _seconds(lambda: dist.all_gather_into_tensor(everything[: 64 * ranks], mine[:64]), kind, calls=20)
-    speed = size * (ranks - 1) / max(large - few, 1e-9)
+    mine = torch.empty(size * ranks, dtype=torch.uint8, device=kind)
+    everything = torch.empty_like(mine)
+    after, before = (dist.get_rank() + 1) % ranks, (dist.get_rank() - 1) % ranks
+
+    def gather(part: int) -> None:
+        dist.all_gather_into_tensor(everything[: part * ranks], mine[:part])
+
+    def exchange(part: int) -> None:
+        dist.all_to_all_single(everything[: part * ranks], mine[: part * ranks])
+
+    def shift(part: int) -> None:
+        calls = [dist.P2POp(dist.isend, mine[:part], after), dist.P2POp(dist.irecv, everything[:part], before)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+
+    few = _seconds(lambda: gather(64), kind, calls=20)
+    gathered, exchanged, shifted = (
+        max(_seconds(partial(call, size), kind, calls=10) - few, 1e-9) for call in (gather, exchange, shift)
+    )
+    speed = size * (ranks - 1) / gathered
     if int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) == ranks:
-        return replace(device, link=speed, latency=few)
+        others = {"all_to_all": size * (ranks - 1) / exchanged, "ring": size / shifted}
+        return replace(device, link=speed, latency=few, **others)
     return replace(device, node_link=speed, node_latency=few)
 
 

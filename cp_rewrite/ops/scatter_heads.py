@@ -73,14 +73,14 @@ def scatter_heads(q: Any, k: Any, v: Any, order: Any, inverse: Any, heads: HeadS
     """
     deal, (dim, dim_v) = heads.deal, heads.dims
     parts = [_split(_deal_queries(q, deal), deal), _split(_copy(k, deal), deal), _split(_copy(v, deal), deal)]
-    x = _all_to_all(torch.cat(parts, 2).transpose(0, 1).contiguous(), deal.ranks, heads.group).flatten(0, 1)
+    # One copy puts parts together and sorts them by rank, as does one in the gradient of the split below.
+    sent = torch.cat([part.transpose(0, 1) for part in parts], 2).contiguous()
+    x = _all_to_all(sent, deal.ranks, heads.group).flatten(0, 1)
     x = _ops.permute_rows.default(x, order, inverse)
-    found: list[Any] = []
-    at = 0
-    for count, width in ((deal.local, dim), (deal.local_kv, dim), (deal.local_kv, dim_v)):
-        found.append(x.narrow(1, at, count * width).unflatten(1, (count, -1)))
-        at += count * width
-    return found[0], found[1], found[2]
+    counts = deal.local, deal.local_kv, deal.local_kv
+    found = x.split([count * width for count, width in zip(counts, (dim, dim, dim_v), strict=True)], 1)
+    q, k, v = (found[i].unflatten(1, (count, -1)) for i, count in enumerate(counts))
+    return q, k, v
 
 
 def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:

@@ -1,20 +1,20 @@
-"""Which exchange serves an attention site: decided when its graph is compiled, from static facts alone."""
+"""Which exchange serves an attention site: decided when its graph is compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
 
-from .cost import Load, exchange_seconds, fill_seconds
+from .cost import Load, exchange_seconds
 from .devices import Device, Model
-from .routes.push_stages import Shape, StageLoad, backward_seconds, backward_stages, forward_seconds, forward_stages
 from .tiles import TILE, TILE_ROW_OVERHEAD
 
 TOKENS_PER_RANK = 8192
-"""Taken for a batch's, which no graph shows."""
+"""Of a typical batch."""
 
 
 @dataclass(frozen=True)
@@ -27,51 +27,33 @@ class Choice:
 
 def choose_exchange(
     model: Model,
-    world_size: int,
-    mask: PackedMask,
+    load: Load,
     device: Device,
+    names: Collection[str],
     ranks_per_node: int | None = None,
-    one_sided: bool = False,
+    grids: Mapping[int, Load] | None = None,
 ) -> Choice:
-    """The cheapest of `all_gather` and `needed` for one attention site. Pure: equal on all ranks.
-
-    A ring and an exchange of heads are not weighed: they take longer than predicted (`examples/bench/exchanges.py`).
+    """The cheapest exchange for one attention site. Pure: equal on all ranks.
 
     Args:
-        model: of the site.
-        world_size: ranks; one of them needs no exchange: `local`.
-        mask: of the site.
+        model: of the site. load: of a batch under the site's mask, or a typical one.
         device: speeds.
-        ranks_per_node: ranks that share fast links; None: all.
-        one_sided: ranks can write into each other's memory: what is needed travels beside the kernel, as `push`.
+        names: of the exchanges that can serve.
+        ranks_per_node, grids: as of `exchange_seconds`.
     """
-    if world_size == 1:
+    if load.world_size == 1:
         return Choice("local", "one rank: nothing moves")
-    load = typical_load(world_size, mask)
-    predicted = exchange_seconds(load, device, model, ranks_per_node)
-    needed = {"push": push_seconds(load, device, model)} if one_sided else {"needed": predicted["needed"]}
-    seconds = {"all_gather": predicted["all_gather"], **needed}
-    best, other = sorted(seconds, key=seconds.__getitem__)
-    share = int(load.received[0].sum()) / (load.local_rows * (world_size - 1))
+    predicted = exchange_seconds(load, device, model, ranks_per_node, grids)
+    seconds = {name: predicted[name] for name in names if name in predicted}
+    best, *others = sorted(seconds, key=seconds.__getitem__)
+    against = ", ".join(f"{name} {1e3 * seconds[name]:.2f}" for name in others) or "no other that can serve"
+    share = int(load.received.sum(1).max()) / (load.local_rows * (load.world_size - 1))
     reason = (
-        f"predicted {1e3 * seconds[best]:.2f} ms per layer against {other} {1e3 * seconds[other]:.2f} on "
-        f"{device.name} ({world_size} ranks, {model.heads[0]}/{model.heads[1]} heads of {model.head_dim}, "
+        f"predicted {1e3 * seconds[best]:.2f} ms per layer against {against} on {device.name} "
+        f"({load.world_size} ranks, {model.heads[0]}/{model.heads[1]} heads of {model.head_dim}, "
         f"{load.local_rows} tokens per rank, {share:.0%} of remote rows needed)"
     )
     return Choice(best, reason)
-
-
-def push_seconds(load: Load, device: Device, model: Model) -> float:
-    """Predicted seconds of one layer's attention and fill with `push` beside the kernel, of a kernel that waits for all
-    rows or runs in stages of heads."""
-    shape = Shape(*model.heads, model.head_dim, model.head_dim, model.item_bytes)
-    coming = load.received.sum(1)
-    columns = zip(load.tiles.tolist(), coming.tolist(), (load.expanded - coming).tolist(), strict=True)
-    loads = tuple(StageLoad(0, round(tiles), 0, rows, own, 0) for tiles, rows, own in columns)
-    there, back = forward_stages(loads, shape), backward_stages(loads, shape, kept=False)
-    forward = max(forward_seconds(each, shape, there, device) for each in loads)
-    backward = max(backward_seconds(each, shape, back, False, device) for each in loads)
-    return forward + backward + fill_seconds(load, device, model)
 
 
 def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK) -> Load:

@@ -6,20 +6,27 @@
     fill      = the rest of the layer on the local rows that a rank has beyond an even share of the tokens
 
 Every rank computes all its local rows in every part of a layer, whether a token is in them or not; so rows that a
-layout adds are paid for outside attention. Nothing is taken to overlap, except a ring's transfers with its kernels.
+layout adds are paid for outside attention. Nothing is taken to overlap, except transfers of a push and of a ring with
+kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .devices import Device, Model
 from .intervals import Int
+from .routes.head_deal import HeadDeal
+from .routes.push_stages import Shape, StageLoad, backward_seconds, backward_stages, forward_seconds, forward_stages
 from .schedule import Schedule
 from .tiles import TILE, TILE_ROW_OVERHEAD, Float, window_tiles
+
+_SCATTERED = 8
+"""How often what scatters heads reads or writes queries, keys and values, forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +68,64 @@ def load_of(schedule: Schedule, whole_tiles: float | None = None) -> Load:
     return Load(schedule.local_rows, per_rank, schedule.received, schedule.expanded, launches, whole, fill)
 
 
-def exchange_seconds(load: Load, device: Device, model: Model, ranks_per_node: int | None = None) -> dict[str, float]:
+def exchange_seconds(
+    load: Load,
+    device: Device,
+    model: Model,
+    ranks_per_node: int | None = None,
+    grids: Mapping[int, Load] | None = None,
+) -> dict[str, float]:
     """Predicted seconds of one layer's attention and fill, forward and backward, by each exchange that can serve it.
 
-    `ranks_per_node`: ranks that share fast links; None: all.
+    Args:
+        ranks_per_node: ranks that share fast links; None: all.
+        grids: number of inner ranks, between which heads are scattered -> the load of the outer places.
     """
     per_node = ranks_per_node or load.world_size
-    seconds = {
-        "all_gather": all_gather_seconds(load, device, model, per_node),
-        "needed": needed_seconds(load, device, model, per_node),
-        "p2p": ring_seconds(load, device, model, per_node),
-    }
-    if model.heads[0] % load.world_size == 0:
-        seconds["a2a"] = all_to_all_seconds(load, device, model, per_node)
+    seconds = _by_keys(load, device, model, per_node)
+    for inner, outer in ({load.world_size: None} | dict(grids or {})).items():
+        if model.heads[0] % inner == 0:
+            seconds |= _by_heads(load, device, model, per_node, inner, outer)
     fill = fill_seconds(load, device, model)
     return {name: attention + fill for name, attention in seconds.items()}
+
+
+def _by_keys(load: Load, device: Device, model: Model, per_node: int) -> dict[str, float]:
+    """Of exchanges of keys and values. Beyond what tells layouts apart, copies of the local rows count: keys and values
+    are packed, rows to be sent are put behind each other, and gradients are rounded."""
+    packed = load.local_rows * model.kv_bytes / device.memory
+    seconds = {
+        "all_gather": all_gather_seconds(load, device, model, per_node) + 7 * packed,
+        "needed": needed_seconds(load, device, model, per_node) + 21 * packed,
+        "p2p": ring_seconds(load, device, model, per_node),
+    }
+    if per_node >= load.world_size:
+        seconds["push"] = push_seconds(load, device, model)
+    return seconds
+
+
+def _by_heads(
+    load: Load, device: Device, model: Model, per_node: int, inner: int, outer: Load | None
+) -> dict[str, float]:
+    """Of exchanges that scatter heads over `inner` ranks, and move keys between the `outer` places, if there are."""
+    scattered = all_to_all_seconds(load, device, model, per_node, inner)
+    if outer is None:
+        # Keys are copied as if there was an exchange behind it.
+        local, rows = _local(model, inner), inner * load.local_rows
+        copied = 14 * rows * local.kv_bytes / device.memory
+        return {"a2a": scattered + copied + kernel_seconds(load.whole_tiles, 1, device, local)}
+    places = _by_keys(outer, device, _local(model, inner), max(1, per_node // inner))
+    return {f"a2a+{name}": scattered + seconds for name, seconds in places.items()}
+
+
+def _dealt(model: Model, inner: int) -> HeadDeal:
+    return HeadDeal.best(*model.heads, inner)
+
+
+def _local(model: Model, inner: int) -> Model:
+    """The attention of a rank that has its share of heads."""
+    deal = _dealt(model, inner)
+    return replace(model, heads=(deal.local, deal.local_kv))
 
 
 def fill_seconds(load: Load, device: Device, model: Model) -> float:
@@ -106,27 +156,52 @@ def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node:
     return moved + _copies(load, device, model) + kernel_seconds(load.tiles.max(), load.launches, device, model)
 
 
+def push_seconds(load: Load, device: Device, model: Model) -> float:
+    """`push`: rows travel beside the kernel, which waits for all of them or runs in stages of heads."""
+    shape = Shape(*model.heads, model.head_dim, model.head_dim, model.item_bytes)
+    coming = load.received.sum(1)
+    columns = zip(load.tiles.tolist(), coming.tolist(), (load.expanded - coming).tolist(), strict=True)
+    loads = tuple(StageLoad(0, round(tiles), 0, rows, own, 0) for tiles, rows, own in columns)
+    there, back = forward_stages(loads, shape), backward_stages(loads, shape, kept=False)
+    forward = max(forward_seconds(each, shape, there, device) for each in loads)
+    return forward + max(backward_seconds(each, shape, back, False, device) for each in loads)
+
+
 def ring_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
-    """`p2p`: P steps, each a kernel over one rank's keys beside a transfer, then a merge of out and log-sum-exp."""
-    steps = load.world_size - 1
-    across = np.array([load.local_rows if ranks_per_node < load.world_size else 0])
-    step = _transfer(np.array([load.local_rows]) - across, across, 4 * model.kv_bytes, device)
-    more_rows = steps * TILE_ROW_OVERHEAD * load.local_rows / TILE
-    kernel = kernel_seconds(load.tiles.max() + more_rows, load.launches * (steps + 1), device, model)
-    out_bytes = load.local_rows * model.heads[0] * model.head_dim * 4
-    return max(kernel, 2 * steps * step) + steps * 4 * out_bytes / device.memory
+    """`p2p`: P steps, each a kernel over one rank's keys beside a transfer, then a merge of out and log-sum-exp.
+
+    In the backward keys travel beside a step's kernel, fp32 gradients beside the next one; the last go home alone.
+    """
+    ranks, rows = load.world_size, load.local_rows
+    across = np.array([rows if ranks_per_node < ranks else 0])
+    step = _transfer(np.array([rows]) - across, across, model.kv_bytes, replace(device, link=device.ring))
+    more_rows = (ranks - 1) * TILE_ROW_OVERHEAD * rows / TILE
+    there, back = _directions(load.tiles.max() + more_rows, load.launches * ranks, device, model)
+    # Read and written in fp32: out is merged in every step, dq and the gradients of keys are added up.
+    merged = rows * model.q_bytes / device.memory
+    summed = rows * model.kv_bytes / device.memory
+    there += (10 + 17 * (ranks - 1)) * merged + 2 * summed
+    back += (5 + 5 * ranks) * merged + (7 + 16 * ranks) * summed
+    copied = 5 * float(load.expanded.max()) * model.kv_bytes / device.memory
+    first, last = (ranks - 1) / ranks, 1 / ranks
+    forward = max(there * first, (ranks - 1) * step) + there * last
+    backward = max(back, 3 * (ranks - 1) * step) + 2 * step
+    return forward + backward + copied
 
 
-def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
-    """`a2a`: queries, keys, values, outputs change from shards of tokens to shards of heads; documents stay whole."""
-    heads = 2 * model.heads[0] + 2 * max(model.heads[1], load.world_size)
-    row_bytes = heads * model.head_dim * model.item_bytes
-    g = min(ranks_per_node, load.world_size)
-    inside = np.array([load.local_rows * (g - 1) // load.world_size])
-    across = np.array([load.local_rows * (load.world_size - g) // load.world_size])
-    moved = 2 * _transfer(inside, across, row_bytes, device) + 6 * device.latency
-    reorder = 8 * load.local_rows * row_bytes / device.memory
-    return moved + reorder + kernel_seconds(load.whole_tiles / load.world_size, 1, device, model)
+def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node: int, inner: int) -> float:
+    """Queries, keys, values and outputs change from shards of tokens to shards of heads among `inner` ranks, and back,
+    in the forward and in the backward."""
+    deal = _dealt(model, inner)
+    width = model.head_dim * model.item_bytes * inner
+    inputs, outputs = (deal.local + 2 * deal.local_kv) * width, deal.local * width
+    g = min(ranks_per_node, inner)
+    inside = np.array([load.local_rows * (g - 1) // inner])
+    across = np.array([load.local_rows * (inner - g) // inner])
+    moved = 2 * _transfer(inside, across, inputs + outputs, replace(device, link=device.all_to_all))
+    # Heads put together, sorted by rank, rows sorted by token, each read and written; then the same backward.
+    reorder = load.local_rows * (_SCATTERED * inputs + 8 * outputs) / device.memory
+    return moved + 2 * device.latency + reorder
 
 
 def same_node(world_size: int, ranks_per_node: int) -> NDArray[np.bool_]:
@@ -148,5 +223,10 @@ def _copies(load: Load, device: Device, model: Model) -> float:
 
 def kernel_seconds(tiles: float, launches: int, device: Device, model: Model) -> float:
     """One rank's attention kernels, forward and backward."""
-    flops = float(tiles) * model.tile_flops
-    return flops / device.forward + 2.5 * flops / device.backward + 4 * launches * device.launch
+    return sum(_directions(tiles, launches, device, model))
+
+
+def _directions(tiles: float, launches: int, device: Device, model: Model) -> tuple[float, float]:
+    """The same, of the forward and of the backward."""
+    flops, start = float(tiles) * model.tile_flops, 2 * launches * device.launch
+    return flops / device.forward + start, 2.5 * flops / device.backward + start

@@ -19,6 +19,7 @@ class Device:
         forward, backward: FLOP/s of the attention kernel on full tiles; a backward counts as 2.5 forwards.
         memory: bytes per second of a copy on the device, read and written ones added up.
         link, node_link: bytes per second that a rank receives, from ranks of its node and from other nodes.
+        all_to_all, ring: the same in a node, of an all-to-all, and of messages from rank to rank while a kernel runs.
         latency, node_latency: seconds that a collective or a signal takes at no size, in a node and between nodes.
         launch: seconds per kernel launch.
     """
@@ -28,6 +29,8 @@ class Device:
     backward: float
     memory: float
     link: float
+    all_to_all: float
+    ring: float
     node_link: float
     latency: float
     node_latency: float
@@ -70,10 +73,10 @@ class Device:
 
 
 DEVICES: Mapping[str, Device] = {
-    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 48e9, 30e-6, 60e-6, 5e-6),
-    "h100": Device("h100", 640e12, 570e12, 2950e9, 295e9, 48e9, 30e-6, 60e-6, 5e-6),
-    "a100": Device("a100", 190e12, 170e12, 1700e9, 200e9, 24e9, 30e-6, 60e-6, 6e-6),
-    "cpu": Device("cpu", 50e9, 40e9, 10e9, 2e9, 1e9, 300e-6, 600e-6, 20e-6),
+    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6),
+    "h100": Device("h100", 640e12, 570e12, 2950e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6),
+    "a100": Device("a100", 190e12, 170e12, 1700e9, 200e9, 170e9, 140e9, 24e9, 30e-6, 60e-6, 6e-6),
+    "cpu": Device("cpu", 50e9, 40e9, 10e9, 2e9, 2e9, 2e9, 1e9, 300e-6, 600e-6, 20e-6),
 }
 """h200: measured on 4 GPUs with NVLink. h100, a100: scaled from it by the vendor's figures. node_link: one adapter per
 GPU, of 400 Gbit/s (a100: 200). cpu: an order of magnitude, for processes over gloo. `calibrate` measures yours."""
@@ -92,6 +95,11 @@ class Model:
     heads: tuple[int, int] = (64, 8)
     head_dim: int = 128
     item_bytes: int = 2
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one token's queries, all heads."""
+        return self.heads[0] * self.head_dim * self.item_bytes
 
     @property
     def kv_bytes(self) -> int:

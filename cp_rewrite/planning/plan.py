@@ -101,9 +101,10 @@ class Plan:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Predicted seconds of one layer's attention, forward and backward, by exchange; with what the rest of the
-        layer spends on local rows beyond an even share of the tokens."""
-        return exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
+        """Predicted seconds of one layer's attention, forward and backward, by exchange that can be asked for; with
+        what the rest of the layer spends on local rows beyond an even share of the tokens."""
+        seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
+        return {name: time for name, time in seconds.items() if name != "push"}
 
     @property
     def exchange(self) -> str:

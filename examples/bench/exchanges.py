@@ -31,7 +31,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.choose_exchange import choose_exchange, push_seconds
+from cp_rewrite.planning.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost import exchange_seconds, load_of
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.routes import grid
@@ -127,11 +127,12 @@ def run_pack(pack: Pack, setup: Setup, groups: Groups, options: argparse.Namespa
     times = timed(methods, 4 if options.quick else 5)
     model = Model((setup.heads, setup.heads_kv), setup.dim)
     load, device = load_of(plan.schedule(CAUSAL)), Device.like(torch.cuda.get_device_name())
-    predicted = exchange_seconds(load, device, model) | {"push": push_seconds(load, device, model)}
-    chosen = {
-        shared: choose_exchange(model, setup.world_size, CAUSAL, device, one_sided=shared).exchange
-        for shared in (True, False)
-    }
+    grids = {INNER: load_of(grid.outer_schedule(plan, CAUSAL, INNER))} if groups.outer else {}
+    predicted = exchange_seconds(load, device, model, grids=grids)
+    chosen = [
+        choose_exchange(model, load, device, [name for name in names if taken(name)], grids=grids).exchange
+        for taken in (lambda name: name not in ("needed", "a2a+push"), lambda name: "push" not in name)
+    ]
     return {
         "pack": pack.name,
         "lengths": pack.lengths,
@@ -139,7 +140,7 @@ def run_pack(pack: Pack, setup: Setup, groups: Groups, options: argparse.Namespa
         "heads": (setup.heads, setup.heads_kv),
         "ms": times,
         "predicted_ms": {name: 1e3 * seconds for name, seconds in predicted.items()},
-        "chosen": [chosen[True], chosen[False]],
+        "chosen": chosen,
     }
 
 

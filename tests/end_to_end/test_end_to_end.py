@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.planning.devices import DEVICES, Device
 from tests.helpers.amount import drawn
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
@@ -61,11 +62,14 @@ def sharded_step(
     layout: Any,
     exchange: Any,
     inner: Any = "aot_eager",
+    grid: bool = False,
+    speeds: Any = None,
     **cuts: Any,
 ) -> tuple[float, dict[str, Tensor]]:
-    if exchange.startswith("a2a+"):
+    if grid or exchange.startswith("a2a+"):
         mesh = grid_mesh(2, mesh.size() // 2)
-    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), layout, exchange, inner=inner)
+    packing = cp.PositionIds("position_ids")
+    sharding = cp.Sharding(mesh, TOKENS, packing, layout, exchange, inner=inner, speeds=speeds)
     model, compiled = compiled_model(name, dataclasses.replace(sharding, layout="contiguous"))
     sharding = dataclasses.replace(sharding, **cuts)
     model.zero_grad()
@@ -123,6 +127,16 @@ def test_four_ranks_match_one_process(pool: Pool, name: str, exchange: str, layo
 @pytest.mark.parametrize(("exchange", "layout"), mostly_slow("a2a+needed", slow=["a2a+p2p", "a2a+all_gather"]))
 def test_a_grid_of_ranks_matches_one_process(pool: Pool, name: str, exchange: str, layout: str) -> None:
     check(pool, 4, name, [[13, 1, 7, 0, 29, 31]], layout, exchange, inner="eager")
+
+
+SLOW_LINKS = dataclasses.replace(DEVICES["cpu"], link=1.0)
+
+
+@any_model
+@pytest.mark.parametrize("speeds", [None, pytest.param(SLOW_LINKS, marks=pytest.mark.slow)])
+def test_auto_weighs_all_exchanges_of_a_grid(pool: Pool, name: str, speeds: Device | None) -> None:
+    """Keys travel between all ranks; where only all-to-alls and rings are fast, heads do."""
+    check(pool, 4, name, [[13, 1, 7, 0, 29, 31]], "balanced", "auto", inner="eager", grid=True, speeds=speeds)
 
 
 @any_model

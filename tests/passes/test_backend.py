@@ -247,6 +247,17 @@ def test_auto_goes_by_given_speeds_and_says_so() -> None:
         assert f"on {speeds} (4 ranks" in str(report)
 
 
+def test_auto_goes_by_a_batch_of_many_tokens() -> None:
+    """The last rank needs all of one document's rows, none of short ones. 16 tokens say nothing of later batches."""
+    for lengths, says in (
+        ([4096], "1024 tokens per rank, 100% of remote rows needed"),
+        ([1024] * 4, "1024 tokens per rank, 0% of remote rows needed"),
+        ([16], "8192 tokens per rank, 20% of remote rows needed"),
+    ):
+        report = cp.explain(Packed(), make_sharding(4, exchange="auto", layout="contiguous"))(**make_batch(*lengths))
+        assert says in str(report)
+
+
 def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     def model(ids: Tensor, pos: Tensor) -> Tensor:
         return ids * 2.0 if ids.shape[1] <= 16 else ids * 3.0

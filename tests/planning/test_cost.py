@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.choose_exchange import choose_exchange, push_seconds, typical_load
+from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.choose_exchange import Choice, choose_exchange, typical_load
 from cp_rewrite.planning.cost import (
     all_gather_seconds,
+    all_to_all_seconds,
     exchange_seconds,
     fill_seconds,
     kernel_seconds,
     load_of,
     needed_seconds,
+    push_seconds,
+    ring_seconds,
 )
 from cp_rewrite.planning.devices import DEVICES, Device, Model
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
@@ -27,6 +31,7 @@ from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.seen_keys import SeenKeys
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.plan import plan
+from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from tests.helpers.packs import batches, masks
 
@@ -94,8 +99,8 @@ def test_most_runs_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, wor
 def test_seconds_are_bytes_over_links_and_flops_over_kernels():
     model = Model((8, 2), 64)
     load = plan([4096], 4, "contiguous", heads=model.heads, head_dim=model.head_dim).load
-    device = Device("unit", forward=1.0, backward=np.inf, memory=np.inf, link=np.inf, node_link=1.0,
-                    latency=0.0, node_latency=0.0, launch=0.0)  # fmt: skip
+    device = Device("unit", forward=1.0, backward=np.inf, memory=np.inf, link=np.inf, all_to_all=np.inf,
+                    ring=np.inf, node_link=1.0, latency=0.0, node_latency=0.0, launch=0.0)  # fmt: skip
     flops = load.tiles.max() * 4 * TILE * TILE * 64 * 8
     assert needed_seconds(load, device, model, 4) == pytest.approx(flops)
     link = replace(device, forward=np.inf, link=1.0, node_link=np.inf)
@@ -106,6 +111,16 @@ def test_seconds_are_bytes_over_links_and_flops_over_kernels():
     assert needed_seconds(load, across, model, 4) == 0
     assert needed_seconds(load, across, model, 2) == pytest.approx((2 * 2048 + 2 * 2048) * model.kv_bytes)
     assert load.whole_tiles == pytest.approx(load.tiles.sum())
+    # A ring: three steps with keys, all but the kernel of none hidden; then three with keys and four with gradients.
+    ring = replace(device, forward=np.inf, ring=1.0)
+    assert ring_seconds(load, ring, model, 4) == pytest.approx((3 + 9 + 2) * 1024 * model.kv_bytes)
+    hidden = replace(ring, forward=1e-3, backward=1e-3)
+    kernel = ring_seconds(load, replace(hidden, ring=np.inf), model, 4)
+    assert ring_seconds(load, hidden, model, 4) == pytest.approx(kernel + 2 * 1024 * model.kv_bytes)
+    # Heads: of 8 query heads a rank gets 2, of 2 key heads one, copied; three quarters of all that travel, both ways.
+    heads = replace(device, forward=np.inf, all_to_all=1.0)
+    row = (4 * 2 * 2 + 2 * 4 * 1) * model.head_dim * model.item_bytes
+    assert all_to_all_seconds(load, heads, model, 4, 4) == pytest.approx(2 * 768 * row)
 
 
 def test_rows_beyond_an_even_share_are_paid_for_outside_attention():
@@ -132,53 +147,79 @@ def test_load_counts_extra_launches():
     assert load_of(plan([500, 524], 4, "contiguous", mask).schedule).launches == 2
 
 
+KEYS = ("all_gather", "needed")
+ALL = (*KEYS, "p2p", "a2a")
+
+
+def choose(model: Model, ranks: int, mask: PackedMask, names: tuple[str, ...] = KEYS) -> Choice:
+    return choose_exchange(model, typical_load(ranks, mask), H200, names)
+
+
 def test_choice_by_mask():
-    packed = choose_exchange(Model(), 4, PackedMask(), H200)
+    packed = choose(Model(), 4, PackedMask())
     assert packed.exchange == "needed"
     assert "20% of remote rows" in packed.reason
     assert "all_gather" in packed.reason
-    full_row = choose_exchange(Model(), 4, PackedMask(causal=False, packed=False), H200)
+    full_row = choose(Model(), 4, PackedMask(causal=False, packed=False))
     assert full_row.exchange == "all_gather"
-    window = choose_exchange(Model(), 8, PackedMask(window=(1023, 0), packed=False), H200)
+    window = choose(Model(), 8, PackedMask(window=(1023, 0), packed=False))
     assert window.exchange == "needed"
-    assert choose_exchange(Model(), 1, PackedMask(), H200).exchange == "local"
+    assert choose(Model(), 1, PackedMask()).exchange == "local"
+    assert "against no other that can serve" in choose(Model(), 4, PackedMask(), ("p2p",)).reason
 
 
 @pytest.mark.parametrize("heads", [(64, 8), (32, 32)])
 @pytest.mark.parametrize("mask", [PackedMask(), PackedMask(packed=False)])
 def test_rows_that_travel_beside_the_kernel_are_weighed_so(heads: tuple[int, int], mask: PackedMask):
-    choice = choose_exchange(Model(heads), 4, mask, H200, one_sided=True)
+    choice = choose(Model(heads), 4, mask, (*ALL, "push"))
     assert choice.exchange == "push"
-    assert "all_gather" in choice.reason
+    assert all(name in choice.reason for name in ALL)
     load = typical_load(4, mask)
     alone = kernel_seconds(load.tiles.max(), 0, H200, Model(heads))
     pushed, needed = push_seconds(load, H200, Model(heads)), exchange_seconds(load, H200, Model(heads))["needed"]
     assert alone < pushed < needed
+    assert "push" not in exchange_seconds(load, H200, Model(heads), ranks_per_node=2)
 
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "measured"),
     [  # both, on 2 H200; loads of whole plans wait for all rows in one stage: parts that are read in place gain more
-        ([16384], (32, 32), {"push": 7.07, "needed": 9.82, "all_gather": 9.55}),
-        ([16384], (64, 8), {"push": 13.79, "needed": 14.52, "all_gather": 14.32}),
+        ([16384], (32, 32), {"push": 7.07, "needed": 9.82, "all_gather": 9.55, "p2p": 10.90}),
+        ([16384], (64, 8), {"push": 13.79, "needed": 14.52, "all_gather": 14.32, "p2p": 17.24}),
     ],
 )
 def test_predictions_are_near_what_was_measured(lengths: list[int], heads: tuple[int, int], measured: dict[str, float]):
     load, model = plan(lengths, 2).load, Model(heads)
-    predicted = exchange_seconds(load, H200, model) | {"push": push_seconds(load, H200, model)}
+    predicted = exchange_seconds(load, H200, model)
     for name, milliseconds in measured.items():
         assert 1e3 * predicted[name] == pytest.approx(milliseconds, rel=0.12), name
     assert min(measured, key=predicted.__getitem__) == "push"
 
 
 def test_choice_of_many_ranks_with_few_heads_per_key():
-    mha = Model((32, 32), 128)
-    seconds = exchange_seconds(typical_load(8, PackedMask(packed=False), 2048), H200, mha)
-    assert set(seconds) == {"all_gather", "needed", "p2p", "a2a"}
-    assert min(seconds, key=seconds.__getitem__) == "a2a"
-    choice = choose_exchange(mha, 8, PackedMask(packed=False), H200)
-    weighed = exchange_seconds(typical_load(8, PackedMask(packed=False)), H200, mha)
-    assert choice.exchange == min(("all_gather", "needed"), key=weighed.__getitem__)
+    mha, document = Model((32, 32), 128), PackedMask(packed=False)
+    short = typical_load(8, document, 2048)
+    seconds = exchange_seconds(short, H200, mha)
+    assert set(seconds) == {*ALL, "push"}
+    assert min(ALL, key=seconds.__getitem__) == choose_exchange(mha, short, H200, ALL).exchange == "a2a"
+    weighed = exchange_seconds(typical_load(8, document), H200, mha)
+    assert choose(mha, 8, document, ALL).exchange == min(ALL, key=weighed.__getitem__)
+
+
+def test_grids_are_weighed_by_the_load_of_their_places():
+    """8 ranks in 2 nodes, one document: heads in a node and few keys across take less than all keys across."""
+    batch, mha = plan_batch([Documents.from_lengths([65536])], 8), Model((32, 32), 128)
+    load, places = load_of(batch.schedule(PackedMask())), load_of(outer_schedule(batch, PackedMask(), 4))
+    assert (places.world_size, places.local_rows) == (2, 4 * load.local_rows)
+    seconds = exchange_seconds(load, H200, mha, 4, {4: places})
+    grids = {f"a2a+{name}" for name in ("all_gather", "needed", "p2p")}
+    assert set(seconds) == {*ALL, *grids}
+    assert choose_exchange(mha, load, H200, [*ALL, *grids], 4, {4: places}).exchange in {"a2a", *grids}
+    # Half of the kernel's work is on each place, and each of its ranks has a quarter of the heads.
+    free = replace(H200, memory=np.inf, link=np.inf, all_to_all=np.inf, ring=np.inf, node_link=np.inf, latency=0.0,
+                   node_latency=0.0, launch=0.0)  # fmt: skip
+    alone = kernel_seconds(places.tiles.max(), 1, free, replace(mha, heads=(8, 8)))
+    assert exchange_seconds(load, free, mha, 4, {4: places})["a2a+needed"] == pytest.approx(alone)
 
 
 def test_devices_are_named_or_measured(tmp_path: Path):
