@@ -16,6 +16,8 @@ import cp_rewrite as cp
 from cp_rewrite.batch.active import batch_number, is_part
 
 from .inputs import global_batch
+from .sharded_forward import compile_segments
+from .twin import Twin
 
 LARGE = ("logits", "hidden_states", "attentions")
 """Outputs that a step which reads the loss alone does not need in full on every rank."""
@@ -43,11 +45,15 @@ class GlobalForward:
 
     The loss is that of the whole batch and per-token outputs stand in global order: what a trainer computes from them
     (other losses, metrics) is right as it is. A rank's gradients come from its own tokens, times the size of the group:
-    averaged over all ranks, as DDP does, they are those of one process.
+    averaged over all ranks, as DDP and FSDP do, they are those of one process.
+
+    `twin`: what is traced in the model's place, where FSDP will shard its weights; `blocks`: the modules whose weights
+    it gathers together, once it has.
     """
 
-    def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch) -> None:
-        self.model, self.sharding, self.switch = model, sharding, switch
+    def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch, twin: Twin | None = None) -> None:
+        self.model, self.sharding, self.switch, self.twin = model, sharding, switch, twin
+        self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward
         self.shifts = shifts_labels(model)
         self._variants: dict[bool, tuple[cp.Sharding, Callable[..., Any]]] = {}
@@ -81,7 +87,12 @@ class GlobalForward:
 
     def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
         """What runs on this rank's tokens: the whole model, in which everything but attention is proven local."""
-        return torch.compile(self.plain, backend=cp.backend(sharding), fullgraph=True)
+        return self.compile(self.plain if self.twin is None else self.twin.module.forward, sharding)
+
+    def compile(self, call: Callable[..., Any], sharding: cp.Sharding) -> Callable[..., Any]:
+        if self.twin is not None:
+            return compile_segments(call, self.twin, self.blocks, sharding)
+        return torch.compile(call, backend=cp.backend(sharding), fullgraph=True)
 
     def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
         """Outputs of `size` local tokens, made global. What is neither the loss nor one value per token is left out."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_rewrite.backend import backend
@@ -27,7 +27,7 @@ from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 
-from .sharded_forward import SegmentBackend, run_segments_in
+from .sharded_forward import compile_segments, shard_weights
 from .twin import Twin
 
 DataParallel = Literal["fsdp", "ddp"]
@@ -84,8 +84,10 @@ def parallelize(
     else:
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         twin = Twin(model, device_of(sharding), policy.param_dtype)
-        wrapped = _with_fsdp(model, chosen, mesh, sharding, policy, reshard_after_forward)
-        _replace_forward(model, _compiled(twin, chosen, sharding), sharding)
+        # FSDP averages over all ranks; the ranks of a group have parts of one sum.
+        divide_by = mesh.size() / sharding.world_size
+        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by)
+        _replace_forward(model, compile_segments(twin.module, twin, chosen, sharding), sharding)
     note_summed(wrapped.parameters())
     return wrapped
 
@@ -111,42 +113,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _is_block(module: nn.Module) -> bool:
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
-
-
-def _with_fsdp(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    sharding: Sharding,
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
-) -> nn.Module:
-    flat = _flat(mesh)
-    # What crosses from block to block has the dtype that the model gave it.
-    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
-    for block in blocks:
-        fully_shard(block, mesh=flat, mp_policy=inner, reshard_after_forward=reshard_after_forward)
-        run_segments_in(block)
-    fully_shard(model, mesh=flat, mp_policy=policy)
-    for module in (model, *blocks):
-        # FSDP averages over all ranks; the ranks of a group have parts of one sum.
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(mesh.size() / sharding.world_size)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    return model
-
-
-def _compiled(twin: Twin, blocks: Sequence[nn.Module], sharding: Sharding) -> Callable[..., Any]:
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return twin.module(*args, **kwargs)
-
-    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks), fullgraph=True)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        twin.follow()
-        return compiled(*args, **kwargs)
-
-    return run
 
 
 def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import accelerate.accelerator
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
@@ -23,7 +26,7 @@ class ReplicaAccelerator(Accelerator):
         num_processes        2              what losses and counts are scaled by
         gather(x)            x0 x2
 
-    Who is the main process, and what a process saves, goes by the rank as ever.
+    Who is the main process, and what a process saves, goes by the rank as ever; inside of `by_rank` all does.
     """
 
     leaders: tuple[int, ...]
@@ -32,14 +35,26 @@ class ReplicaAccelerator(Accelerator):
     """This rank's group."""
     prepared: Callable[[nn.Module], None]
     """Called with each model before it is wrapped."""
+    sharded: Callable[[Accelerator, nn.Module], nn.Module]
+    """Shards a model's weights, with FSDP2."""
+    _ranks_count = False
 
     @property
     def num_processes(self) -> int:
-        return len(self.leaders)
+        return self.state.num_processes if self._ranks_count else len(self.leaders)
 
     @property
     def process_index(self) -> int:
-        return self.replica
+        return self.state.process_index if self._ranks_count else self.replica
+
+    @contextmanager
+    def by_rank(self) -> Generator[None]:
+        """FSDP saves and loads what all ranks hold together."""
+        self._ranks_count = True
+        try:
+            yield
+        finally:
+            self._ranks_count = False
 
     @property
     def is_last_process(self) -> bool:
@@ -59,7 +74,8 @@ class ReplicaAccelerator(Accelerator):
         for value in args:
             if isinstance(value, nn.Module):
                 self.prepared(value)
-        return super().prepare(*args, **kwargs)
+        with patch.object(accelerate.accelerator, "fsdp2_prepare_model", self.sharded):
+            return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         self.prepared(model)
@@ -75,7 +91,10 @@ class ReplicaAccelerator(Accelerator):
 
 
 def present_replicas(
-    accelerator: Accelerator, sharding: cp.Sharding, prepared: Callable[[nn.Module], None]
+    accelerator: Accelerator,
+    sharding: cp.Sharding,
+    prepared: Callable[[nn.Module], None],
+    sharded: Callable[[Accelerator, nn.Module], nn.Module],
 ) -> ReplicaAccelerator:
     """Make an Accelerator a ReplicaAccelerator, in place: trainers keep references to its methods.
 
@@ -96,5 +115,6 @@ def present_replicas(
         )
     accelerator.__class__ = ReplicaAccelerator
     assert isinstance(accelerator, ReplicaAccelerator)
-    accelerator.leaders, accelerator.replica, accelerator.prepared = tuple(groups), groups.index(mine), prepared
+    accelerator.leaders, accelerator.replica = tuple(groups), groups.index(mine)
+    accelerator.prepared, accelerator.sharded = prepared, sharded
     return accelerator

@@ -14,8 +14,11 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
@@ -26,6 +29,46 @@ from cp_rewrite.torch_internals import fake_mode_of
 
 from .segments import ROOT, Segment, cut_graph, examples_of
 from .twin import Twin
+
+
+def shard_weights(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    divide_by: float,
+) -> nn.Module:
+    """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
+    `divide_by`."""
+    # What crosses from block to block has the dtype that the model gave it.
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward)
+        _run_segments_in(block)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (model, *blocks):
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(divide_by)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def compile_segments(
+    call: Callable[..., Any], twin: Twin, blocks: Sequence[nn.Module], sharding: Sharding
+) -> Callable[..., Any]:
+    """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks), fullgraph=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        twin.follow()
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 class SegmentBackend(Backend):
@@ -103,7 +146,7 @@ class _Call:
         return self._compiled(*(w[0]._parameters[w[1]] if w is not None else next(rest) for w in self._weights))
 
 
-def run_segments_in(block: nn.Module) -> None:
+def _run_segments_in(block: nn.Module) -> None:
     """Let a block run what it is called with, where that is a segment."""
     plain = block.forward
 

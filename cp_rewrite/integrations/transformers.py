@@ -8,16 +8,19 @@ metrics and checkpoints are those of a Trainer that has the group's rows on one 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
 
 from .forward import GlobalForward, Switch, forward_of
-from .replicas import present_replicas
+from .replicas import ReplicaAccelerator, present_replicas
+from .trainer_fsdp import make_twin, refused_settings, shard_model
 
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
 _Base = Trainer if TYPE_CHECKING else object
@@ -52,16 +55,38 @@ class ContextParallelMixin(_Base):
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
         _check_arguments(self)
-        present_replicas(self.accelerator, self.sharding, self._parallelize)
+        present_replicas(self.accelerator, self.sharding, self._parallelize, self._shard)
 
     def _parallelize(self, model: nn.Module) -> None:
         """Replace a model's forward, once; of a PEFT model that of the model inside."""
-        inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        inner = _inner(model)
         before = forward_of(inner)
         if before is None:
-            self.forward_class(inner, self.sharding, self._switch).install()
+            twin = make_twin(inner, self.sharding, self.accelerator)
+            self.forward_class(inner, self.sharding, self._switch, twin).install()
         else:
             before.adopt(self.sharding, self._switch)
+
+    def _shard(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        forward = forward_of(_inner(model))
+        assert forward is not None, "it was parallelized before"
+        return shard_model(forward, accelerator, model)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._by_rank():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._by_rank():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self._by_rank():
+            super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+    def _by_rank(self) -> AbstractContextManager[None]:
+        assert isinstance(self.accelerator, ReplicaAccelerator)
+        return self.accelerator.by_rank()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._switch.set(on=True):
@@ -90,6 +115,11 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
     """`transformers.Trainer` with one more argument, `sharding`. See ContextParallelMixin."""
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    """Of a PEFT model the one inside, whose forward takes the batch."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
 def _check_arguments(trainer: Trainer) -> None:
     """Raise for settings, of arguments or of `accelerate launch`, that deal out rows, compile or split otherwise."""
     args, parallelism = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
@@ -99,8 +129,8 @@ def _check_arguments(trainer: Trainer) -> None:
             parallelism is not None and parallelism.non_data_parallel_size > 1,
             "the sharding's mesh says who gets which rows",
         ),
-        "DeepSpeed": (trainer.is_deepspeed_enabled, "only DDP is known to be right"),
-        "FSDP": (trainer.is_fsdp_enabled, "only DDP is known to be right"),
+        "DeepSpeed": (trainer.is_deepspeed_enabled, "use fsdp=True, or neither"),
+        **(refused_settings(trainer.accelerator.state.fsdp_plugin) if trainer.is_fsdp_enabled else {}),
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
             "it gives every process other rows",

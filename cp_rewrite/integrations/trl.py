@@ -6,10 +6,12 @@ trainer = ContextParallelSFTTrainer(model, args, train_dataset=texts, processing
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
-import torch
+from accelerate import Accelerator
+from torch import nn
+from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -28,14 +30,14 @@ class FusedForward(GlobalForward):
 
     def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
         backbone: Any = self.model.base_model
-        of_backbone = backbone.forward
+        of_backbone = backbone.forward if self.twin is None else cast(Any, self.twin.module).base_model.forward
 
         # A frame of our own: transformers changes the dict of its arguments, which in the outermost frame reads like a
         # value that outlives the call.
         def inner(**kwargs: Any) -> Any:
             return of_backbone(**kwargs)
 
-        run = torch.compile(inner, backend=cp.backend(sharding), fullgraph=True)
+        run = self.compile(inner, sharding)
 
         def forward(**local: Any) -> Any:
             with patch.object(backbone, "forward", run):
@@ -65,3 +67,12 @@ class ContextParallelDPOTrainer(ContextParallelMixin, DPOTrainer):
     """`trl.DPOTrainer` with one more argument, `sharding`. See ContextParallelMixin."""
 
     forward_class = FusedForward
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with patch.object(dpo_trainer, "prepare_fsdp", self._prepare_reference):
+            super().__init__(*args, **kwargs)
+
+    def _prepare_reference(self, model: nn.Module, accelerator: Accelerator) -> nn.Module:
+        """Under FSDP TRL shards the reference by itself, which would see whole rows on every rank."""
+        self._parallelize(model)
+        return self._shard(accelerator, model).eval()

@@ -6,7 +6,7 @@ The outcomes are the table in docs/models.md, which
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool
 
+VERSION = f"transformers {importlib.metadata.version('transformers')}"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5
@@ -60,6 +61,8 @@ def test_the_table_in_the_docs_is_what_ran(outcomes: dict[str, Outcome]) -> None
     if os.environ.get("CP_ACCEPT") and set(outcomes) == set(MODELS):
         DOCS.write_text(table(outcomes))
     written = DOCS.read_text().splitlines()
+    if not any(line.startswith("torch ") and line.endswith(f"{VERSION}.") for line in written):
+        pytest.skip("the table is of another version of transformers")
     for name, outcome in outcomes.items():
         verdict = row(name, outcome).rpartition(" | ")[0].rpartition(" | ")[0]  # the numbers may differ
         assert any(line.startswith(verdict) for line in written), verdict
@@ -147,8 +150,7 @@ def row(name: str, outcome: Outcome) -> str:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    transformers: Any = importlib.import_module("transformers")
-    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    versions = f"torch {torch.__version__.split('+')[0]}, {VERSION}"
     lines = [
         "# Models",
         "",

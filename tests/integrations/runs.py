@@ -8,15 +8,26 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import cp_rewrite as cp
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
+
+
+FSDP: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+"""Training arguments of one that shards weights."""
 
 
 @dataclass
@@ -40,20 +51,19 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
 
 @contextmanager
 def launched(mesh: DeviceMesh | None) -> Generator[None]:
-    """What `torchrun` sets; accelerate keeps what it read once."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TQDM_DISABLE="1")
-    AcceleratorState._reset_state(True)
-    torch._dynamo.reset()
+    """What `torchrun` sets; accelerate keeps what it read once, and sets more."""
+    values = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TQDM_DISABLE": "1"}
     if mesh is not None:
         rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    try:
-        yield
-    finally:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
-        AcceleratorState._reset_state(True)
-        assert not PartialState._shared_state
+        values |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    AcceleratorState._reset_state(True)
+    torch._dynamo.reset()
+    with patch.dict(os.environ, values):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            assert not PartialState._shared_state
 
 
 def settings_of(folder: str, **options: Any) -> dict[str, Any]:
@@ -76,8 +86,11 @@ def settings_of(folder: str, **options: Any) -> dict[str, Any]:
 
 
 def on_cpu(args: Any) -> Any:
-    """accelerate calls the CPU of a distributed run `cpu:0`, and torch.load, with which a run is resumed, does not."""
+    """accelerate calls the CPU of a distributed run `cpu:0`, and torch.load, with which a run is resumed, does not.
+    With FSDP it goes on GPUs only."""
     assert args.device.type == "cpu"
+    if args.fsdp:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     vars(args)["_setup_devices"] = torch.device("cpu")
     return args
 
@@ -87,7 +100,9 @@ def result_of(trainer: Any) -> Run:
         {name: value for name, value in entry.items() if not any(word in name for word in ("runtime", "per_second"))}
         for entry in trainer.state.log_history
     ]
-    return Run(logs, {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    assert isinstance(trainer.model, FSDPModule) == bool(trainer.args.fsdp)
+    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    return Run(logs, {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in weights.items()})
 
 
 def compare(expected: Run, found: Run, limit: float = 1e-5) -> None:

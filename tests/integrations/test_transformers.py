@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
+from cp_rewrite.integrations.trainer_fsdp import refused_settings
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 
-from .runs import Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
+from .runs import FSDP, Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
 
 LENGTHS = ((13, 1, 29, 18), (7, 20, 34), (60, 1), (31, 30), (5, 5, 5, 5, 41), (2, 59), (33, 3, 25), (17, 44))
 """Documents of the rows: 61 tokens each, which no group divides. Rows have different numbers of targets."""
@@ -85,6 +88,14 @@ def test_training_with_accumulation_equals_one_process(pair: Pool, tmp_path: Pat
         compare(expected, found)
 
 
+def test_training_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path) -> None:
+    """The same, with the weights of each block sharded over all ranks."""
+    options = {"gradient_accumulation_steps": 2}
+    expected = train(None, tmp_path / "one", options, {})
+    for found in pair.run(2, as_rank, tmp_path / "two", {**options, **FSDP}, {}):
+        compare(expected, found)
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no accumulation": ({}, {}),
     "four micro-batches": ({"gradient_accumulation_steps": 4}, {}),
@@ -147,6 +158,58 @@ def test_replicas_of_groups_equal_one_process(pool: Pool, tmp_path: Path, accumu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_groups_under_fsdp_equal_one_process(pool: Pool, tmp_path: Path, accumulation: int) -> None:
+    options = {"gradient_accumulation_steps": accumulation}
+    extras: dict[str, Any] = {"compute_metrics": token_accuracy, "train_dataset": packed_rows(12)}
+    one = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    expected = train(None, tmp_path / "one", {**options, **one}, extras)
+    for found in pool.run(4, as_rank_of_grid, tmp_path / "four", {**options, **FSDP}, extras):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"label_smoothing_factor": 0.1},
+        {"fsdp_config": {"reshard_after_forward": False}},
+        {"fsdp_config": {"auto_wrap_policy": "NO_WRAP"}},
+        {"optim": "adamw_torch", "learning_rate": 1e-3},
+        {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_under_fsdp(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    alone = {name: value for name, value in options.items() if name != "fsdp_config"}
+    expected = train(None, tmp_path / "one", alone, {})
+    for found in pair.run(2, as_rank, tmp_path / "two", {**FSDP, **options}, {}):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_run_under_fsdp_is_saved_and_resumed(pair: Pool, tmp_path: Path, kind: str) -> None:
+    """The whole weights, as a checkpoint's model file has them, are those of one process too."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    expected = train(None, tmp_path / "one", options, {})
+    config = {**FSDP["fsdp_config"], "state_dict_type": kind}
+    options = {**options, **FSDP, "fsdp_config": config}
+    whole = pair.run(2, as_rank, tmp_path / "two", options, {})
+    extras = {"resume": str(tmp_path / "two" / "checkpoint-2")}
+    resumed = pair.run(2, as_rank, tmp_path / "resumed", options, extras)
+    for before, after in zip(whole, resumed, strict=True):
+        compare(expected, before)
+        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())
+        assert before.logs[:4] == after.logs[:4]
+    if kind == "FULL_STATE_DICT":
+        saved = load_file(tmp_path / "two" / "checkpoint-4" / "model.safetensors")
+        assert all(torch.equal(saved[name], weight) for name, weight in whole[0].weights.items() if name in saved)
+        assert len(saved) > 10
+
+
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_was_not_stopped(pair: Pool, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1,
                "optim": "adamw_torch", "learning_rate": 1e-3}  # fmt: skip
@@ -166,7 +229,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(pair: Pool, tmp_path: Pat
 
 def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
     with launched(mesh):
-        args, model = TrainingArguments(**settings_of(str(folder), **options)), build_model("llama")
+        args, model = on_cpu(TrainingArguments(**settings_of(str(folder), **options))), build_model("llama")
         with pytest.raises(ValueError, match="does not go with context parallelism") as error:
             ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding_of(mesh))
     return str(error.value)
@@ -178,6 +241,9 @@ def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"torch_compile": True}, "torch_compile"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+        ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "gradient_checkpointing=True"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "cpu_offload"),
+        ({"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}, "cpu_ram_efficient_loading"),
     ],
 )
 def test_arguments_that_would_be_wrong_are_refused(
@@ -185,6 +251,16 @@ def test_arguments_that_would_be_wrong_are_refused(
 ) -> None:
     for message in pair.run(2, refused, tmp_path, options):
         assert name in message
+
+
+def test_the_first_fsdp_is_refused() -> None:
+    plugin = SimpleNamespace(
+        fsdp_version=1, cpu_offload=None, activation_checkpointing=False, cpu_ram_efficient_loading=False,
+        ignored_modules=None,
+    )  # fmt: skip
+    given, what_to_do = refused_settings(plugin)["FSDP of version 1"]
+    assert given
+    assert "fsdp_config={'version': 2}" in what_to_do
 
 
 def seeds_of_readers(mesh: DeviceMesh, folder: Path) -> Any:

@@ -15,7 +15,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerFast
 from tests.helpers.models import VOCAB, build_model
 from tests.helpers.pool import Pool
 
-from .runs import Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
+from .runs import FSDP, Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -87,6 +87,7 @@ def on_disk(folder: Path, rows: dict[str, list[str]]) -> Any:
 def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Run:
     from trl import DPOConfig, DPOTrainer  # type: ignore[import-not-found]
 
+    from cp_rewrite.integrations.forward import forward_of
     from cp_rewrite.integrations.trl import ContextParallelDPOTrainer
 
     with launched(mesh):
@@ -95,7 +96,7 @@ def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Ru
             "chosen": [" " + text(20 - i, 50 + i) for i in range(8)],
             "rejected": [" " + text(12 + 2 * i, 90 + i) for i in range(8)],
         }
-        args = DPOConfig(**settings_of(str(folder), **{"per_device_train_batch_size": 2, **options}))
+        args = on_cpu(DPOConfig(**settings_of(str(folder), **{"per_device_train_batch_size": 2, **options})))
         model, reference = build_model("llama"), build_model("llama")
         with torch.no_grad():
             for parameter in reference.parameters():
@@ -110,6 +111,9 @@ def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Ru
         else:
             trainer = ContextParallelDPOTrainer(model, reference, args, sharding=sharding_of(mesh), **extras)
         trainer.train()
+        if args.fsdp:
+            forward: Any = forward_of(trainer.ref_model)
+            assert len(forward.blocks) == 2  # the reference too is cut over the group's ranks
         return result_of(trainer)
 
 
@@ -148,6 +152,23 @@ def test_sft_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["packed", "packed, 2 micro-batches", "another loss"])
+def test_sft_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
+    """With the weights of each block sharded over all ranks."""
+    expected = tune(None, tmp_path / "one", TUNING[case])
+    for found in pair.run(2, tune_as_rank, tmp_path / "two", {**TUNING[case], **FSDP}):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+def test_sft_under_fsdp_in_groups(pool: Pool, tmp_path: Path) -> None:
+    options = {"packing": True, "gradient_accumulation_steps": 2}
+    expected = tune(None, tmp_path / "one", {**options, "per_device_train_batch_size": 2})
+    for found in pool.run(4, tune_as_rank_of_grid, tmp_path / "four", {**options, **FSDP}):
+        compare(expected, found)
+
+
+@pytest.mark.slow
 def test_sft_in_replicas_of_groups_equals_one_process(pool: Pool, tmp_path: Path) -> None:
     """Each of two groups gets every other row, and both count the tokens of both."""
     options = {"packing": True, "gradient_accumulation_steps": 2}
@@ -179,4 +200,11 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 def test_dpo_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
     expected = prefer(None, tmp_path / "one", PREFERENCES[case])
     for found in pair.run(2, prefer_as_rank, tmp_path / "two", PREFERENCES[case]):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+def test_dpo_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path) -> None:
+    expected = prefer(None, tmp_path / "one", PREFERENCES["accumulated"])
+    for found in pair.run(2, prefer_as_rank, tmp_path / "two", {**PREFERENCES["accumulated"], **FSDP}):
         compare(expected, found)
