@@ -13,7 +13,14 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, mark_part, mark_token_dim, number_tokens, token_dim_of
+from cp_rewrite.batch.active import (
+    active_plan,
+    check_not_exported,
+    mark_part,
+    mark_token_dim,
+    number_tokens,
+    token_dim_of,
+)
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.batch.targets import with_true_count
 from cp_rewrite.batch.unshard import map_tensors
@@ -166,6 +173,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
+            check_not_exported()
             values = {name: value for name, value in kwargs.items() if value is not None}
             missing = [name for name in sharding.tokens if name not in values]
             if missing and any(isinstance(value, Tensor) for value in args):

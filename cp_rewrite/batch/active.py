@@ -282,6 +282,12 @@ def check_no_batch() -> None:
         raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
 
 
+def check_not_exported() -> None:
+    """Raise under torch.export: a program of a sharded model would hold one batch's plan."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError("torch.export was given a model that runs sharded: export the plain model, on whole rows")
+
+
 def mark_token_dim(value: Tensor, dim: int) -> None:
     """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
     value._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]

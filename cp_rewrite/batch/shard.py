@@ -107,13 +107,12 @@ def shard(
 _WRAPPED = {
     ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
     "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
-    (
-        "the function `disable`",
-        "Call to `torch._dynamo.disable()`",
-    ): "if blocks of the model are wrapped by fully_shard: "
-    "their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
+    ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "
+    "fully_shard: their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
+    ("Attempt to trace generator", "_guards_fn", "wrap_with_set_grad_enabled"): "if the module came out of "
+    "torch.export: compile the model itself, whose sizes and masks are not fixed yet",
 }
-"""What Dynamo says, by versions, where it meets the wrapper of another parallelism -> what to do."""
+"""What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
 
 
 @contextmanager

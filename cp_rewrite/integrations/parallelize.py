@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import in_batch, is_part
+from cp_rewrite.batch.active import check_not_exported, in_batch, is_part
 from cp_rewrite.batch.gradients import note_summed
 from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.batch.unshard import map_tensors
@@ -137,6 +137,7 @@ def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Shardi
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        check_not_exported()
         if not in_batch() and not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         return map_tensors(lambda value: _scaled(_global(value, sharding), factor), run(*args, **kwargs))

@@ -239,6 +239,7 @@ def outside_of_batches(mesh: DeviceMesh) -> list[str]:
         lambda: model(**batch),
         lambda: cp.sum_gradients(model.parameters(), sharding),
         lambda: cp.parallelize(model, mesh, sharding),
+        lambda: torch.export.export(model, (), batch),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
             call()
@@ -251,7 +252,9 @@ def test_outside_of_batches(pair: Pool) -> None:
     """Whole rows without gradients run on the plain model; with gradients they would count once per rank."""
     for errors in pair.run(2, outside_of_batches):
         for error, words in zip(
-            errors, ("inside `with sharding.shard", "leave out sum_gradients", "once"), strict=True
+            errors,
+            ("inside `with sharding.shard", "leave out sum_gradients", "once", "export the plain model"),
+            strict=True,
         ):
             assert words in error
 
