@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.shard import LocalBatch
 
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
-Kernel = Literal["auto", "fa4", "fa3", "aten_flash", "reference"]
+Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step", "every_step"]
 Random = Literal["refused", "per_rank"]
@@ -65,7 +65,8 @@ class Sharding:
         capacity: the most that a batch may need. Tensors then have fixed sizes and addresses, and a CUDA graph of a
             step replays on other documents: see `cp_rewrite.capacity`.
     Kernel:
-        kernel: which attention kernel runs; one named never falls back. `auto` takes the first that can.
+        kernel: which attention kernel runs; one named never falls back. `fa3+fa4` is the forward of the one and the
+            backward of the other. `auto` takes the first that can, such a pair where it was measured to be faster.
         deterministic: bitwise repeatable backward kernels.
         inner: the compiler that gets the rewritten graph.
     Safety:

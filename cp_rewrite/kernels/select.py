@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 ORDER = ("fa4", "fa3", "aten_flash", "reference")
 """Backends, best first: modules of this package with `reasons`, `forward` and `backward`, and with `capabilities`
 where they have any. `reference` takes all."""
+PAIRS: Mapping[str, frozenset[tuple[int, int]]] = {"fa3+fa4": frozenset()}
+"""The forward of one and the backward of another -> (generation of GPUs, head dim) where this was measured to be faster
+than either, and `auto` takes it. Both hand on natural logarithms of sums, -inf where a row sees no key."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,17 @@ class Choice:
 
 
 def choose_kernel(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> Choice:
-    """The first backend that can run `spec`, or the one named, which never falls back.
+    """The first backend or pair that can run `spec`, or the one named, which never falls back.
 
     Raises:
         ValueError: an unknown name.
     """
-    if kernel != "auto" and kernel not in ORDER:
-        raise ValueError(f"kernel must be auto or one of {', '.join(ORDER)}; got {kernel!r}")
+    if kernel != "auto" and kernel not in (*ORDER, *PAIRS):
+        raise ValueError(f"kernel must be auto or one of {', '.join((*ORDER, *PAIRS))}; got {kernel!r}")
+    here = facts.major, spec.head_dim
+    faster = [pair for pair, measured in PAIRS.items() if here in measured]
     rejected: list[tuple[str, tuple[str, ...]]] = []
-    for name in ORDER if kernel == "auto" else (kernel,):
+    for name in (*faster, *ORDER) if kernel == "auto" else (kernel,):
         why = reasons(name, spec, facts)
         if not why:
             return Choice(name, tuple(rejected))
@@ -126,7 +132,12 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     """Every reason why backend `name` can't run `spec`; empty: it can."""
     if name == "reference":
         return []
-    return load(name).reasons(spec, facts)
+    forward, _, backward = name.partition("+")
+    if not backward:
+        return load(name).reasons(spec, facts)
+    found = load(forward).reasons(replace(spec, needs_backward=False), facts)
+    found += load(backward).reasons(spec, facts) if spec.needs_backward else []
+    return found + (["a soft cap may differ between two libraries"] if spec.softcap else [])
 
 
 @cache
@@ -137,7 +148,12 @@ def capabilities(name: str) -> Capabilities:
 
 @cache
 def load(name: str) -> Any:
-    """The module that implements a kernel; imported when asked for, so that schemas need none of its libraries."""
+    """The module that implements a kernel, or the functions of a pair's; imported when asked for, so that schemas need
+    none of its libraries."""
+    if "+" in name:
+        forward, backward = map(load, name.split("+"))
+        ways = {"forward": forward.forward, "backward": backward.backward}
+        return SimpleNamespace(**ways, capabilities=backward.capabilities)
     folder = "cp_rewrite.kernels" if name == "reference" else "cp_rewrite.kernels.flash"
     return importlib.import_module(f"{folder}.{name}")
 

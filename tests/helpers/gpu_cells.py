@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.kernels import cuda
-from cp_rewrite.kernels.select import ORDER, AttentionSpec, DeviceFacts, device_facts, reasons
+from cp_rewrite.kernels.select import ORDER, PAIRS, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import split_exchange
@@ -67,7 +67,7 @@ EXACT: tuple[tuple[PackedMask, str, tuple[int, int], tuple[int, int], torch.dtyp
 """For the reference kernel, which takes every shape and dtype."""
 
 
-def sweep_cells(world_size: int, kernels: Sequence[str] = ORDER) -> list[Cell]:
+def sweep_cells(world_size: int, kernels: Sequence[str] = (*ORDER, *PAIRS)) -> list[Cell]:
     """Every kernel x problem x exchange on `world_size` ranks and, of 4, on 2; layouts and keep_kv take turns."""
     layouts, keep = itertools.cycle(LAYOUTS), itertools.cycle((False, False, True))
     found: list[Cell] = []

@@ -81,6 +81,31 @@ def test_forward_only_needs_no_backward() -> None:
     assert not reasons("fa4", dataclasses.replace(SPEC, head_dim=192, needs_backward=False), facts)
 
 
+def test_a_pair_runs_what_both_of_its_parts_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernel(SPEC, HOPPER, "fa3+fa4").kernel == "fa3+fa4"
+    assert choose_kernel(SPEC, DeviceFacts((9, 0), ALL), "fa3+fa4").kernel == "fa3+fa4"  # whose backward is not FA3's
+    for change, missing, reason in (
+        ({}, "flash_attn.cute", "flash_attn.cute is not installed"),
+        ({}, "flash_attn_interface", "flash_attn_interface is not installed"),
+        ({"head_dim": 72, "head_dim_v": 72}, "", "no multiple of 32"),
+        ({"softcap": 30.0}, "", "a soft cap may differ"),
+    ):
+        facts = dataclasses.replace(HOPPER, modules=ALL - {missing})
+        found = choose_kernel(dataclasses.replace(SPEC, **change), facts, "fa3+fa4")  # type: ignore[arg-type]
+        assert found.kernel is None
+        assert reason in str(found)
+    forward_only = dataclasses.replace(SPEC, needs_backward=False, head_dim=72, head_dim_v=72)
+    assert choose_kernel(forward_only, HOPPER, "fa3+fa4").kernel == "fa3+fa4"
+    pair = select.load("fa3+fa4")
+    assert (pair.forward, pair.backward) == (select.load("fa3").forward, select.load("fa4").backward)
+    assert capabilities("fa3+fa4") == capabilities("fa4")
+    # `auto` takes it where it was measured to be faster, and where it can run.
+    monkeypatch.setattr(select, "PAIRS", {"fa3+fa4": frozenset({(9, 128)})})
+    assert choose_kernel(SPEC, HOPPER).kernel == "fa3+fa4"
+    assert choose_kernel(dataclasses.replace(SPEC, head_dim=64, head_dim_v=64), HOPPER).kernel == "fa4"
+    assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=frozenset({"flash_attn.cute"}))).kernel == "fa4"
+
+
 def test_unknown_kernel() -> None:
     with pytest.raises(ValueError, match="kernel must be auto or one of"):
         choose_kernel(SPEC, HOPPER, "cudnn")
@@ -101,7 +126,8 @@ def test_capabilities_are_those_of_versions_that_were_read(monkeypatch: pytest.M
         found = fa4_internals.capabilities()
         assert found.overlaps_exchange == expected
         assert (found == Capabilities()) != expected
-    assert all(capabilities(name) == Capabilities() for name in ORDER if name != "fa4")
+    assert capabilities("fa3") == Capabilities(overlaps_exchange=True)
+    assert all(capabilities(name) == Capabilities() for name in ("aten_flash", "reference"))
 
 
 def test_unrounded_gradients_are_those_of_grouped_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

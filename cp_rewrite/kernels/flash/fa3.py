@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, Capabilities, DeviceFacts
 
 from . import varlen
 from .launches import Launch
@@ -36,21 +36,29 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 def has_backward() -> bool:
     """Whether this build has one, and can be imported at all."""
     try:
-        return hasattr(_interface(), "_flash_attn_backward") and hasattr(torch.ops.flash_attn_3, "bwd")
+        return hasattr(_ops(), "bwd")
     except ImportError:
         return False
 
 
 @cache
-def _interface() -> Any:
-    return importlib.import_module("flash_attn_interface")
+def _ops() -> Any:
+    """The library's ops in C++."""
+    importlib.import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3
+
+
+def capabilities() -> Capabilities:
+    """Its forward runs beside an exchange, in two parts, its backward between the way there and the way back."""
+    return Capabilities(overlaps_exchange=True)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params) -> None:
-    result = _interface()._flash_attn_forward(
-        q, k, v, softmax_scale=params.scale, softcap=params.softcap, causal=launch.causal, **_arguments(launch)
-    )
-    out.copy_(result[0])
+    # The library's own ops in Python allocate `out` and rely on autograd; those below them take it.
+    result = _ops().fwd(
+        q, k, v, out=out, softmax_scale=params.scale, softcap=params.softcap, is_causal=launch.causal, num_splits=1,
+        **_arguments(launch),
+    )  # fmt: skip
     lse.copy_(result[1])
 
 
@@ -67,10 +75,14 @@ def _backward(
     launch: Launch,
     params: Params,
 ) -> None:
-    _interface()._flash_attn_backward(
+    if launch.overlap is not None:
+        launch.overlap.keys_needed()
+    _ops().bwd(
         dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=params.scale, is_causal=launch.causal,
         deterministic=params.deterministic, **_arguments(launch),
     )  # fmt: skip
+    if launch.overlap is not None:
+        launch.overlap.gradients_written()
 
 
 def _arguments(launch: Launch) -> dict[str, Any]:

@@ -1,17 +1,24 @@
-"""In which order FlashAttention 4's backward and an overlapping exchange run. The library here only logs its steps."""
+"""FlashAttention 4 and 3 as we call them, over stand-ins: in which order a backward and an exchange beside it run."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from cp_rewrite.kernels.flash import fa4, fa4_internals
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import reference
+from cp_rewrite.kernels.flash import fa3, fa4, fa4_internals
 from cp_rewrite.kernels.flash.launches import Launch
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
 from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.masks import PackedMask
+from tests.helpers.kernel_cases import make_case
 
 LIBRARY = """
 def _bwd_preprocess(out, *, fake_mode):
@@ -88,3 +95,56 @@ def test_parts_of_sums_are_written_here(unrounded: bool, overlapped: bool, monke
     overlap = BackwardOverlap(grads, mxint15=not unrounded, holder_ptr=ptr) if overlapped else None
     run(x, grads, overlap, unrounded)
     assert log == ["sums of out * dout", "kernel", "parts of dk", "parts of dv", "round dq"]
+
+
+class Ops:
+    """`torch.ops.flash_attn_3`, computed on the CPU. Notes what was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _tables(self, given: dict[str, Any]) -> Tables:
+        q, k = (given[name].long() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        right = 0 if given["is_causal"] else given["window_size_right"]
+        rest = torch.tensor([given["window_size_left"], right, 0]).expand(len(q) - 1, 3)
+        assert given["max_seqlen_q"] >= int(q.diff().max())
+        return Tables(q, k, torch.cat([torch.stack([q[:-1], q[1:], k[:-1], k[1:]], 1), rest], 1), q)
+
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, softmax_scale: float, softcap: float, num_splits: int,
+        **given: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert (softcap, num_splits) == (0.0, 1)
+        computed, lse = reference.forward(q, k, v, self._tables(given), Params(softmax_scale))
+        out.copy_(computed)
+        self.calls.append("forward")
+        return out, lse, q, q
+
+    def bwd(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, dq: Tensor, dk: Tensor,
+        dv: Tensor, softmax_scale: float, deterministic: bool, **given: Any,
+    ) -> None:  # fmt: skip
+        grads = reference.backward(dout, q, k, v, out, lse, self._tables(given), Params(softmax_scale))
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+        self.calls.append("backward")
+
+
+@pytest.mark.parametrize("mask", [PackedMask(), PackedMask(causal=False), PackedMask(window=(5, 0))])
+def test_fa3_is_the_reference(monkeypatch: pytest.MonkeyPatch, mask: PackedMask) -> None:
+    ops = Ops()
+    monkeypatch.setattr(fa3, "_ops", lambda: SimpleNamespace(fwd=ops.fwd, bwd=ops.bwd))
+    case = make_case(Documents.from_lengths([30, 11, 20], total=66), mask, world_size=2)
+    expected = case.oracle(Params(0.25))
+    out, lse = fa3.forward(case.q, case.k, case.v, case.tables, Params(0.25))
+    grads = fa3.backward(case.dout, case.q, case.k, case.v, out, lse, case.tables, Params(0.25))
+    for want, got in zip(expected, (out, lse, *grads), strict=True):
+        torch.testing.assert_close(got, want)
+    # Beside an exchange keys are waited for before the kernel is enqueued, and gradients go home after it.
+    ops.calls.clear()
+    into = torch.empty_like(case.k), torch.empty_like(case.v)
+    overlap = BackwardOverlap(into, partial(ops.calls.append, "keys"), partial(ops.calls.append, "gradients"))
+    dq, *_ = fa3.backward(case.dout, case.q, case.k, case.v, out, lse, case.tables, Params(0.25), overlap)
+    assert ops.calls == ["keys", "backward", "gradients"]
+    for want, got in zip(expected[2:], (dq, *into), strict=True):
+        torch.testing.assert_close(got, want)
