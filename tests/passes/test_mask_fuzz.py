@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -181,23 +180,3 @@ def test_accepted_masks_equal_brute_force(packing: Packing) -> None:
     run()
     assert any(v is not None for v in verdicts)
     assert any(v is None for v in verdicts)
-
-
-SHARE = 313
-SEEDS = range(int(os.environ.get("MASK_SEEDS", "0")))
-"""32 of them draw 10,000 masks of each packing: too many for `make test-all`."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", SEEDS)
-@pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p.arg)
-def test_thousands_of_accepted_masks_equal_brute_force(packing: Packing, number: int) -> None:
-    """As above, a share of them for each seed."""
-
-    @seed(number)
-    @settings(max_examples=SHARE, derandomize=False, database=None, phases=[Phase.generate])
-    @given(cases(packing))
-    def run(case: Any) -> None:
-        check(case)
-
-    run()
