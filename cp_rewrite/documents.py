@@ -109,6 +109,7 @@ class Documents:
         total: tokens in the row, padding included.
         spans: of the row; None: the batch names none.
         nodes: of the row's trees, whose documents hold one tree each; None: it has none.
+        before: tokens that the document at the row's start has in front of the row, which begins inside of it.
     Raises:
         ValueError: negative lengths, overlapping documents, or documents past `total`.
     """
@@ -118,6 +119,7 @@ class Documents:
     total: int
     spans: SpanRuns | None = None
     nodes: Nodes | None = None
+    before: int = 0
 
     def __post_init__(self) -> None:
         if self.starts.shape != self.lengths.shape or self.starts.ndim != 1:
@@ -162,7 +164,7 @@ class Documents:
         """
         real = self.lengths > 0
         starts, ends = self.starts[real], self.ends[real]
-        origin = starts - starts % size if of_row else starts
+        origin = starts - (starts % size if of_row else (starts == 0) * (self.before % size))
         counts = -(-(ends - origin) // size)
         which = np.repeat(np.arange(len(starts)), counts)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -197,16 +199,18 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: ArrayLike) -> Documents:
-        """`position_ids` (T,): 0, 1, 2, … within each document; a document starts at every 0."""
+        """`position_ids` (T,): 0, 1, 2, … within each document; a document starts at every 0. The row may begin inside
+        of a document, at a position above 0."""
         pos = whole_numbers("position_ids", position_ids)
         starts = np.flatnonzero(np.diff(pos, prepend=pos[:1] - 2) != 1).astype(np.int64)
-        bad = starts[pos[starts] != 0]
+        bad = starts[(pos[starts] != 0) & ((starts > 0) | (pos[starts] < 0))]
         if bad.size:
             raise ValueError(
                 f"position_ids jump to {pos[bad[0]]} at token {bad[0]}: positions must count 0, 1, 2, … "
                 "within each document and restart at 0 with the next"
             )
-        return cls(starts, np.diff(np.append(starts, pos.size)), pos.size)
+        before = int(pos[0]) if pos.size else 0
+        return cls(starts, np.diff(np.append(starts, pos.size)), pos.size, before=before)
 
     @classmethod
     def from_document_ids(cls, document_ids: ArrayLike, padding: int = -1) -> Documents:

@@ -24,7 +24,10 @@ class CuSeqlens:
 
 @dataclass(frozen=True)
 class PositionIds:
-    """Documents given by positions, (B, T) or (T,) integers 0, 1, 2, … within each document, in argument `arg`."""
+    """Documents given by positions, (B, T) or (T,) integers 0, 1, 2, … within each document, in argument `arg`.
+
+    A row may begin inside of a document, at a higher position.
+    """
 
     arg: str
 

@@ -54,7 +54,9 @@ def _documents_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total
     value: Any = batch.get(sharding.packing.arg)
     if isinstance(value, Tensor) and value.device.type == "cpu":
         whole = isinstance(sharding.packing, CuSeqlens | DocumentIds | PaddingMask)
-        _check_lengths(given, _read(sharding, batch, rows, total), whole)
+        read = _read(sharding, batch, rows, total)
+        _check_lengths(given, read, whole)
+        return [replace(mine, before=theirs.before) for mine, theirs in zip(given, read, strict=True)]
     return given
 
 
@@ -125,7 +127,8 @@ def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, t
     if len(table) != rows:
         raise ValueError(f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
     packing = sharding.packing
-    if name not in packing_args(packing) or isinstance(packing, Tree):  # what is proven of masks holds up to these
+    # What is proven of masks holds up to these.
+    if name not in packing_args(packing) or isinstance(packing, PositionIds | Tree):
         most = MAX_ID if isinstance(packing, Tree) and name == packing.arg else MAX_TOKENS
         if table.size and max(int(table.max()), -int(table.min())) > most:
             raise ValueError(f"batch[{name!r}] goes up to {table.max()}, but may go up to {most}: number it anew")

@@ -123,7 +123,8 @@ def _clip(documents: Documents, start: int, stop: int) -> Documents:
     starts = np.clip(documents.starts, start, stop)
     spans = None if documents.spans is None else documents.spans.clipped(start, stop)
     nodes = None if documents.nodes is None else documents.nodes.clipped(start, stop)
-    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start, spans, nodes)
+    before = 0 if start else documents.before
+    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start, spans, nodes, before)
 
 
 def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:

@@ -24,6 +24,8 @@ from .worlds import (
     START_K,
     START_Q,
     STARTS,
+    WK,
+    WQ,
     Cell,
     D,
     K,
@@ -34,8 +36,9 @@ from .worlds import (
     World,
 )
 
-_IN_ROW = frozenset({Q, K, PQ, PK})
+_IN_ROW = frozenset({Q, K, WQ, WK})
 _MIN_TOKENS = 2
+_POSITIONS = {PQ: PK, WQ: WK}
 
 
 def turning_points(linear: Linear) -> set[int]:
@@ -94,7 +97,7 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
     """`linear` without the query's symbols: each is the key's and a difference, which the world may know.
 
     K - Q       ->  -D                in all worlds
-    PQ - PK     ->  D                 of one document; D - starts of two
+    PQ - PK     ->  D                 of one document; D - starts of two. WQ and WK alike
     PQ          ->  D - before        of two, the key's the earlier one
     LQ          ->  LK - D            of one document; -D - behind of two, the key's the later one
     IQ - IK     ->  0                 of one document; ids of two
@@ -114,7 +117,7 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
         if term == Q:
             add(K, c)
             add(D, c)
-        elif term == PQ and world is World.ADJACENT:
+        elif term in _POSITIONS and world is World.ADJACENT:
             continue
         elif term == LQ and world is World.SAME:
             add(LK, c)
@@ -122,11 +125,11 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
         elif term == LQ and world is World.DIFFERENT and high < 0:
             add(_BEHIND, -c)
             add(D, -c)
-        elif term == PQ and world is World.DIFFERENT and low > 0 and PK not in linear:
+        elif term in _POSITIONS and world is World.DIFFERENT and low > 0 and _POSITIONS[term] not in linear:
             add(D, c)
             add(_BEFORE, -c)
-        elif term == PQ and world in (World.SAME, World.DIFFERENT):
-            add(PK, c)
+        elif term in _POSITIONS and world in (World.SAME, World.DIFFERENT):
+            add(_POSITIONS[term], c)
             add(D, c)
             if world is World.DIFFERENT:
                 add(_APART, -c)
@@ -157,7 +160,7 @@ def _in_chunks(reduced: Linear, cell: Cell) -> Linear:
         return reduced
     size = sympy.Integer(cell.chunks.size)
     parts: dict[Expr, Linear] = {CQ: {CK: ONE, _CHUNKS: ONE}}
-    parts[K if cell.chunks.of_row else PK] = {CK: size, _RK: ONE}
+    parts[cell.chunks.by] = {CK: size, _RK: ONE}
     if cell.chunks.of_row or cell.world is World.SAME:
         parts[D] = {_CHUNKS: size, _RQ: ONE, _RK: -ONE}
     out: Linear = {}
@@ -176,7 +179,7 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     apart: Span = (1, math.inf) if low > 0 else (-math.inf, -1) if high < 0 else EVERYTHING
     row: Span = (0, math.inf)
     spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
-    spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row}
+    spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row, WK: row, WQ: row}
     spans[_APART] = apart
     relation = cell.relation
     steps = {o: relation.numbers_of_spans if o.of_spans else apart for o in ordinals}
@@ -191,16 +194,17 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     spans |= {_BEFORE: (1, math.inf), _BEHIND: row}
     if cell.world is World.SAME:
         spans |= {LQ: (1, math.inf), LK: (1, math.inf), BOTH: (1, 1)}
-        spans |= {PQ: (max(0, low), math.inf), PK: (max(0, -high), math.inf), IQ: row, IK: row}
+        spans |= dict.fromkeys((PQ, WQ), (max(0, low), math.inf)) | dict.fromkeys((PK, WK), (max(0, -high), math.inf))
+        spans |= {IQ: row, IK: row}
         spans[STARTS] = (0, 0) if cell.span == (1, 1) else EVERYTHING
     elif cell.world is World.DIFFERENT:
         spans |= {IQ: row, LQ: (1, math.inf), BOTH: (0, 0)}
     elif cell.world is World.ADJACENT:
-        spans |= {PQ: (0, 0), STARTS: (1, math.inf), END_K: (0, 0), START_Q: (0, 0)}
+        spans |= {PQ: (0, 0), WQ: (0, 0), STARTS: (1, math.inf), END_K: (0, 0), START_Q: (0, 0)}
     elif cell.world is World.IN_PADDING:
-        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: (-math.inf, -1), IK: (-math.inf, -1)}
+        spans |= dict.fromkeys((PK, PQ, WK, WQ), EVERYTHING) | {IQ: (-math.inf, -1), IK: (-math.inf, -1)}
     else:
-        spans |= {PK: EVERYTHING, PQ: EVERYTHING, IQ: row}
+        spans |= dict.fromkeys((PK, PQ, WK, WQ), EVERYTHING) | {IQ: row}
     return spans
 
 

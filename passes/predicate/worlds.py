@@ -1,8 +1,12 @@
 """What relations between two tokens of a row say, once it is known whether one document holds both.
 
-Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; IQ, IK the batch's
+Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; WQ, WK the place
+behind the document's first token in the row, another one where the row begins inside of a document; IQ, IK the batch's
 own document ids less the lowest one that is no padding. Each recognised numbering of documents adds a pair of its own
 (`Ordinal`).
+
+    position_ids  3 4 5 0 1 2 3
+    WQ            0 1 2 0 1 2 3
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from .symbolic import Expr
 from .within import Held, Kin, Marks, Relation
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
+WQ, WK = sympy.symbols("WQ WK", integer=True)
 END_Q, END_K, START_Q, START_K = sympy.symbols("ENDq ENDk STARTq STARTk", integer=True)
 """The query's and the key's token less the one that ends (starts) documents: 0 at no other token of a document than its
 last (first), and there where another document follows (precedes)."""
@@ -65,10 +70,14 @@ class Ordinal:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Runs of `size` tokens, counted from the row's start or from each document's."""
+    """Runs of `size` tokens, counted by the key's symbol `by`: from the row's start (K) or from each document's."""
 
     size: int
-    of_row: bool
+    by: sympy.Symbol
+
+    @property
+    def of_row(self) -> bool:
+        return self.by == K
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ def places(_: Tensor, end: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
     return mask, mask
 
 
+def begun(_: Tensor, positions: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows that begin inside of a document."""
+    numbers, chunks = (positions == 0).cumsum(1), positions // 4
+    mask = (of_query(numbers) == of_key(numbers)) & causal(numbers)
+    return mask, mask & (of_query(chunks) == of_key(chunks))
+
+
 @dataclass(frozen=True)
 class Case:
     """Args: masks: of two layers, from doc_ids, first and second. annotation: what a Sharding says of them."""
@@ -90,6 +97,7 @@ CASES = {
     "completions": Case(completions, cp.Tree("first", completion="second")),
     "ranges": Case(ranges, cp.Tree("first", tin="second")),
     "places": Case(places, cp.Tree("first")),
+    "begun": Case(begun, cp.PositionIds("first")),
 }
 
 
@@ -138,6 +146,11 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
             first[a:b] = number + 1 if name == "spans" else 1
         first = 1 - first if name == "prefixes" else first
         second, positions = first, np.concatenate([np.arange(n) for n in lengths])
+    elif name == "begun":
+        lengths = [22, 9, 30]
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        positions[:22] += 6
+        doc, first, second = np.repeat([4, 1, 7], lengths), positions, positions
     else:
         # Two prompts, with three and two completions; the second tree has a completion behind a completion by ranges.
         sizes, depths = [15, 9, 7, 11, 8, 6, 5], [0, 1, 1, 1, 0, 1, 1 if name == "completions" else 2]
@@ -157,7 +170,8 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
             "places": np.append(begins, 61)[np.array(behind)][number],
         }[name]
         second = np.repeat([0, 1, 2, 3, 0, 5, 4], sizes) if name == "completions" else number
-    odd = -1 if CASES[name].spans is None else 5  # what padding holds
+    # What padding holds; positions know none.
+    odd = 0 if name == "begun" else -1 if CASES[name].spans is None else 5
     made = {"doc_ids": np.append(doc, [-1] * 6), "first": np.append(first, [odd] * 6),
             "second": np.append(second, [-1] * 6), "position_ids": np.append(positions, [0] * 6)}  # fmt: skip
     batch = {key: torch.from_numpy(value.astype(np.int64))[None] for key, value in made.items()}
@@ -199,8 +213,10 @@ def check(pool: Pool, ranks: int, name: str, layout: str, exchange: str) -> None
         assert float((grads[key] - p.grad).norm() / p.grad.norm()) <= LIMIT, key
 
 
-@pytest.mark.parametrize(("name", "layout", "exchange"), [("completions", "balanced", "needed")])
-def test_shared_prompts_match_one_process(pool: Pool, name: str, layout: str, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "exchange"), [("completions", "balanced", "needed"), ("begun", "balanced", "needed")]
+)
+def test_shared_prompts_and_cut_documents_match_one_process(pool: Pool, name: str, layout: str, exchange: str) -> None:
     check(pool, 2, name, layout, exchange)
 
 
@@ -220,6 +236,9 @@ def test_every_mask_matches_one_process(pool: Pool, ranks: int, name: str) -> No
 def test_masks_are_read_as_what_they_are(name: str) -> None:
     report = cp.explain(Model(name), sharding_of(name, 2, "balanced", "auto"))(**make_batch(name))
     assert report.ok, report
+    if name == "begun":
+        assert {site.mask for site in report.sites} == {str(cp.PackedMask()), str(cp.PackedMask(chunk=4))}
+        return
     expected = cp.PackedMask(spans=True) if CASES[name].spans is not None else cp.PackedMask(tree=True)
     masks = {site.mask for site in report.sites}
     assert masks == {str(expected)} | ({str(cp.PackedMask(window=(8, 0), spans=True))} if name == "spans" else set())

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_rewrite import PackedMask
 from cp_rewrite.documents import Documents
 from tests.helpers.packs import batches
 
@@ -49,6 +50,19 @@ def test_every_source_tells_the_same(rows: tuple[Documents, ...]):
 def test_position_ids(lengths: list[int]):
     positions = np.concatenate([np.arange(length) for length in lengths])
     assert Documents.from_position_ids(positions).lengths.tolist() == lengths
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 9), st.booleans())
+def test_rows_that_begin_inside_of_a_document(lengths: list[int], before: int, of_row: bool):
+    positions = np.concatenate([np.arange(length) for length in [lengths[0] + before, *lengths[1:]]])
+    documents = Documents.from_position_ids(positions[before:])
+    assert documents.lengths.tolist() == lengths
+    assert documents.before == before
+    chunks = np.arange(sum(lengths)) // 4 if of_row else positions[before:] // 4
+    same = documents.document_ids()[:, None] == documents.document_ids()
+    expected = same & (chunks[:, None] == chunks) & np.tril(np.ones(same.shape, dtype=np.bool_))
+    seen = PackedMask(chunk=4, chunk_of="row" if of_row else "document").materialize(documents)
+    assert (seen == expected).all()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))

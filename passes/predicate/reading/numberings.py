@@ -22,7 +22,7 @@ from cp_rewrite.passes.predicate.symbolic import (
 )
 from cp_rewrite.passes.predicate.terms import Pair, Trouble, maximal_terms
 from cp_rewrite.passes.predicate.within import Held, Marks
-from cp_rewrite.passes.predicate.worlds import BOTH, STARTS, Cell, Linear, Ordinal, Q, World
+from cp_rewrite.passes.predicate.worlds import BOTH, STARTS, WK, WQ, Cell, Linear, Ordinal, Q, World
 from cp_rewrite.refusal import Reason
 
 from .cell_values import CellValues
@@ -132,7 +132,7 @@ class Numberings(CellValues):
         at_start = [sub.truths(condition, Cell(world, (1, 1))) for world in (World.ADJACENT, World.SAME)]
         if at_start != [frozenset({values[0] == j}), frozenset({values[0] != j})]:
             return None
-        return {side[0]: ONE, side[1]: -ONE}
+        return {side[0]: ONE, WQ if side[0] == Q else WK: -ONE}
 
     @property
     def _padded(self) -> bool:

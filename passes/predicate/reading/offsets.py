@@ -21,7 +21,7 @@ from cp_rewrite.packing import CuSeqlens, Packing
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.symbolic import Expr, RepeatIndex, Select, SumOver
 from cp_rewrite.passes.predicate.terms import Pair, maximal_terms
-from cp_rewrite.passes.predicate.worlds import LK, LQ, PK, PQ, K, Linear, Q
+from cp_rewrite.passes.predicate.worlds import LK, LQ, WK, WQ, K, Linear, Q
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Offsets:
         return whole and not self._padded and all(sympy.expand(size - count - 1) == 0 for *_, size in known)
 
     def document_bound(self, term: Any) -> Linear | None:
-        """offsets[number of the token's document], as the token's index minus its position, or the offset behind it, as
-        the index and the tokens from there to the end; None for other reads."""
+        """offsets[number of the token's document], as the token's index less its place in the document, or the offset
+        behind it, as the index and the tokens from there to the end; None for other reads."""
         if self.leaf(term) is None:
             return None
         for number in maximal_terms(term.args[0]):
@@ -129,7 +129,7 @@ class Offsets:
             if found is not None and not found.at_token and found.first in (0, 1) and found.counts_starts:
                 side, start = (found.side,), found.first - 1
             if side is not None and index == start:
-                return {side[0]: sympy.S.One, PQ if side[0] == Q else PK: -sympy.S.One}
+                return {side[0]: sympy.S.One, WQ if side[0] == Q else WK: -sympy.S.One}
             if side is not None and index == start + 1 and not self._padded:
                 return {side[0]: sympy.S.One, LQ if side[0] == Q else LK: sympy.S.One}
         return None

@@ -8,7 +8,7 @@
     RunningSum(position_ids(b, j) == 0)    PositionIds  an Ordinal: a number that grows from document to document
     RunningSum(input_ids(b, j - 1) == 2)   EndOfDocument  an Ordinal
     SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
-    cu_seqlens(the token's document)       CuSeqlens    Q - PQ, the index of its first token
+    cu_seqlens(the token's document)       CuSeqlens    Q - WQ, the index of its first token
     prompt_ids(b, k), completion_ids(b, k)  Tree        IK, CNK; tin and tout: TIN_K, TOUT_K, see `within`
     span_ids(b, q)                         any          SQ; a running sum of spans' first tokens: an Ordinal of spans
     RunningMax(j where a document starts)  any          the same
@@ -30,6 +30,7 @@ from cp_rewrite.packing import (
     DocumentIds,
     EndOfDocument,
     PaddingMask,
+    PositionIds,
     Spans,
     StartOfDocument,
     Tree,
@@ -49,6 +50,8 @@ from cp_rewrite.passes.predicate.worlds import (
     PQ,
     START_K,
     START_Q,
+    WK,
+    WQ,
     Chunks,
     K,
     Linear,
@@ -108,7 +111,7 @@ class Reader(Numberings):
             return self._given_document(term, leaf)
         if isinstance(packing, CuSeqlens) and leaf.name in (packing.arg, packing.padded_arg):
             start = self._offsets.document_bound(term)
-            self.skips_end |= start is not None and PK in start and self._offsets.merges_padding(term)
+            self.skips_end |= start is not None and WK in start and self._offsets.merges_padding(term)
             detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
         spans = self.sharding.spans
@@ -213,12 +216,15 @@ class Reader(Numberings):
         """The chunk of the query or the key, x // size, or its place there, x % size, of its index or position x."""
         x, size = cast(Any, term.args if isinstance(term, sympy.Mod) else term.args[0].as_numer_denom())
         linear = self.linear(x) if size.is_Integer and size > 0 else {}
-        if list(linear.values()) != [1] or not set(linear) <= {Q, K, PQ, PK}:
+        key_of = {Q: K, K: K, PQ: PK, PK: PK, WQ: WK, WK: WK}
+        if list(linear.values()) != [1] or not set(linear) <= set(key_of):
             return None
         (token,) = linear
-        chunks = Chunks(int(size), token in (Q, K))
+        if token in (WQ, WK) and isinstance(self.sharding.packing, PositionIds):
+            return None  # chunks of documents are counted from where these begin, which may be before the row
+        chunks = Chunks(int(size), key_of[token])
         self.chunks = self.chunks or chunks
         if chunks != self.chunks:
             return None
-        number = CQ if token in (Q, PQ) else CK
+        number = CQ if token in (Q, PQ, WQ) else CK
         return {number: ONE} if isinstance(term, sympy.floor) else {token: ONE, number: -size}

@@ -31,6 +31,8 @@ def _row(rng: np.random.Generator, tokens: int) -> dict[str, Any]:
     lengths = _cut(rng, real, int(rng.integers(1, 4)))
     doc = np.repeat(rng.permutation(9)[: len(lengths)], lengths)
     position = np.concatenate([np.arange(n) for n in lengths])
+    if rng.random() < 0.4:  # the row begins inside of a document
+        position[: lengths[0]] += int(rng.integers(1, 8))
     spans, types, flags = _spans(rng, lengths)
     prompt, completion, tin, tout, end = _trees(rng, lengths)
     tail = {"doc_ids": -1, "prompt": -1, "tin": -1, "tout": -1, "end": -1}

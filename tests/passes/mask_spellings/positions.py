@@ -73,6 +73,14 @@ def positions_latest_start(**b: Tensor) -> Tensor:
     return (i[None, :] >= start[:, None, :, None]) & causal(b)
 
 
+@spelling(POSITIONS, Reason.MASK_NOT_PACKED)
+def starts_of_the_row_against_starts_of_documents(**b: Tensor) -> Tensor:
+    """The same, unless the row begins inside of a document."""
+    i, positions = index(b), b["position_ids"]
+    start = torch.where(positions == 0, i, 0).cummax(-1).values
+    return (start[:, None, :, None] == (i - positions)[:, None, None, :]) & causal(b)
+
+
 @spelling(POSITIONS, FULL)
 def positions_same_latest_start(**b: Tensor) -> Tensor:
     return same(((b["position_ids"] == 0) * index(b)).cummax(1).values)
