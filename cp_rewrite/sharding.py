@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.shard import LocalBatch
 
 Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
+ExchangeAt = Literal["auto", "attention", "narrowest"]
 Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step", "every_step"]
@@ -56,6 +57,9 @@ class Sharding:
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
+        exchange_at: which rows travel: `attention`, its keys and values; `narrowest`, the narrowest of what these are
+            computed from token by token (MLA's latents), and each rank computes them again of what it gets; `auto`,
+            what is predicted to take less time.
         keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
         ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
             None: as `torchrun` placed them; all, where it did not start them.
@@ -110,6 +114,7 @@ class Sharding:
     chunk_size: int = 1
     pad_to_multiple: int = 1
     # Exchange
+    exchange_at: ExchangeAt = "auto"
     keep_kv: bool = False
     ranks_per_node: int | None = None
     speeds: Device | str | None = None
@@ -287,6 +292,7 @@ def _checked_masks(masks: Any, tokens: Mapping[str, int]) -> _Hashable:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "layout": LAYOUTS,
     "exchange": get_args(Exchange),
+    "exchange_at": get_args(ExchangeAt),
     "kernel": get_args(Kernel),
     "inner": get_args(Inner),
     "verify": get_args(Verify),

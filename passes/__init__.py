@@ -9,12 +9,13 @@
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
     check_token_locality   locality/walk.py          nothing but attention mixes tokens
     plan_sites             plan_sites.py             exchange and kernel of each site
+    move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
     record_masks           record_masks.py           masks that the first call compares, as they were
     rewrite_sites          rewrite.py                exchange and packed attention in the place of each site, with
                                                      the plan's tensors (plan_inputs.py), without dead masks (erase.py)
     verify_graph           verify.py                 the new graph is whole
 
-The first eight only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
+The first nine only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
 `values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
 """
 
@@ -36,6 +37,7 @@ from cp_rewrite.torch_internals import hint
 
 from .check_frame import check_frame
 from .check_size_conditions import check_size_conditions
+from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite import rewrite_sites
@@ -87,6 +89,7 @@ def check_token_locality(state: State) -> State:
         gap_sums=tuple(report.gap_sums),
         lowered=tuple(report.lowered),
         reads=tuple(report.reads),
+        states=report.states,
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 
@@ -99,6 +102,7 @@ FIND = (
     match_attention,
     check_token_locality,
     plan_sites,
+    move_exchanges,
     record_masks,
 )
 """What only reads the graph: after these all refusals are known."""

@@ -35,7 +35,7 @@ def plan_sites(state: State) -> State:
     decisions: list[Decision] = []
     refusals: list[Refusal] = []
     for site in state.sites:
-        decision = _decide(site, state)
+        decision = decide(site, state)
         if isinstance(decision, Refusal):
             refusals.append(decision)
         else:
@@ -43,7 +43,8 @@ def plan_sites(state: State) -> State:
     return replace(state, decisions=tuple(decisions), refusals=state.refusals + tuple(refusals))
 
 
-def _decide(site: Site, state: State) -> Decision | Refusal:
+def decide(site: Site, state: State) -> Decision | Refusal:
+    """How a site will run, or what stands against it."""
     spec = spec_of(site, state.sharding.deterministic)
     if state.sharding.capacity is not None and not fits(site.mask):
         return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
@@ -90,6 +91,8 @@ def exchange_reasons(name: str, sharding: Sharding) -> list[str]:
             "with capacity, rows travel by all_gather, or by needed where GPUs read each other's memory: the host must "
             "not know how many"
         )
+    if sharding.exchange_at == "narrowest" and (scattered or route.in_steps or sharding.capacity is not None):
+        found.append("exchange_at='narrowest' is for all_gather and needed, without capacity")
     if sharding.keep_kv and route.in_steps:
         found.append("a ring holds no more than two buffers of keys and values, so keep_kv=True has nothing to keep")
     return found
@@ -138,8 +141,7 @@ def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) ->
     sharding, batch = state.sharding, state.plan.plan
     model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
     speeds = sharding.device_speeds or speeds_of(state.device)
-    known = len(batch.rows) * batch.local_size >= FEW_TOKENS
-    load = load_of(batch.schedule(site.mask)) if known else typical_load(sharding.world_size, site.mask)
+    known, load = _is_known(state), load_for(site, state)
     (outer, inner), _ = sharding.grid("auto")
     grids: dict[int, Load] = {}
     if outer > 1:
@@ -149,6 +151,18 @@ def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) ->
     names = [name for name in _EXCHANGES if not exchange_reasons(name, sharding)]
     names = [BETWEEN_GPUS.get(name, name) if one_sided else name for name in names]
     return choose_exchange(model, load, speeds, names, sharding.node_size, grids)
+
+
+def _is_known(state: State) -> bool:
+    """Whether the batch that is compiled has so many tokens that others will be like it."""
+    return len(state.plan.plan.rows) * state.plan.plan.local_size >= FEW_TOKENS
+
+
+def load_for(site: Site, state: State) -> Load:
+    """What exchanges are weighed by."""
+    if _is_known(state):
+        return load_of(state.plan.plan.schedule(site.mask))
+    return typical_load(state.sharding.world_size, site.mask)
 
 
 def _unless_one_sided(spec: AttentionSpec, state: State) -> list[str] | None:

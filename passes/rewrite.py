@@ -14,6 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
+from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
 from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
@@ -25,6 +26,7 @@ from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .lower import lower_node
+from .narrow.copy_nodes import copy_behind
 from .plan_inputs import Inputs
 from .read_neighbours import read_neighbours
 from .rows_apart import keep_rows_apart
@@ -54,8 +56,8 @@ def rewrite_sites(state: State) -> State:
     if state.row_positions:
         keep_rows_apart(state.row_positions, inputs)
     # Masks, and key and value heads that the model had expanded for its query heads.
-    live = live_nodes(state.graph_module, state.sites)
-    stale += [node for decision in state.decisions for node in decision.site.node.all_input_nodes]
+    live = live_nodes(state.graph_module, state.decisions)
+    stale += [n for d in state.decisions for n in (*d.site.node.all_input_nodes, *d.site.operands)]
     for decision in state.decisions:
         replaced[decision.site.node] = _rewrite_site(decision, state, inputs, replaced)
     erase_dead([node for node in stale if node not in replaced], live, inputs)
@@ -74,13 +76,20 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
     plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_site(site.mask, decision.exchange_name)]
     scale = site.query.meta["example_value"].shape[-1] ** -0.5 if site.scale is None else site.scale
     params = Params(float(scale), site.softcap, sharding.deterministic)
+    operands = [replaced.get(node, node) for node in site.operands]
+    if decision.cut is not None:
+        copies = copy_behind(decision.cut, site.node, replaced, plan[2], plan[4:], decision.exchange, inputs.mode)
+        operands[1:3] = copies[site.key], copies[site.value]
 
     def emit() -> Any:
-        nodes = [fx.Proxy(replaced.get(node, node), tracer) for node in site.operands]
+        nodes = [fx.Proxy(node, tracer) for node in operands]
         q, k, v = (_rows(node, value.dtype, site.form) for node in nodes[:3])
         sinks = nodes[3] if site.sinks is not None else None
         how = decision.exchange, params, decision.kernel, sharding.keep_kv
-        out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
+        if decision.cut is None:
+            out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
+        else:
+            out = attend_gathered(q, k, v, plan[:4], params, decision.kernel, sinks)[0]
         if site.form == "THD":
             return out
         out = out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1))

@@ -1,6 +1,7 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
 from . import attention, exchange, max_logits, ring_attention, scatter_heads
+from .narrow import exchange_tokens, gathered_attention
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
 from .sums import over_ranks, rows_of_ranks, token_rows
@@ -9,6 +10,8 @@ __all__ = [
     "attention",
     "convolve_rows",
     "exchange",
+    "exchange_tokens",
+    "gathered_attention",
     "max_logits",
     "neighbour_rows",
     "over_ranks",

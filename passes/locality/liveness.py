@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.fx as fx
 from torch import Tensor
@@ -13,10 +13,18 @@ from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.values.site import Site
 
 
-def live_nodes(gm: fx.GraphModule, sites: Sequence[Site]) -> set[fx.Node]:
+class Reader(Protocol):
+    """An attention node, and what the attention that takes its place reads: a `Site`, or how it was decided to run."""
+
+    @property
+    def node(self) -> fx.Node: ...
+    @property
+    def operands(self) -> list[fx.Node]: ...
+
+
+def live_nodes(gm: fx.GraphModule, sites: Sequence[Reader]) -> set[fx.Node]:
     """Nodes of the graph and its nested regions that outputs or effects depend on, masks of `sites` left out.
 
     A nested region's operand is live when the region's placeholder is. A node that writes into memory is live when
@@ -46,7 +54,7 @@ def _pairs_tokens(node: fx.Node, extents: Extents) -> bool:
 
 
 class _Liveness:
-    def __init__(self, sites: Mapping[fx.Node, Site]) -> None:
+    def __init__(self, sites: Mapping[fx.Node, Reader]) -> None:
         self.sites = sites
         self.live: set[fx.Node] = set()
         self.pending: list[fx.Node] = []

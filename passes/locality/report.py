@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -36,6 +36,7 @@ class LocalityReport:
         row_positions: what makes each row's positions by itself, where a batch has several rows.
         resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
             that are taken apart for it. reads: nodes that shift, roll or convolve tokens, and what replaces them.
+        states: what is known of each node, but for those of a region that is entered with operands of several kinds.
     """
 
     refusals: list[Refusal] = field(default_factory=list[Refusal])
@@ -49,6 +50,7 @@ class LocalityReport:
     lowered: list[Lowering] = field(default_factory=list[Lowering])
     reads: list[NeighbourRead] = field(default_factory=list[NeighbourRead])
     row_positions: RowPositions | None = None
+    states: Mapping[fx.Node, States] = field(default_factory=dict[fx.Node, States])
 
 
 class Findings:

@@ -89,7 +89,8 @@ class _Walk:
     """One walk over a graph and its nested regions.
 
     `env`: what is known of each node so far. `regions`: results of nested regions by operands' states. `explained`:
-    nodes of attention that was refused before, of which nothing more is known.
+    nodes of attention that was refused before, of which nothing more is known. `several`: graphs of regions that were
+    entered with operands of several states.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class _Walk:
         self.outputs = Outputs(self.runner, self.resolver, self.found)
         self.regions: dict[Any, States] = {}
         self.explained: set[fx.Node] = set()
+        self.several: set[fx.Graph] = set()
 
     def walk_all(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -170,6 +172,8 @@ class _Walk:
 
     def report(self, gm: fx.GraphModule) -> LocalityReport:
         report = self.found.report(self.resolver, self.reads.found.values())
+        states = {node: state for node, state in self.env.items() if node.graph not in self.several}
+        report = replace(report, states=states)
         if self.extents.batch == 1 or not report.positions:
             return report
         changed = {x.node for x in (*report.inserts, *report.resolved, *report.lowered, *report.reads)}
@@ -231,6 +235,8 @@ class _Walk:
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
         if key not in self.regions:
+            if any(entered is body for entered, _ in self.regions):
+                self.several.add(body.graph)
             self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
             nested, self.facts.nested = self.facts.nested, True
             orders = self.facts.orders

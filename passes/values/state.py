@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,6 +17,7 @@ from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
+from .cut import Cut
 from .insert import Insert
 from .neighbour_read import NeighbourRead
 from .recorded_mask import RecordedMask
@@ -34,6 +36,7 @@ class Decision:
         exchange: how rows travel, after heads are scattered. heads: between whom heads are, if they are.
         kernel: what runs.
         why: how exchange and kernel were chosen, in words for the report.
+        cut: where on the way to keys and values rows are exchanged; None: at these.
     """
 
     site: Site
@@ -42,6 +45,20 @@ class Decision:
     heads: HeadScatter | None
     kernel: str
     why: tuple[str, ...]
+    cut: Cut | None = None
+
+    @property
+    def node(self) -> fx.Node:
+        """The attention node."""
+        return self.site.node
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """What is read by what takes the node's place."""
+        if self.cut is None:
+            return self.site.operands
+        others = [node for node in self.site.operands if node not in (self.site.key, self.site.value)]
+        return [*others, *self.cut.operands]
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class State:
         gap_sums: what takes in the values that tokens of no document have after attention.
         inserts: what is put between nodes and their operands. lowered: nodes that are taken apart. reads: nodes that
             are replaced by a read of neighbouring tokens.
+        states: what the locality check knows of each node's tensors.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -100,6 +118,7 @@ class State:
     inserts: tuple[Insert, ...] = ()
     lowered: tuple[Lowering, ...] = ()
     reads: tuple[NeighbourRead, ...] = ()
+    states: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()
     refusals: tuple[Refusal, ...] = ()

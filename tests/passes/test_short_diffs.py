@@ -145,6 +145,7 @@ check_token_locality
     outputs that are parts of sums: [] -> [False, True, True]
 plan_sites
     decisions: [] -> ['needed, reference']
+move_exchanges
 record_masks
     masks to compare: [] -> ['same document & causal']
 rewrite_sites

@@ -1,0 +1,131 @@
+"""Exchange what keys and values are computed from, where that is narrower and takes less time. Pure: equal on all
+ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch.fx as fx
+
+from cp_rewrite.passes.graph.operands import guard_number
+from cp_rewrite.passes.graph.regions import region_calls
+from cp_rewrite.passes.locality.inputs import read_extents
+from cp_rewrite.passes.plan_sites import decide, load_for
+from cp_rewrite.passes.values.cut import Cut
+from cp_rewrite.passes.values.state import Decision, State
+from cp_rewrite.planning.cost import (
+    Load,
+    all_gather_seconds,
+    exchange_seconds,
+    fill_seconds,
+    kernel_seconds,
+    needed_seconds,
+)
+from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.sharding import speeds_of
+from cp_rewrite.torch_internals import fake_mode_of
+
+from .find_cut import Costs, find_cut
+from .read_way import Way, modes_of
+
+MOVABLE = ("needed", "push", "all_gather")
+"""Exchanges before the kernel: rows are at hand when it starts."""
+_GAIN = 0.9
+"""A cut is taken that is predicted to take no more than this part of the time: what is predicted is no better."""
+
+
+def move_exchanges(state: State) -> State:
+    """A cut for each decision that gains by one."""
+    if state.sharding.exchange_at == "attention" or state.refusals:
+        return state
+    return replace(state, decisions=tuple(_moved(decision, state) for decision in state.decisions))
+
+
+def _moved(decision: Decision, state: State) -> Decision:
+    site, sharding = decision.site, state.sharding
+    mode = fake_mode_of(state.graph_module.graph.nodes)
+    extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
+    movable = _movable(decision, state)
+    if movable is None or extents is None or not _outside_autocast(site.node.graph, state.graph_module):
+        return decision
+    way = Way(site.node, state.states, extents, set(_changed(state)))
+    device = sharding.device_speeds or speeds_of(state.device)
+    load, model = load_for(site, state), _model_of(decision)
+    forced = sharding.exchange_at == "narrowest"
+    cut = find_cut(site, way, Costs(1e-9, 0.0, 0.0) if forced else costs_of(load, device))
+    if cut is None:
+        why = "nothing narrower than keys and values is at hand to exchange"
+        return replace(decision, why=(*decision.why, why)) if forced else decision
+    before = exchange_seconds(load, device, model, sharding.node_size).get(decision.exchange_name)
+    after = _seconds(movable.exchange.kind, load, device, model, sharding.node_size, cut)
+    if not forced and (before is None or after > _GAIN * before):
+        return decision
+    against = "" if before is None else f", {1e3 * before:.2f} with keys and values by {decision.exchange_name}"
+    return replace(movable, cut=cut, why=(*movable.why, f"{cut}; predicted {1e3 * after:.2f} ms per layer{against}"))
+
+
+def _movable(decision: Decision, state: State) -> Decision | None:
+    """The decision, or, where the exchange was not asked for by name, one whose rows are at hand when the kernel
+    starts."""
+    if state.sharding.capacity is not None or state.sharding.world_size == 1:
+        return None
+    if decision.exchange.kind in MOVABLE and decision.heads is None:
+        return decision
+    mesh = state.sharding.mesh
+    if state.sharding.exchange != "auto" or not (isinstance(mesh, int) or mesh.ndim == 1):
+        return None
+    other = decide(decision.site, replace(state, sharding=replace(state.sharding, exchange="needed")))
+    return other if isinstance(other, Decision) else None
+
+
+def _changed(state: State) -> Iterator[fx.Node]:
+    """Nodes that the rewrite replaces or gives other operands."""
+    for found in (*state.inserts, *state.lowered, *state.reads, *state.positions):
+        yield found.node
+    yield from (site.node for site in state.sites)
+    if state.row_positions is not None:
+        yield from (found.node for found in (*state.row_positions.generators, *state.row_positions.readers))
+        yield from state.row_positions.shared
+
+
+def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
+    """Whether no autocast of a graph around this one is open where it runs: its nodes' dtypes are read from itself."""
+    calls = region_calls(root)
+    for call in calls.get(graph, ()):
+        open_there = dict(modes_of(call.graph))[call][0]
+        if open_there or not _outside_autocast(call.graph, root):
+            return False
+    return True
+
+
+def _model_of(decision: Decision) -> Model:
+    site = decision.site
+    query, key, value = (node.meta["example_value"] for node in (site.query, site.key, site.value))
+    heads = guard_number(query.shape[site.head_dim]), guard_number(key.shape[site.head_dim])
+    dim = (guard_number(key.shape[-1]) + guard_number(value.shape[-1])) // 2
+    return Model(heads, dim, value.element_size())
+
+
+def costs_of(load: Load, device: Device) -> Costs:
+    """For one row that a rank computes again, of those beyond its own."""
+    received, expanded = float(load.received.sum(1).max()), float(load.expanded.max())
+    more = expanded - load.local_rows
+    return Costs(
+        byte=(3 * received / device.link + 5 * expanded / device.memory) / expanded,
+        flop=(1 / device.forward + 2 / device.backward) * more / expanded,
+        written=4 / device.memory * more / expanded,
+    )
+
+
+def _seconds(kind: str, load: Load, device: Device, model: Model, per_node: int | None, cut: Cut) -> float:
+    """One layer's attention, forward and backward: the exchange of the cut's rows, what is computed again of them, and
+    the kernel."""
+    in_turn = all_gather_seconds if kind == "all_gather" else needed_seconds
+    narrow = Model((1, 1), -(-cut.row_bytes // (2 * model.item_bytes)), model.item_bytes)
+    exchange = in_turn(load, device, narrow, per_node or load.world_size)
+    exchange -= kernel_seconds(load.tiles.max(), load.launches, device, narrow)
+    costs, expanded = costs_of(load, device), float(load.expanded.max())
+    again = expanded * (costs.flop * cut.flops + costs.written * cut.kv_bytes)
+    kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
+    return exchange + again + kernel + fill_seconds(load, device, model)

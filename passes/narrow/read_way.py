@@ -1,0 +1,226 @@
+"""The way to keys and values: which of its nodes give of the rows of any tokens what they give of this rank's.
+
+The locality check has shown that nothing but attention mixes tokens. So a node behind it makes of exchanged rows what
+their owner made of them, if it reads rows of tokens and what all ranks have, and nothing else: no count of tokens but
+as a size, no positions, no random numbers, nothing that is made whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.operands import collective_group, draws_random_numbers, is_transformed, op_name, value_of
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Order, T, has
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
+from cp_rewrite.passes.values.cut import Number, TokenRows
+from cp_rewrite.torch_internals import HigherOrderOperator
+
+MOST_NODES = 256
+"""How many nodes are looked at before keys and values."""
+_SIZED = frozenset(
+    "view reshape expand unflatten broadcast_to new_empty new_zeros new_ones new_full getitem size".split()
+)
+"""Ops that may read a count of tokens: a size of their result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A node; or several that make one memory by writing into it.
+
+    Args:
+        nodes: in the graph's order. operands: the tensors that they read, of other steps.
+        again: it can be computed of other ranks' rows. rows: it, as what may travel; None: it can't.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    again: bool
+    rows: TokenRows | None
+
+
+class Way:
+    """Steps on the way to some nodes of one graph.
+
+    Args:
+        end: the attention node. states: what the locality check knows of each node. changed: nodes that a rewrite
+            changes or replaces.
+    """
+
+    def __init__(
+        self, end: fx.Node, states: Mapping[fx.Node, Any], extents: Extents, changed: Collection[fx.Node]
+    ) -> None:
+        self.states, self.extents, self.changed = states, extents, changed
+        self.place: dict[fx.Node, int] = {}
+        self.modes: dict[fx.Node, Any] = {}
+        self.members: dict[int, list[fx.Node]] = {}
+        for number, (node, mode) in enumerate(modes_of(end.graph)):
+            self.modes[node] = mode
+            if node is end:
+                break
+            self.place[node] = number
+        self.mode = self.modes[end]
+        self._find_written(end)
+
+    def _find_written(self, end: fx.Node) -> None:
+        """Memory that nodes before the end write into -> these, and all that shows it."""
+        written = {memory_of(target) for node in self.place for target in written_nodes(node)} - {None}
+        for node in self.place:
+            shown = {memory_of(node), *(memory_of(target) for target in written_nodes(node))} & written
+            for memory in shown:
+                assert memory is not None
+                self.members.setdefault(memory, []).append(node)
+
+    def step(self, node: fx.Node, read_at_end: bool) -> Step:
+        """The step that makes a node. `read_at_end`: attention reads it, so that it may travel as it is then."""
+        memory = memory_of(node)
+        nodes = self.members.get(memory, [node]) if memory is not None else [node]
+        inside = set(nodes)
+        operands = [n for x in nodes for n in x.all_input_nodes if n not in inside and self._carries_tokens(n)]
+        again = all(map(self._again, nodes)) and any(map(self._carries_tokens, nodes))
+        again = again and (len(nodes) == 1 or any(self._carries_tokens(n) for n in operands))
+        again = again and (len(nodes) > 1 or bool(operands))
+        # Memory that is written may hold something else when attention reads it.
+        rows = self.rows_of(node) if len(nodes) == 1 or read_at_end else None
+        return Step(tuple(nodes), tuple(dict.fromkeys(operands)), again, rows)
+
+    def _carries_tokens(self, node: fx.Node) -> bool:
+        return any(isinstance(state, Rows) for state in tree_leaves(self.states.get(node, REPLICATED)))
+
+    def _again(self, node: fx.Node) -> bool:
+        """Whether a node can be computed of rows that came from other ranks, as far as it alone says."""
+        if node.op not in ("call_function", "call_method") or node in self.changed or self.modes[node] != self.mode:
+            return False
+        if isinstance(node.target, HigherOrderOperator) or collective_group(node) or is_transformed(node):
+            return False
+        if draws_random_numbers(node) or any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves(node.args)):
+            return False
+        results = tree_leaves(self.states.get(node, REPLICATED))
+        tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value_of(node)))
+        if tensor and not all(isinstance(state, Rows) and _is_plain(state) for state in results):
+            return False
+        return all(map(self._readable, node.all_input_nodes)) and not (
+            op_name(node) not in _SIZED and any(self._counts_tokens(n) for n in node.all_input_nodes)
+        )
+
+    def _readable(self, node: fx.Node) -> bool:
+        leaves = tree_leaves(value_of(node))
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return all(self.number(leaf) is not None for leaf in leaves)
+        states = tree_leaves(self.states.get(node, REPLICATED))
+        if not all(state is REPLICATED or (isinstance(state, Rows) and _is_plain(state)) for state in states):
+            return False
+        if memory_of(node) in self.members and states[0] is REPLICATED:
+            return False
+        sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+        return isinstance(states[0], Rows) or not any(map(self.extents.counts_tokens, sizes))
+
+    def _counts_tokens(self, node: fx.Node) -> bool:
+        return any(self.extents.counts_tokens(leaf) for leaf in tree_leaves(value_of(node)))
+
+    def number(self, value: Any) -> Number | None:
+        """A number of the graph among the rows of one packed row, however many; None: it can't be told."""
+        if not isinstance(value, torch.SymInt):
+            return None if self.extents.counts_tokens(value) else Number(value)
+        size, batch = self.extents.size(value), self.extents.batch
+        if isinstance(size, int):
+            return Number(size)
+        rows = sympy.Dummy("rows", integer=True)
+        new = size.subs({self.extents.tokens: rows, **({} if isinstance(batch, int) else {batch: 1})})
+        if new == size:
+            return Number(value)
+        if new.is_Integer:
+            return Number(int(new))
+        times: Any = new.coeff(rows, 1)
+        more: Any = new.coeff(rows, 0)
+        whole = times.is_Integer and more.is_Integer and sympy.expand(times * rows + more - new) == 0
+        return Number(int(more), int(times)) if whole and times > 0 else None
+
+    def rows_of(self, node: fx.Node) -> TokenRows | None:
+        """A node as rows that may travel: numbers, one row of fixed length for each token."""
+        value, state = value_of(node), self.states.get(node)
+        if not isinstance(value, Tensor) or not isinstance(state, Rows) or not _is_plain(state):
+            return None
+        if not value.is_floating_point() or node in self.changed or node.graph is not next(iter(self.place)).graph:
+            return None
+        place = self._place(state.dims)
+        sizes = [size for i, size in enumerate(value.shape) if i not in (place or ())]
+        if place is None or not all(isinstance(size, int) for size in sizes):
+            return None
+        columns = 1
+        for size in sizes:
+            columns *= int(size)
+        return TokenRows(node, *place, columns) if columns else None
+
+    def _place(self, dims: Dims) -> tuple[int, int | None] | None:
+        """(token dim, batch dim) of dims that hold tokens and rows of the batch, each whole and once."""
+        token = next(i for i, dim in enumerate(dims) if has(dim, T))
+        batch = next((i for i, dim in enumerate(dims) if dim == (B,)), None)
+        merged = dims[token] == (B, T)
+        others = [dim for i, dim in enumerate(dims) if i != token]
+        if dims[token] not in ((T,), (B, T)) or any(dim not in (None, (B,)) for dim in others):
+            return None
+        if self.extents.batch == 1:
+            return token, batch
+        if (
+            isinstance(self.extents.batch, int)
+            or merged == (batch is not None)
+            or (batch is not None and batch > token)
+        ):
+            return None
+        return token, batch
+
+
+def _is_plain(state: Rows) -> bool:
+    """Rows whose values are their own, in the shard's order."""
+    ordered = any(isinstance(factor, Order) for dim in state.dims if dim is not None for factor in dim)
+    return state.iota is None and state.places is None and not state.key and not ordered
+
+
+def modes_of(graph: fx.Graph) -> list[tuple[fx.Node, Any]]:
+    """Each node of a graph with the autocasts that are open there, and whether gradients are recorded, as far as the
+    graph itself says."""
+    autocasts: tuple[Any, ...] = ()
+    switches = [bool(node.args[0]) for node in graph.nodes if _name(node) == "_set_grad_enabled"]
+    grad = not switches[0] if switches else True
+    found: list[tuple[fx.Node, Any]] = []
+    for node in graph.nodes:
+        name = _name(node)
+        if name == "_enter_autocast":
+            autocasts = (*autocasts, node.args)
+        elif name == "_exit_autocast":
+            autocasts = autocasts[:-1]
+        elif name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        found.append((node, (autocasts, grad)))
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def nodes_before(way: Way, wanted: Sequence[fx.Node]) -> dict[fx.Node, Step]:
+    """Steps from `wanted` back to where nothing can be computed again; the nearest first, `MOST_NODES` at most."""
+    found: dict[fx.Node, Step] = {}
+    pending = list(wanted)
+    while pending:
+        node, *pending = pending
+        if node in found:
+            continue
+        step = way.step(node, node in wanted)
+        for member in step.nodes:
+            found[member] = step
+        found[node] = step
+        if step.again and len(found) < MOST_NODES:
+            pending += step.operands
+    return found
