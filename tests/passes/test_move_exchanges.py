@@ -38,7 +38,7 @@ ops: Any = torch.ops.cp_rewrite
 SHARDING = cp.Sharding(4, TOKENS, cp.PositionIds("position_ids"), exchange="needed", exchange_at="narrowest")
 KEYS = 4 * HEADS * (NOPE + ROPE)
 CUT = 4 * (RANK + ROPE)
-SLOW_LINK = replace(DEVICES["h200"], link=1e7, latency=1e-9)
+SLOW_LINK = replace(DEVICES["h200"], link=1e7, ring=1e7, all_to_all=1e7, latency=1e-9)
 
 
 def report_of(model: Callable[..., Any], sharding: cp.Sharding = SHARDING, lengths: Any = ((13, 20, 31),)) -> Report:
