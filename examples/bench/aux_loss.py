@@ -23,6 +23,7 @@ from packs import draw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 import cp_rewrite as cp
 
@@ -40,7 +41,9 @@ def model_of(options: argparse.Namespace, device: torch.device, dtype: torch.dty
         experts_implementation=options.experts_implementation,
     )  # fmt: skip
     with device:
-        return Qwen3MoeForCausalLM(config).to(dtype)
+        model = Qwen3MoeForCausalLM(config).to(dtype)
+    maybe_install_capturing_hooks(model.model)  # a first call without torch.compile does this: it takes a lock
+    return model
 
 
 def batch_of(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:

@@ -98,13 +98,13 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def build_model(name: str) -> nn.Module:
-    """A model by name, the same weights on every call."""
+def build_model(name: str, called: bool = True) -> nn.Module:
+    """A model by name, the same weights on every call. `called`: as after a call without torch.compile."""
     torch.manual_seed(0)
-    return _OWN[name]() if name in _OWN else _from_transformers(RECIPES[name])
+    return _OWN[name]() if name in _OWN else _from_transformers(RECIPES[name], called)
 
 
-def _from_transformers(recipe: Recipe) -> nn.Module:
+def _from_transformers(recipe: Recipe, called: bool) -> nn.Module:
     transformers: Any = importlib.import_module("transformers")
     if recipe.attention == "flex_attention":
         # Otherwise it calls create_block_mask(_compile=True), which torch 2.13 can't trace: it warns there.
@@ -115,7 +115,7 @@ def _from_transformers(recipe: Recipe) -> nn.Module:
     model = getattr(transformers, recipe.family + recipe.head)(config)
     if model.loss_type is None:  # it would warn, which can't be traced
         model.loss_type = "ForCausalLM"
-    if "output_router_logits" in recipe.options:  # a first call without torch.compile does this: it takes a lock
+    if called and "output_router_logits" in recipe.options:  # its first call takes a lock, which can't be traced
         capturing: Any = importlib.import_module("transformers.utils.output_capturing")
         capturing.maybe_install_capturing_hooks(model.model)
     return model

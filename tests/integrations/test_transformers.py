@@ -58,7 +58,7 @@ def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], extras
     """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer."""
     with launched(mesh):
         extras = {"train_dataset": packed_rows(8), "eval_dataset": packed_rows(3), **extras}
-        model, resumed = build_model(extras.pop("model", "llama")), extras.pop("resume", None)
+        model, resumed = build_model(extras.pop("model", "llama"), called=False), extras.pop("resume", None)
         args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
         if mesh is None:
             trainer: Any = Trainer(model, args, **extras)
