@@ -39,11 +39,19 @@ def since_start(m: Any, h: Tensor, b: Batch) -> Tensor:
     return total - torch.where(starts, total - x, 0.0).cummax(1).values
 
 
+def discounted(h: Tensor, b: Batch) -> Tensor:
+    """Discounted sums of what follows, as returns of reinforcement learning."""
+    weight = 0.9 ** torch.arange(h.shape[1]).to(h.dtype)[:, None]
+    return (h * weight).flip(1).cumsum(1).flip(1) / weight
+
+
 MIXES: dict[str, Mix] = {
     "cumsum": lambda m, h, b: h.cumsum(1),
     "cumsum_of_features_first": lambda m, h, b: h.mT.cumsum(-1, dtype=h.dtype).mT,
     "exclusive": lambda m, h, b: h.cumsum(1) - h,
     "reversed": lambda m, h, b: h.sum(1, keepdim=True) - h.cumsum(1) + h,
+    "from_behind": lambda m, h, b: h.flip(1).cumsum(1).flip(1),
+    "returns": lambda m, h, b: discounted(h, b),
     "mean_so_far": lambda m, h, b: h.cumsum(1) / (torch.arange(h.shape[1]) + 1)[:, None],
     "joined": lambda m, h, b: h.flatten(0, 1).cumsum(0).view_as(h),
     "cumprod": lambda m, h, b: (h * 0.2 + 1).cumprod(1),

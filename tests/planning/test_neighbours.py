@@ -19,9 +19,12 @@ T = Length(0, 1)
 SHIFT = Neighbours((Part(Length(2), extra=0, repeats=True), Part(T - Length(2))), extras=1)
 FIRST = Neighbours((Part(Length(1)), Part(T - Length(1))), keeps_fill=True)
 ROLL = Neighbours((Part(Length(3), T - Length(3)), Part(T - Length(3))))
+TURNED = Neighbours(
+    (Part(Length(1)), Part(T - Length(2), T - Length(2), back=True), Part(Length(1), extra=0)), extras=1
+)
 STATE = Neighbours((Part(Length(2), extra=1), Part(T)), extras=3)
 CONV = Neighbours((Part(Length(3), extra=0, repeats=True), Part(T), Part(Length(1), extra=0)), 1, 4, 1)
-READS = (SHIFT, FIRST, ROLL, STATE, CONV)
+READS = (SHIFT, FIRST, ROLL, TURNED, STATE, CONV)
 
 
 def plan_of(layout: str, ranks: int) -> BatchPlan:
@@ -35,11 +38,15 @@ def entries_of(read: Neighbours, tokens: int) -> list[int]:
     for part in read.parts:
         start = part.start.of(tokens) if part.extra is None else tokens + part.extra
         length = part.length.of(tokens)
-        found += [start] * length if part.repeats else list(range(start, start + length))
+        found += (
+            [start] * length
+            if part.repeats
+            else list(range(start, start - length, -1) if part.back else range(start, start + length))
+        )
     return found
 
 
-@pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "state", "conv"])
+@pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "turned", "state", "conv"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_each_token_reads_its_entries(read: Neighbours, layout: str) -> None:
     ranks = 3

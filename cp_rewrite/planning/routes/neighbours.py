@@ -45,13 +45,14 @@ class Length:
 
 @dataclass(frozen=True)
 class Part:
-    """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `repeats`
-    the same one again and again."""
+    """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `back`
+    backwards; with `repeats` the same one again and again."""
 
     length: Length
     start: Length = Length()
     extra: int | None = None
     repeats: bool = False
+    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Neighbours:
         if (lengths < 0).any() or (entries >= lengths.sum()).any():
             raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
         starts = np.array([tokens + p.extra if p.extra is not None else p.start.of(tokens) for p in self.parts])
-        moves = np.array([not part.repeats for part in self.parts])
+        moves = np.array([0 if part.repeats else -1 if part.back else 1 for part in self.parts])
         stops = lengths.cumsum()
         part = np.searchsorted(stops, entries, side="right")
         return starts[part] + (entries - (stops - lengths)[part]) * moves[part]

@@ -92,11 +92,12 @@ class GroupSizes:
 @dataclass(frozen=True)
 class Piece:
     """Successive entries of a token dim. Args: of: what they are entries of, from `start` on: None, of `Moved.source`;
-    a node that is the same on all ranks; or a number, which all of them are."""
+    a node that is the same on all ranks; or a number, which all of them are. back: they follow each other backwards."""
 
     length: Length
     start: Length
     of: fx.Node | Number | None = None
+    back: bool = False
 
 
 @dataclass(frozen=True)

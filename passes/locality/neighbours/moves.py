@@ -4,6 +4,7 @@
     b = F.pad(x, (0, 0, 2, 0))         0 0, [0, T) of x
     c = b[:, :-2]                      0 0, [0, T - 2) of x
     d = x.roll(1, 1)                   [T - 1, T) of x, [0, T - 1) of x
+    e = x.flip(1)                      T - 1, T - 2, …, 0 of x
 
 T is the row's number of tokens: where the graph says S - 1 of a shard of S tokens, one process has T - 1. Each function
 raises Mixes where the entries can't be told.
@@ -17,6 +18,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
@@ -62,7 +64,8 @@ def take(pieces: Sequence[Piece], start: Length, length: Length) -> tuple[Piece,
         taken = _smaller(piece.length - skipped, length)
         start, length = start - skipped, length - taken
         if taken != ZERO:
-            found.append(replace(piece, length=taken, start=piece.start + skipped))
+            first = piece.start - skipped if piece.back else piece.start + skipped
+            found.append(replace(piece, length=taken, start=first))
     if length != ZERO or start != ZERO:
         raise Mixes("takes more tokens than there are")
     return tuple(found)
@@ -183,6 +186,21 @@ def _roll(call: Call) -> Moved:
     return replace(x, pieces=(*take(x.pieces, kept, moved_last), *take(x.pieces, ZERO, kept)))
 
 
+def _flip(call: Call) -> Moved:
+    x = _whole(call, call.first)
+    if [dim % call.first.ndim for dim in call.arg("dims")] != [x.rows.token_dim]:
+        raise Mixes("turns other dims than that of the tokens round")
+    return replace(x, pieces=tuple(_turned(piece) for piece in reversed(x.pieces)))
+
+
+def _turned(piece: Piece) -> Piece:
+    """A piece from its last entry to its first."""
+    steps = piece.length - Length(1)
+    last = piece.start - steps if piece.back else piece.start + steps
+    number = piece.of is not None and not isinstance(piece.of, fx.Node)
+    return piece if number else replace(piece, start=last, back=not piece.back)
+
+
 def _filled(call: Call) -> Moved:
     """x[:, :1] * 0, zeros_like(x[:, :1]): one number."""
     x = _whole(call, call.first)
@@ -237,6 +255,7 @@ _MOVES: dict[str, Callable[[Call], Moved]] = {
     "constant_pad_nd": _pad,
     "cat": _cat,
     "roll": _roll,
+    "flip": _flip,
     "mul": _filled,
     "zeros_like": _filled,
     "ones_like": _filled,

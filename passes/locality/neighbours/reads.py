@@ -23,7 +23,7 @@ from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.locality.report import Findings
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.resolution import group_of
-from cp_rewrite.planning.routes.neighbours import Neighbours, Part
+from cp_rewrite.planning.routes.neighbours import Length, Neighbours, Part
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import HigherOrderOperator
@@ -126,7 +126,7 @@ class Reads:
             return None
         if taps is not None:
             (piece, *others), start = pieces, pieces[0].start
-            if others or piece.of is not None or start.rows or start.constant < 0:
+            if others or piece.back or piece.of is not None or start.rows or start.constant < 0:
                 return None
             pieces, first = taps.pieces, start.constant
         parts, extras, count = _parts(pieces)
@@ -150,9 +150,9 @@ def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, 
         first[of] = sum(counts[before] for before in first)
     for piece in pieces:
         if piece.of is None:
-            parts.append(Part(piece.length, piece.start))
+            parts.append(Part(piece.length, piece.start, back=piece.back))
         elif isinstance(piece.of, fx.Node):
-            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.constant))
+            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.constant, back=piece.back))
         else:
             parts.append(Part(piece.length, extra=first[piece.of], repeats=True))
     return tuple(parts), tuple(counts.items()), sum(counts.values())
@@ -162,7 +162,8 @@ def _rows(of: Any, pieces: Sequence[Piece]) -> int:
     """Extra rows of a number, or of a node, as many as the pieces reach into."""
     if not isinstance(of, fx.Node):
         return 1
-    return max((piece.start + piece.length).constant for piece in pieces if piece.of is of)
+    ends = (piece.start + (Length(1) if piece.back else piece.length) for piece in pieces if piece.of is of)
+    return max(end.constant for end in ends)
 
 
 def _has_gradient(state: States) -> bool:
