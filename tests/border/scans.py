@@ -35,7 +35,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 def starts(b: Batch) -> Tensor:
     """(1, T, 1) the first tokens of documents."""
     ids = b["doc_ids"]
-    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)[..., None]
+    return (ids != F.pad(ids, (1, -1), value=-2))[..., None]
 
 
 def index(x: Tensor) -> Tensor:

@@ -107,6 +107,9 @@ MIXES: dict[str, Mix] = {
     "squashed_by_norm": lambda m, h: h * (3 / (h.square().sum().sqrt() + 1e-6)).clamp(max=1.0),
     "context_vector": lambda m, h: h + m.out(h.mean(1, keepdim=True)).tanh(),
     "load_balanced": balanced,
+    "any_and_all": lambda m, h: (
+        h * (1 + (h > 2.5).any(1)[:, None]) + h.sin() * ((h > -9).all().double() + (h > 0).all((0, 1)))
+    ),
     "own_expert": lambda m, h: h * (1 + F.one_hot((h[..., 0] > 0).long(), 2).sum((0, 1)))[(h[..., 0] > 0).long(), None],
 }
 CASES = (*LOSSES, *MIXES)

@@ -39,6 +39,12 @@ def since_start(m: Any, h: Tensor, b: Batch) -> Tensor:
     return total - torch.where(starts, total - x, 0.0).cummax(1).values
 
 
+def since_picked_start(m: Any, h: Tensor, b: Batch) -> Tensor:
+    """The same by the running sum before each document, read at places that all ranks have."""
+    before = (h.cumsum(1) - h).gather(1, b["starts"][..., None].expand(-1, -1, h.shape[-1]))
+    return h.cumsum(1) - before.gather(1, b["doc_ids"][..., None].expand_as(h))
+
+
 def discounted(h: Tensor, b: Batch) -> Tensor:
     """Discounted sums of what follows, as returns of reinforcement learning."""
     weight = 0.9 ** torch.arange(h.shape[1]).to(h.dtype)[:, None]
@@ -64,6 +70,7 @@ MIXES: dict[str, Mix] = {
     "cummax_places": lambda m, h, b: h * h.round().cummax(1).indices + h * h.round().cummin(1)[1],
     "joined_places": lambda m, h, b: h * h.round().flatten(0, 1).cummax(0).indices.view_as(h),
     "since_start": since_start,
+    "less_that_of_starts": since_picked_start,
     "dispatched": dispatched,
     "counted": lambda m, h, b: h + m.embed((b["input_ids"] == 3).cumsum(1)),
     "positions": lambda m, h, b: h * (torch.ones_like(b["doc_ids"]).cumsum(1) - 1)[..., None],
@@ -93,6 +100,7 @@ def packed(rows: int, tokens: int) -> dict[str, Any]:
         "input_ids": torch.randint(0, 19, (rows, tokens), generator=generator),
         "doc_ids": torch.stack([torch.repeat_interleave(torch.arange(len(n)), n) for n in lengths]),
         "position_ids": torch.stack([torch.cat([torch.arange(int(k)) for k in n]) for n in lengths]),
+        "starts": torch.stack([F.pad((n.cumsum(0) - n), (0, 3 - len(n))) for n in lengths]),
         "labels": labels,
         "num_items": torch.tensor(float(labels.numel())),
     }

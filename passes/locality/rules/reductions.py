@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.operands import op_name
 from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, has
 from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
@@ -37,7 +39,7 @@ def reduce(call: Call) -> States:
     assert isinstance(state, Rows)
     if state.token_dim in dims:
         detail = f"{call.name} reduces over tokens; {MEAN_HINT}"
-        if call.name in ("all", "any"):
+        if call.name in ("all", "any") and _is_asserted(call.facts.node):
             return Deferred(detail)
         if call.name not in ("sum", "nansum", "count_nonzero"):
             raise Mixes(detail)
@@ -51,6 +53,24 @@ def reduce(call: Call) -> States:
         unchanged = None if state.pad is None or isinstance(state.pad, AtMost) else bool(state.pad)
     pad = 0 if call.name == "sum" and state.pad == 0 else unchanged
     return Rows(checked(rest), pad=pad if len(call.outs) == 1 else None)
+
+
+def _is_asserted(node: fx.Node | None) -> bool:
+    """Whether nothing but assertions read what a node gives: they need not hold for all ranks together."""
+    pending = [] if node is None else [*node.users]
+    read = node is None
+    while pending:
+        user = pending.pop()
+        name = op_name(user)
+        if name in _ON_THE_WAY:
+            pending += user.users
+        read |= not (name in _ON_THE_WAY or "assert" in name)
+    return not read
+
+
+_ON_THE_WAY = frozenset(
+    {"logical_not", "bitwise_not", "invert", "logical_and", "bitwise_and", "and_", "clone", "detach"}
+)
 
 
 def sum_over_tokens(call: Call, zero_padding: bool) -> TensorState:

@@ -109,7 +109,8 @@ SUMMED = (
     Rule("var std var_mean std_mean norm linalg_vector_norm", reductions.reduce, SUMS, whole=wholes.reduced),
     # over tokens: the place in the whole row
     Rule("argmax argmin", reductions.reduce, whole=first.largest_place),
-    Rule("prod any all aminmax median mode kthvalue", reductions.reduce, SUMS),
+    Rule("any all", reductions.reduce, SUMS, whole=wholes.reduced),
+    Rule("prod aminmax median mode kthvalue", reductions.reduce, SUMS),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part

@@ -45,6 +45,8 @@ def reduced(call: Call) -> tuple[States, Whole]:
         if call.arg("dim") is None or rows.dims[call.arg("dim")] not in ((T,), (B, T)):
             raise Mixes(f"{call.name} over something else than tokens")
         return WHOLE, LargestWithPlace(rows.dims)
+    if call.name in ("any", "all"):
+        return WHOLE, AnyOrAll(rows.dims)
     if call.first.dtype in (torch.bool, torch.uint8) or call.arg("ord", "p") not in (None, 2, 2.0):
         raise Mixes(f"{call.name} of such values is not put together from parts")
     return WHOLE, runs(rows.dims)
@@ -226,6 +228,17 @@ class LargestWithPlace(_OverTokens):
 
 
 @dataclass(frozen=True)
+class AnyOrAll(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x, of_all = args["self"] != 0, func._schema.name == "aten::all"
+        found = self.keep(ranks, ~x if of_all else x, 0)
+        for dim in sorted(_given(args), reverse=True):
+            found = found.any(dim, keepdim=bool(args.get("keepdim")))
+        whole = ranks.most(found.to(torch.int32)) > 0
+        return (~whole if of_all else whole).to(torch.uint8 if args["self"].dtype is torch.uint8 else torch.bool)
+
+
+@dataclass(frozen=True)
 class LogSumExp(_OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
@@ -264,6 +277,8 @@ _REDUCED: dict[str, Any] = {
     "max": Largest,
     "min": Largest,
     "logsumexp": LogSumExp,
+    "any": AnyOrAll,
+    "all": AnyOrAll,
     "norm": Norm,
     "linalg_vector_norm": Norm,
 }
