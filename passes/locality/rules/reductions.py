@@ -56,9 +56,13 @@ def reduce(call: Call) -> States:
 
 
 def _is_asserted(node: fx.Node | None) -> bool:
-    """Whether nothing but assertions read what a node gives: they need not hold for all ranks together."""
-    pending = [] if node is None else [*node.users]
-    read = node is None
+    """Whether nothing but assertions read `any` or `all` of a node: they need not hold for all ranks together.
+
+    What stands inside of another op is taken for an assertion: one_hot has one.
+    """
+    if node is None or op_name(node) not in ("any", "all"):
+        return True
+    pending, read = [*node.users], False
     while pending:
         user = pending.pop()
         name = op_name(user)
