@@ -106,7 +106,9 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
     values = _host_array(batch, packing.arg)
     if isinstance(packing, CuSeqlens):
         if rows > 1:
-            raise ValueError(f"cu_seqlens pack one row, but the batch has {rows}: use another packing")
+            raise ValueError(
+                f"cu_seqlens pack one row, but the batch has {rows}: make them one, or use another packing"
+            )
         padded = None if packing.padded_arg is None else _host_array(batch, packing.padded_arg)
         return [Documents.from_cu_seqlens(values, total, padded)]
     table = _per_token(sharding, packing.arg, values, rows, total)

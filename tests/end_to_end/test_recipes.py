@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import cp_rewrite as cp
 from tests.helpers.gpts import ROW, VOCAB, NanoChat, NanoGPT
@@ -94,6 +96,35 @@ def packed(attention: str) -> Callable[[int], dict[str, Any]]:
     return batch
 
 
+class Words:
+    """A tokenizer: letters, between a token that begins a document and one that ends it."""
+
+    def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
+        return [1] * add_bos + [3 + ord(letter) % 50 for letter in text] + [2] * add_eos
+
+
+def read(attention: str, rows: int) -> Callable[[int], dict[str, Any]]:
+    """Rows of torchtitan's own data set: documents from begin to end token, cut where a row is full."""
+
+    def batch(total: int) -> dict[str, Any]:
+        from datasets import Dataset
+
+        texts = importlib.import_module("torchtitan.hf_datasets.text_datasets")
+        documents = Dataset.from_dict({"text": ["dolphin" * n for n in (3, 1, 2, 9, 1, 1, 4, 2, 5, 3)]})
+        found = (None, lambda _: documents, lambda sample: sample["text"])
+        with patch.object(texts, "_validate_dataset", lambda *_: found):
+            made = list(itertools.islice(texts.HuggingFaceTextDataset("texts", None, Words(), total), rows))
+        positions = torch.stack([inputs["positions"] for inputs, _ in made])
+        batch = {
+            "tokens": torch.stack([inputs["input"] for inputs, _ in made]), "positions": positions,
+            "labels": torch.stack([labels for _, labels in made]),
+            "attention_masks": torchtitan(attention).get_attention_masks(positions),  # type: ignore[operator]
+        }  # fmt: skip
+        return batch if attention == "flex" else batch | {"cu_seq_q": batch["attention_masks"].cu_seq_q}
+
+    return batch
+
+
 TITAN = {"tokens": 1, "positions": 1, "labels": 1}
 RECIPES = {
     "nanoGPT": Recipe(NanoGPT),
@@ -108,6 +139,14 @@ RECIPES = {
     "torchtitan varlen": Recipe(
         lambda: torchtitan("varlen"), packed("varlen"), sum_of_labels, TITAN, cp.CuSeqlens("cu_seq_q"),
         ("labels", "cu_seq_q"), parts=True, limit=2e-2,  # attention in bfloat16
+    ),
+    "torchtitan varlen documents": Recipe(
+        lambda: torchtitan("varlen"), read("varlen", 1), sum_of_labels, TITAN, cp.CuSeqlens("cu_seq_q"),
+        ("labels", "cu_seq_q"), parts=True, limit=2e-2,
+    ),
+    "torchtitan flex documents": Recipe(
+        lambda: torchtitan("flex"), read("flex", 2), sum_of_labels, TITAN, cp.PositionIds("positions"), ("labels",),
+        parts=True, trains=False,
     ),
 }  # fmt: skip
 
@@ -136,7 +175,7 @@ def step(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def train_alone(name: str, total: int) -> Result:
     recipe = RECIPES[name]
     model, batch = built(recipe), recipe.batch(total)
-    if name == "torchtitan varlen":
+    if name.startswith("torchtitan varlen"):
         vars(importlib.import_module("torchtitan.models.common.attention"))["varlen_attn"] = plain_varlen
     outputs = model(**{key: value for key, value in batch.items() if key not in recipe.drop})
     loss = recipe.loss(outputs, batch)
@@ -172,6 +211,57 @@ def test_recipes_equal_one_process(pool: Pool, name: str, total: int) -> None:
         for key, grad in grads.items():
             error = float((theirs[key] - grad).norm() / grad.norm())
             assert error <= limit, f"{key}: {error:.1e}"
+
+
+def steps_alone(name: str, totals: Sequence[int]) -> list[Result]:
+    recipe = RECIPES[name]
+    model, found = built(recipe), list[Result]()
+    if name.startswith("torchtitan varlen"):
+        vars(importlib.import_module("torchtitan.models.common.attention"))["varlen_attn"] = plain_varlen
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for total in totals:
+        batch = recipe.batch(total)
+        outputs = model(**{key: value for key, value in batch.items() if key not in recipe.drop})
+        loss = recipe.loss(outputs, batch) / total
+        loss.backward()
+        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def steps_as_rank(mesh: DeviceMesh, name: str, totals: Sequence[int]) -> list[Result]:
+    """With FSDP2, block by block."""
+    recipe, found = RECIPES[name], list[Result]()
+    sharding = cp.Sharding(mesh, recipe.tokens, recipe.packing, inner="eager")
+    torch._dynamo.reset()
+    model = cp.parallelize(built(recipe), mesh, sharding)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for total in totals:
+        with sharding.shard(recipe.batch(total)) as local:
+            outputs = model(**{key: value for key, value in local.items() if key not in recipe.drop})
+            loss = recipe.loss(outputs, local) / total
+        loss.backward()
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+        torch.distributed.all_reduce(loss := loss.detach(), group=sharding.group)
+        found.append((loss.item(), grads))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchtitan varlen documents", "litgpt"])
+def test_recipes_under_fsdp_equal_one_process(pool: Pool, name: str) -> None:
+    pytest.importorskip(name.split()[0])
+    expected, limit = steps_alone(name, [64, 51]), RECIPES[name].limit
+    for found in pool.run(2, steps_as_rank, name, [64, 51]):
+        for (loss, grads), (their_loss, theirs) in zip(expected, found, strict=True):
+            assert their_loss == pytest.approx(loss, rel=limit)
+            assert theirs.keys() == grads.keys()
+            for key, grad in grads.items():
+                error = float((theirs[key] - grad).norm() / grad.norm())
+                assert error <= limit, f"{key}: {error:.1e}"
 
 
 def test_nanochats_smear_may_be_written_as_one_shift() -> None:
