@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._dispatch.python import enable_python_dispatcher
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +70,17 @@ def is_parameter(value: Any) -> bool:
 def memory_id(tensor: Tensor) -> int:
     """Equal for tensors that share their storage."""
     return tensor.untyped_storage()._cdata
+
+
+def raw_stream(index: int) -> int:
+    """The current stream of a GPU, its handle alone: an object around it takes as long as a launch."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def call_directly(op: CustomOpDef, device_type: str = "cuda") -> None:
+    """On GPUs the dispatcher calls the function of a custom op itself. Torch's layers around it, which check that
+    results are no inputs, take longer than a launch; they stay on the CPU, where tests run."""
+    torch.library.impl(op._qualname, device_type, op._init_fn)
 
 
 # -- functorch ---------------------------------------------------------------------------------------------

@@ -145,6 +145,35 @@ def test_memory_id() -> None:
 
 
 @canary("which op overloads the dispatcher falls apart into", "locality.run and canonicalize")
+def test_ops_that_are_called_directly() -> None:
+    """`ops/attention.py`, `ops/pushed/attention.py`."""
+    callers: list[str] = []
+
+    @torch.library.custom_op("cp_rewrite_test::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        callers.append(inspect.stack()[1].function)
+        return 2 * x
+
+    twice.register_autograd(lambda ctx, grad: 2 * grad)
+    x = torch.ones(3, requires_grad=True)
+    twice(x)
+    ours.call_directly(twice, "cpu")
+    y = twice(x)
+    y.sum().backward()
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+    assert callers[0] != callers[1]
+    for name in ("packed_attention", "pushed_attention_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cp_rewrite::{name}", "CUDA")
+
+
+def test_raw_stream() -> None:
+    """`kernels/cuda.py`."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert ours.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
 def test_enable_python_dispatcher() -> None:
     seen: list[Any] = []
 

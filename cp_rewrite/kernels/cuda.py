@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from cp_rewrite.torch_internals import raw_stream
+
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 """The macro that names the elements, for kernels that do arithmetic (`csrc/rows.cuh`)."""
@@ -88,8 +90,8 @@ def launch(
 ) -> None:
     """Enqueue a kernel on a stream of `device`, the current one by default. Pointers are Python ints
     (`Tensor.data_ptr()`), other numbers of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
-    at = current_stream(device) if stream is None else stream
-    _core().launch(_stream(at.cuda_stream), _config(grid, block), compiled, *args)
+    at = raw_stream(device.index) if stream is None else stream.cuda_stream
+    _core().launch(_stream(at), _config(grid, block), compiled, *args)
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor
 ORDER = ("fa4", "fa3", "aten_flash", "reference")
 """Backends, best first: modules of this package with `reasons`, `forward` and `backward`, and with `capabilities`
 where they have any. `reference` takes all."""
-PAIRS: Mapping[str, frozenset[tuple[int, int]]] = {"fa3+fa4": frozenset()}
+PAIRS: Mapping[str, frozenset[tuple[int, int]]] = {"fa3+fa4": frozenset({(9, 128)})}
 """The forward of one and the backward of another -> (generation of GPUs, head dim) where this was measured to be faster
 than either, and `auto` takes it. Both hand on natural logarithms of sums, -inf where a row sees no key."""
 
@@ -55,7 +55,7 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class DeviceFacts:
     """Args: capability: of the CUDA device, (9, 0) for Hopper; None without one. modules: which of the libraries that
-    kernels need can be imported. features: further abilities of theirs (`fa3_backward`)."""
+    kernels need can be imported. features: what these were built with, or without (`fa3.features`)."""
 
     capability: tuple[int, int] | None
     modules: frozenset[str] = frozenset()
@@ -164,7 +164,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     libraries = ("flash_attn.cute", "flash_attn_interface")
     modules = frozenset(name for name in libraries if _importable(name))
-    features = frozenset({"fa3_backward"} if "flash_attn_interface" in modules and load("fa3").has_backward() else ())
+    features = frozenset[str](load("fa3").features() if "flash_attn_interface" in modules else ())
     return DeviceFacts(capability, modules, features)
 
 

@@ -20,6 +20,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.torch_internals import call_directly
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, split_kv
@@ -184,3 +185,5 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)
+for _op in (packed_attention, packed_attention_backward):
+    call_directly(_op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -112,9 +113,9 @@ class Ops:
 
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, softmax_scale: float, softcap: float, num_splits: int,
-        **given: Any,
+        pack_gqa: bool | None, **given: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert (softcap, num_splits) == (0.0, 1)
+        assert (softcap, num_splits, pack_gqa) == (0.0, 1, None)
         computed, lse = reference.forward(q, k, v, self._tables(given), Params(softmax_scale))
         out.copy_(computed)
         self.calls.append("forward")
@@ -148,3 +149,13 @@ def test_fa3_is_the_reference(monkeypatch: pytest.MonkeyPatch, mask: PackedMask)
     assert ops.calls == ["keys", "backward", "gradients"]
     for want, got in zip(expected[2:], (dq, *into), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_fa3_packs_heads_of_very_short_and_of_long_entries() -> None:
+    launch = Launch(torch.zeros(9), torch.zeros(9), None, 0, (0, 0), (None, 0), 0, 0)
+    assert [fa3._packs_heads(replace(launch, stop=8 * mean)) for mean in (255, 256, 4095, 4096)] == [
+        None,
+        False,
+        False,
+        None,
+    ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cp_rewrite.kernels import select
-from cp_rewrite.kernels.flash import fa4_internals
+from cp_rewrite.kernels.flash import fa3, fa4_internals
 from cp_rewrite.kernels.select import (
     ORDER,
     AttentionSpec,
@@ -23,11 +25,13 @@ from cp_rewrite.kernels.select import (
 
 SPEC = AttentionSpec(torch.bfloat16, 128, 128, 64, 8)
 ALL = frozenset({"flash_attn.cute", "flash_attn_interface"})
+SMALL_BUILD = frozenset({"fa3_backward", "fa3_no_FP16", "fa3_no_SOFTCAP", "fa3_no_HDIM192", "fa3_no_HDIM256"})
 HOPPER = DeviceFacts((9, 0), ALL, frozenset({"fa3_backward"}))
 
 
 def test_order_on_hopper() -> None:
-    assert choose_kernel(SPEC, HOPPER).kernel == "fa4"
+    assert choose_kernel(SPEC, HOPPER).kernel == "fa3+fa4"
+    assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn_interface"})).kernel == "fa4"
     assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn.cute"})).kernel == "fa3"
     assert choose_kernel(SPEC, DeviceFacts((9, 0))).kernel == "aten_flash"
     assert choose_kernel(SPEC, DeviceFacts(None)).kernel == "reference"
@@ -44,6 +48,9 @@ def test_order_on_hopper() -> None:
         ("fa4", {"head_dim": 160, "head_dim_v": 160}, DeviceFacts((10, 0), ALL), "on Blackwell"),
         ("fa3", {}, DeviceFacts((9, 0), ALL), "no backward"),
         ("fa3", {}, DeviceFacts((10, 0), ALL), "needs Hopper"),
+        ("fa3", {"dtype": torch.float16}, DeviceFacts((9, 0), ALL, SMALL_BUILD), "this build has no float16"),
+        ("fa3", {"softcap": 30.0}, DeviceFacts((9, 0), ALL, SMALL_BUILD), "this build has no soft cap"),
+        ("fa3", {"head_dim_v": 136}, DeviceFacts((9, 0), ALL, SMALL_BUILD), "head dims up to 128, got (128, 136)"),
         ("fa3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, HOPPER, "no deterministic backward"),
         ("fa4", {"causal": False, "heads_kv": 8, "head_dim_v": 64}, HOPPER, "can be wrong without a causal mask"),
         ("fa4", {"head_dim": 72, "head_dim_v": 72}, HOPPER, "no multiple of 32, got (72, 72)"),
@@ -81,7 +88,7 @@ def test_forward_only_needs_no_backward() -> None:
     assert not reasons("fa4", dataclasses.replace(SPEC, head_dim=192, needs_backward=False), facts)
 
 
-def test_a_pair_runs_what_both_of_its_parts_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_runs_what_both_of_its_parts_can() -> None:
     assert choose_kernel(SPEC, HOPPER, "fa3+fa4").kernel == "fa3+fa4"
     assert choose_kernel(SPEC, DeviceFacts((9, 0), ALL), "fa3+fa4").kernel == "fa3+fa4"  # whose backward is not FA3's
     for change, missing, reason in (
@@ -100,8 +107,6 @@ def test_a_pair_runs_what_both_of_its_parts_can(monkeypatch: pytest.MonkeyPatch)
     assert (pair.forward, pair.backward) == (select.load("fa3").forward, select.load("fa4").backward)
     assert capabilities("fa3+fa4") == capabilities("fa4")
     # `auto` takes it where it was measured to be faster, and where it can run.
-    monkeypatch.setattr(select, "PAIRS", {"fa3+fa4": frozenset({(9, 128)})})
-    assert choose_kernel(SPEC, HOPPER).kernel == "fa3+fa4"
     assert choose_kernel(dataclasses.replace(SPEC, head_dim=64, head_dim_v=64), HOPPER).kernel == "fa4"
     assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=frozenset({"flash_attn.cute"}))).kernel == "fa4"
 
@@ -109,6 +114,16 @@ def test_a_pair_runs_what_both_of_its_parts_can(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_kernel() -> None:
     with pytest.raises(ValueError, match="kernel must be auto or one of"):
         choose_kernel(SPEC, HOPPER, "cudnn")
+
+
+def test_a_build_says_what_it_was_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"FLASHATTENTION_DISABLE_FP16": True, "FLASHATTENTION_DISABLE_HDIM64": False}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", SimpleNamespace(CONFIG={"build_flags": flags}))
+    monkeypatch.setattr(fa3, "has_backward", lambda: True)
+    assert fa3.features() == {"fa3_backward", "fa3_no_FP16"}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", SimpleNamespace())
+    assert fa3.features() == {"fa3_backward"}
+    assert not reasons("fa3", SPEC, DeviceFacts((9, 0), ALL, SMALL_BUILD))
 
 
 def test_facts_of_a_cpu() -> None:

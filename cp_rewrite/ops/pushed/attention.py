@@ -42,6 +42,7 @@ from cp_rewrite.ops.one_sided import zero_others
 from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
+from cp_rewrite.torch_internals import call_directly
 
 from . import stages
 
@@ -213,3 +214,5 @@ def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 pushed_attention.register_autograd(_backward, setup_context=_setup_context)
+for _op in (pushed_attention, pushed_attention_backward):
+    call_directly(_op)
