@@ -100,14 +100,14 @@ def exchange_reasons(name: str, sharding: Sharding) -> list[str]:
 
 def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
     """What the site asks of a kernel."""
-    query, key, value = (node.meta["example_value"] for node in (site.query, site.key, site.value))
+    query, value = (node.meta["example_value"] for node in (site.query, site.value))
     out: Tensor = site.node.meta["example_value"]
     return AttentionSpec(
         dtype=out.dtype,
         head_dim=guard_number(query.shape[-1]),
         head_dim_v=guard_number(value.shape[-1]),
-        heads=guard_number(query.shape[site.head_dim]),
-        heads_kv=guard_number(key.shape[site.head_dim]),
+        heads=guard_number(site.heads_of(site.query)),
+        heads_kv=guard_number(site.heads_of(site.key)),
         causal=not site.mask.looks_ahead,
         needs_backward=out.requires_grad,
         deterministic=deterministic,

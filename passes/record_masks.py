@@ -56,7 +56,7 @@ class _Recorder:
             self._record_flex(scope, site, flex)
             return
         outer, source = resolve(scope, site.mask_node)
-        reader = reader_of(scope, next(iter(site.logits[-1].users)) if site.logits else site.node, outer)
+        reader = reader_of(scope, site.node, outer)
         key = (outer, source, site.mask)
         if not isinstance(source, fx.Node) or key in self.recorded:
             return
@@ -64,7 +64,9 @@ class _Recorder:
             canonical = self.prover.trace(outer, source, site.logits, reader)
         except CanonicalizeError:  # a mask that can't be traced is the user's word, and can't be run either
             return
-        self._add(key, site, canonical, site.logits[:1])
+        # One zero stands for all logits, where none of them are viewed otherwise or written to.
+        plain = not canonical.updated and all(node.meta["example_value"].ndim == 4 for node in site.logits)
+        self._add(key, site, canonical, site.logits[: int(plain)])
 
     def _record_flex(self, scope: Scope, site: Site, node: fx.Node) -> None:
         args = flex_arguments(node)

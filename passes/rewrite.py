@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,10 +91,8 @@ def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Ma
             out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
         else:
             out = attend_gathered(q, k, v, plan[:4], params, decision.kernel, sinks)[0]
-        if site.form == "THD":
-            return out
-        out = out.unflatten(0, (_batch_size(replaced.get(site.query, site.query), tracer), -1))
-        return out.transpose(1, 2) if site.form == "BHTD" else out
+        batch = partial(_batch_size, replaced.get(site.query, site.query), tracer)
+        return _of_form(out, site.form, batch)
 
     return _take_place(site.node, insert_nodes(site.node, emit, inputs.mode, _WHY), inputs.mode)
 
@@ -126,9 +125,29 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
 def _rows(x: fx.Proxy, dtype: torch.dtype, form: str) -> fx.Proxy:
     """(B * T, H, D) of `form`; under autocast attention runs in another dtype than its inputs have."""
     x = x if x.node.meta["example_value"].dtype == dtype else x.to(dtype)
-    if form == "THD":
-        return x
-    return (x.transpose(1, 2) if form == "BHTD" else x).flatten(0, 1)
+    match form:
+        case "THD":
+            return x
+        case "HTD":
+            return x.transpose(0, 1)
+        case "BTD":
+            return x.flatten(0, 1).unsqueeze(1)
+        case _:
+            return (x.transpose(1, 2) if form == "BHTD" else x).flatten(0, 1)
+
+
+def _of_form(out: fx.Proxy, form: str, batch: Callable[[], Any]) -> fx.Proxy:
+    """The inverse of `_rows`; `batch`: how many rows the batch has."""
+    match form:
+        case "THD":
+            return out
+        case "HTD":
+            return out.transpose(0, 1)
+        case "BTD":
+            return out.squeeze(1).unflatten(0, (batch(), -1))
+        case _:
+            out = out.unflatten(0, (batch(), -1))
+            return out.transpose(1, 2) if form == "BHTD" else out
 
 
 def _batch_size(query: fx.Node, tracer: GraphAppendingTracer) -> Any:

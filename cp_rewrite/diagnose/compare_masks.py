@@ -215,6 +215,8 @@ def _run(recorded: RecordedMask, leaves: Leaves, tokens: int, rows: int, device:
     for counted, place in zip(lists[::2], lists[1::2], strict=True):
         listed = _listed(counted, place, tokens, recorded.block_size)
         keep = keep * listed if counted is lists[0] else torch.where(listed, _KEPT, keep)
+    if keep.ndim == 3 and len(keep) > 1:  # heads, merged with rows perhaps
+        keep = keep.unflatten(0, (rows, -1))
     heads = keep.shape[1] if keep.ndim == 4 else 1
     return keep.expand(rows, heads, tokens, tokens).cpu().numpy()
 

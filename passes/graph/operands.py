@@ -90,13 +90,13 @@ def times_constant(node: Any) -> tuple[float | None, fx.Node | None]:
     product = name in ("mul", "multiply")
     if product and constant(left) is not None:
         left, right = right, left
-    c = constant(right) or _filled(right)
+    c = constant(right) or filled(right)
     if not c or not isinstance(left, fx.Node):
         return None, None
     return (c if product else 1 / c), left
 
 
-def _filled(node: Any) -> float | None:
+def filled(node: Any) -> float | None:
     """The number that a 0-d tensor is made of, as its dtype holds it: `torch.full([], 8 ** 0.5)`."""
     if op_name(node) not in ("full", "tensor", "scalar_tensor") or shape_of(node) != ():
         return None
@@ -127,10 +127,10 @@ def check_operands(
 
 
 def _check_heads(node: fx.Node, grouped: bool, form: str, query: Any, key: Any, value: Any) -> list[Refusal]:
-    q, k, v = (expression(shape[form.index("H")]) for shape in (query, key, value))
+    q, k, v = (expression(shape[form.index("H")] if "H" in form else 1) for shape in (query, key, value))
     rows = {expression(shape[0]) for shape in (query, key, value)}
     found: list[Refusal] = []
-    if len(rows) != 1:
+    if len(rows) != 1 and form[0] != "H":
         found.append(Refusal(Reason.SHAPE, f"query, key and value have {sorted(map(str, rows))} batch rows", node))
     one = k == v == 1  # products broadcast over heads
     if not one and (k != v or (q != k and not grouped) or (grouped and not (q / k).is_integer)):
@@ -154,6 +154,20 @@ def check_options(node: fx.Node, args: Mapping[str, Any]) -> list[Refusal]:
     if args["is_causal"] and args["attn_mask"] is not None:
         found.append(Refusal(Reason.MASK_NOT_PACKED, "attn_mask and is_causal=True exclude each other", node))
     return found
+
+
+_OF_SHAPE = frozenset(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty size dim".split()
+)
+_AS_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node reads numbers of, not their shape or dtype alone."""
+    name = op_name(node)
+    if name in _OF_SHAPE or (name == "getattr" and node.args[1] in ("shape", "dtype", "device")):
+        return []
+    return [*node.args[:1]] if name in _AS_ANOTHER else node.all_input_nodes  # type: ignore[list-item]
 
 
 _DRAWING = frozenset(

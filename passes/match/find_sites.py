@@ -39,6 +39,7 @@ from .grouped_heads import ungroup
 from .prove_masks import Prover
 from .varlen_attn import is_varlen, match_varlen
 from .written_out import is_softmax, read_written
+from .written_products import Differs, common_form
 
 _SDPA: frozenset[Any] = frozenset(
     {
@@ -158,16 +159,24 @@ class _Matcher:
 
     def _match_sdpa(self, scope: Scope, node: fx.Node) -> Found:
         args = {**_DEFAULTS, **dict(zip(_DEFAULTS, node.args, strict=False)), **node.kwargs}
-        mask, assumed = self._mask(scope, args["attn_mask"], node, args)
-        return self._site(scope, node, args, mask, mask_node=args["attn_mask"], assumed=assumed)
+        operands = [args[name] for name in ("query", "key", "value")]
+        output, form = node, "BHTD"
+        if all(len(shape_of(x) or ()) == 3 for x in operands):
+            try:
+                operands, output, form = common_form(operands, node, {"NTD"}, self.tokens.rows)
+            except Differs as error:
+                return [Refusal(Reason.SHAPE, error.detail, node)]
+            args |= dict(zip(("query", "key", "value"), operands, strict=True))
+        mask, assumed = self._mask(scope, args["attn_mask"], node, args, form=form)
+        return self._site(scope, output, args, mask, form, mask_node=args["attn_mask"], assumed=assumed)
 
     def _match_written(self, scope: Scope, node: fx.Node) -> Found:
-        written = read_written(scope, node, self.prover.local_tokens)
+        written = read_written(scope, node, self.prover.local_tokens, self.tokens)
         if isinstance(written, list):
             return written
         args = {**_DEFAULTS, **written.arguments}
         mask_node, logits = written.mask
-        reader = next(iter(logits[-1].users)) if logits else written.logits[-1]
+        reader = node if logits else written.logits[-1]
         mask, assumed = self._mask(scope, mask_node, reader, args, logits, written.form)
         more = {"softcap": written.softcap, "sinks": written.sinks, "logits": logits}
         return self._site(scope, written.output, args, mask, written.form, mask_node=mask_node, assumed=assumed, **more)
@@ -211,10 +220,10 @@ class _Matcher:
             )
             return [Refusal(Reason.MASK_OPAQUE, detail, reader)], False
         shape = shape_of(args["query"])
-        if shape is None or len(shape) != 4:
+        if shape is None or len(shape) != len(form):
             return [], False
-        shape = [shape[form.index(letter)] for letter in "BHTD"]
-        found = self.prover.prove(scope, mask, reader, shape, logits=logits)
+        sizes = dict(zip(form, shape, strict=True))
+        found = self.prover.prove(scope, mask, reader, [sizes.get(letter, 1) for letter in "BHT"], logits=logits)
         opaque = isinstance(found, list) and all(r.reason is Reason.MASK_OPAQUE for r in found)
         if opaque and assumed is not None:
             return assumed, True
@@ -231,10 +240,10 @@ class _Matcher:
     ) -> Found:
         """A Site where the operands fit and the mask is known; `more` are further fields of it."""
         refusals = [*check_operands(node, args, self.prover.local_tokens, form), *check_options(node, args)]
-        refusals = refusals or self._check_rows(node, args["query"])
+        refusals = refusals or (self._check_rows(node, args["query"]) if form[0] == "B" else [])
         if refusals:
             return refusals + (mask if isinstance(mask, list) else [])
-        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node, form.index("H"))
+        key, value = ungroup(scope.gm, args["query"], args["key"], args["value"], self._heads, node, form.find("H"))
         known = PackedMask() if isinstance(mask, list) else mask
         site = Site(node, scope.gm, args["query"], key, value, known, scale=constant(args["scale"]), form=form, **more)
         if isinstance(mask, list):

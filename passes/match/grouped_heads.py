@@ -36,11 +36,13 @@ def ungroup(
 
         heads of k   0 1        ->  0 0 0 1 1 1        (n = 3: query head h reads key head h // n)
 
-    The nodes themselves, unless all of this holds: both provably were repeated so, from equally many heads; what was
-    repeated does not change in place before `reader` (attention); it needs gradients where its copies do. A `repeat`
-    (0 1 0 1 0 1) is another order and stays. `known` remembers answers, as layers ask the same again. `dim` counts
-    heads.
+    The nodes themselves, unless all of this holds: they have four dims; both provably were repeated so, from equally
+    many heads; what was repeated does not change in place before `reader` (attention); it needs gradients where its
+    copies do. A `repeat` (0 1 0 1 0 1) is another order and stays. `known` remembers answers, as layers ask the same
+    again. `dim` counts heads.
     """
+    if query.meta["example_value"].ndim != 4:
+        return key, value
     heads = query.meta["example_value"].shape[dim]
     k, v = (_before_repeat(gm, node, heads, known, dim) for node in (key, value))
     equal = k.meta["example_value"].shape[dim] == v.meta["example_value"].shape[dim]
@@ -96,11 +98,11 @@ def _signature(node: fx.Node) -> Any:
 
 
 def repeats_per_head(scope: Scope, node: fx.Node) -> fx.Node | None:
-    """The tensor s of (H,) whose numbers stand in node[b, h, t, 0] = s[h]; None where there is none."""
+    """The tensor s of (H,) whose numbers stand in node[b, h, t] = s[h], or node[b, h, t, 0]; None: there is none."""
     source: fx.Node | None = node
     while source is not None and source.meta["example_value"].ndim > 1:
         source = _moved_from(source)
-    if source is None or node.meta["example_value"].ndim != 4:
+    if source is None or node.meta["example_value"].ndim not in (3, 4):
         return None
     read = _read(scope.gm, source, node)
     return source if read is not None and read[0] == read[2].function(read[1][1]) else None
@@ -124,8 +126,6 @@ def _read(gm: fx.GraphModule, source: fx.Node, node: fx.Node) -> tuple[Any, tupl
         return None
     evaluator = Evaluator(frozenset(), lambda n: n.name)
     tensor = evaluator.run(canonical)
-    index = tuple(
-        ZERO if s == 1 else evaluator.symbol(n, s) for n, s in zip(("b", "h", "t", "d"), tensor.shape, strict=True)
-    )
+    index = tuple(ZERO if s == 1 else evaluator.symbol(n, s) for n, s in zip("bhtd", tensor.shape, strict=False))
     leaf = next((x for x in evaluator.leaves.values() if x.node is source), None)
     return None if leaf is None else (tensor.at(index), index, leaf, tensor.shape)

@@ -11,6 +11,7 @@ from torch import Tensor
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize
 from cp_rewrite.passes.graph.dynamo_internals import input_value, is_of_module, source_name, source_of
+from cp_rewrite.passes.graph.operands import read_by
 from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.predicate.decide import prove
@@ -19,11 +20,6 @@ from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import is_parameter
-
-# What these make depends on no element of their input.
-_SHAPE_ONLY = frozenset(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty size dim".split()
-)
 
 
 class Prover:
@@ -51,7 +47,7 @@ class Prover:
         """What `mask`, which the attention `node` of `scope` reads, means.
 
         Args:
-            shape: (B, H, T, D) of the queries. indices: placeholders that stand for b, h, q and k.
+            shape: (B, H, T) of the queries. indices: placeholders that stand for b, h, q and k.
             logits: the mask is what is added to the first of these nodes on the way to the last, `mask` itself.
         """
         # One mask feeds all layers, often through the regions of many checkpointed calls.
@@ -132,10 +128,8 @@ class Prover:
             return False
         if key not in self._weighed:
             for n in scope.gm.graph.nodes:
-                value = n.meta.get("example_value")
-                self._weighed[scope, n] = is_parameter(value) or (
-                    getattr(n.target, "__name__", n.target) not in _SHAPE_ONLY
-                    and any(self.holds_weights(scope, arg) for arg in n.all_input_nodes if arg.op != "get_attr")
+                self._weighed[scope, n] = is_parameter(n.meta.get("example_value")) or any(
+                    self.holds_weights(scope, arg) for arg in read_by(n) if arg.op != "get_attr"
                 )
                 if n is found:
                     break

@@ -39,6 +39,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import sympy
 import torch.fx as fx
 
 from cp_rewrite.batch.masks.argument import MaskArgument
@@ -52,6 +53,7 @@ from cp_rewrite.sharding import Sharding
 
 from .bounds import turning_points
 from .evaluate import Evaluator
+from .rules.index_maps import reshape
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
 from .within import Held, Kin
@@ -78,7 +80,7 @@ def prove(
     Args:
         canonical: the mask's computation.
         mask: the node that refusals name where they know none of their own.
-        query_shape: (B, H, T, D) of the queries, ints or SymInts.
+        query_shape: (B, H, T, …) of the queries, ints or SymInts.
         name_of: the name of a leaf's node, see `Leaf.name`.
         local_tokens: the expressions that count this shard's tokens.
         indices: placeholders that stand for b, h, q and k, where the mask is a function of them (flex_attention).
@@ -93,7 +95,10 @@ def prove(
     sizes = [evaluator.size(s) for s in query_shape[:3]]
     index = index_of(evaluator, sizes)
     evaluator.given.update(zip(indices, index, strict=False))
-    value, pair = read_mask(evaluator.run(canonical), index, [*sizes, sizes[2]])
+    tensor, batch_and_heads = evaluator.run(canonical), sympy.expand(sizes[0] * sizes[1])
+    if len(tensor.shape) == 3 and tensor.shape[0] == batch_and_heads != 1:  # merged, as in logits that bmm makes
+        tensor = reshape(tensor, (*sizes, sizes[2]), evaluator.sizes)
+    value, pair = read_mask(tensor, index, [*sizes, sizes[2]])
     if isinstance(value, Refusal):
         return [Refusal(value.reason, value.detail, mask)]
     token_size = frozenset({TOKENS, *(evaluator.size(s) for s in local_tokens)})

@@ -54,7 +54,7 @@ class Evaluator(RuleContext):
             elif node in self.tables:
                 self.tensors[ref.index] = table_tensor(self, self.tables[node], ref)
             else:
-                leaf = self.leaf(self.name_of(node), node, ref) if known is None else _always(known, ref)
+                leaf = self.leaf(self.name_of(node), node, ref) if known is None else self._always(known, ref)
                 self.tensors[ref.index] = leaf
         for ref, value in canonical.constants.items():
             self.tensors[ref.index] = self._constant_tensor(ref, value)
@@ -63,6 +63,9 @@ class Evaluator(RuleContext):
         out = self._arguments(canonical.output)
         assert isinstance(out, SymTensor)
         return out
+
+    def _always(self, value: Any, ref: Ref) -> SymTensor:
+        return SymTensor(tuple(self.size(s) for s in ref.shape), ref.dtype, lambda _: value)
 
     def _constant_tensor(self, ref: Ref, value: float) -> SymTensor:
         element = truth(number(value)) if ref.dtype is torch.bool else number(value)
@@ -108,7 +111,3 @@ class Evaluator(RuleContext):
         if isinstance(args, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self.size(args)
         return args
-
-
-def _always(value: Any, ref: Ref) -> SymTensor:
-    return SymTensor((), ref.dtype, lambda _: value)

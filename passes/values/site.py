@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.fx as fx
 
@@ -17,7 +18,8 @@ class Site:
         node: the node of the Dynamo graph whose tensor is attention's output, (B, Hq, T, Dv) or in another `form`.
         graph_module: the (sub)graph module that holds `node`; the root, or the body of a nested region.
         query: node of (B, Hq, T, D). key, value: nodes of (B, Hkv, T, D) and (B, Hkv, T, Dv), GQA heads not expanded.
-        form: the dims of query, key, value and output: "BHTD"; "BTHD"; or "THD", rows of one packed row.
+        form: the dims of query, key, value and output: "BHTD"; "BTHD"; "BTD" of one head; "HTD" of one row; or "THD",
+            rows of one packed row.
         mask: what the mask means over the global row.
         mask_node: the node that the attention node takes its mask from, None for `is_causal` or no mask.
         logits: where the mask is part of the logits: nodes from the bare logits to `mask_node`.
@@ -41,10 +43,9 @@ class Site:
     sinks: fx.Node | None = None
     form: str = "BHTD"
 
-    @property
-    def head_dim(self) -> int:
-        """The dim that counts heads."""
-        return self.form.index("H")
+    def heads_of(self, node: fx.Node) -> Any:
+        """How many heads one of the operands has."""
+        return node.meta["example_value"].shape[self.form.index("H")] if "H" in self.form else 1
 
     @property
     def operands(self) -> list[fx.Node]:

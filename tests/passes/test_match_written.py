@@ -114,21 +114,80 @@ def tokens_first(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)
 
 
+def merged(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """Heads and rows as one dim, as in OPT and XGLM."""
+    b, h, t, d = q.shape
+    q, k, v = q.reshape(b * h, t, d), k.reshape(b * h, -1, d), v.reshape(b * h, -1, d)
+    scores = torch.bmm(q, k.transpose(1, 2)) * 0.5
+    assert scores.size() == (b * h, t, t)
+    scores = scores.view(b, h, t, t) + torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    least = torch.full((), torch.finfo(scores.dtype).min, device=scores.device)
+    weights = torch.max(scores, least).view(b * h, t, t).softmax(-1)
+    weights = F.dropout(weights.view(b, h, t, t).view(b * h, t, t), 0.0)
+    return torch.bmm(weights, v).view(b, h, t, d)
+
+
+def merged_masks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """The mask is repeated for each head; logits and weights stay of three dims."""
+    b, h, t, d = q.shape
+    q, k, v = (x.contiguous().view(b * h, t, d) for x in (q, k, v))
+    bias = torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, -math.inf).expand(b, h, t, t).reshape(b * h, t, t)
+    weights = F.softmax(torch.einsum("nqd,nkd->nqk", q, k) * 0.5 + bias, 2)
+    return torch.einsum("nqk,nkd->nqd", weights, v).unflatten(0, (b, h))
+
+
+def onto_zeros(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """As GPT-NeoX-Japanese."""
+    b, h, t, d = q.shape
+    zeros = torch.zeros(b * h, t, t, dtype=q.dtype, device=q.device)
+    scores = torch.baddbmm(zeros, q.reshape(b * h, t, d), k.reshape(b * h, t, d).transpose(1, 2), beta=1.0, alpha=1 / 2)
+    return (scores.view(b, h, t, -1) + torch.where(keep, 0.0, -math.inf)).softmax(-1) @ v
+
+
+def filled_behind_its_back(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """As XLM."""
+    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+    scores.masked_fill_((~keep).expand_as(scores), torch.finfo(scores.dtype).min)
+    return F.softmax(scores.float(), -1).type_as(scores) @ v
+
+
+def filled_twice(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    scores = q @ k.mT * 0.5
+    scores.masked_fill_(~keep, -math.inf)
+    scores.add_(torch.where(i[:, None] - i < 3, 0.0, -math.inf))
+    return scores.softmax(-1) @ v
+
+
+def scaled_after_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """As CodeGen."""
+    return ((q @ k.mT + torch.where(keep, 0.0, -1e9)) / (8 / 3) * (4 / 3)).softmax(-1) @ v
+
+
+def by_factor_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    """As Granite with sliding windows."""
+    logits = q @ k.mT * 0.5 + torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    share = (torch.logsumexp(logits, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
 SPELLINGS = (
     added, filled, chosen, scaled_queries, in_place, capped, two_masks, taken_off, over_a_tensor, with_sinks,
-    tokens_first,
+    tokens_first, merged, merged_masks, onto_zeros, filled_behind_its_back, filled_twice, scaled_after_mask,
+    by_factor_sinks,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("attend", SPELLINGS)
 def test_spellings_are_read(attend: Attention) -> None:
     site = the_site(Written(attend))
-    assert site.mask == (PackedMask(window=(2, 0)) if attend is two_masks else PackedMask())
-    assert site.scale == (1.0 if attend is scaled_queries else 0.5)
+    assert site.mask == (PackedMask(window=(2, 0)) if attend in (two_masks, filled_twice) else PackedMask())
+    assert site.scale == (1.0 if attend in (scaled_queries, filled_behind_its_back) else pytest.approx(0.5))
     assert site.softcap == pytest.approx(3.0 if attend is capped else 0.0)
-    assert site.key.meta["example_value"].shape[site.head_dim] == 2
+    assert site.heads_of(site.key) == 2
     assert site.form == ("BTHD" if attend is tokens_first else "BHTD")
-    assert (site.sinks is not None) == (attend is with_sinks)
+    assert (site.sinks is not None) == (attend in (with_sinks, by_factor_sinks))
 
 
 @pytest.mark.parametrize("attend", [*SPELLINGS, checkpointed_sinks])
@@ -152,9 +211,9 @@ def test_spellings_give_what_they_gave(attend: Attention) -> None:
         assert grad is None or whole is None or torch.allclose(grad, whole, atol=1e-4)
 
 
-def step_of_rank(mesh: DeviceMesh, layout: Any, exchange: Any) -> dict[str, Tensor]:
+def step_of_rank(mesh: DeviceMesh, layout: Any, exchange: Any, attend: Any) -> dict[str, Tensor]:
     sharding = cp.Sharding(mesh, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, layout, exchange, inner="eager")
-    model = Written(tokens_first)
+    model = Written(attend)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     with sharding.shard({name: BATCH[name] for name in sharding.tokens}) as local:
@@ -165,12 +224,14 @@ def step_of_rank(mesh: DeviceMesh, layout: Any, exchange: Any) -> dict[str, Tens
     return {"out": whole.detach(), "grad": model.table.weight.grad}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(("layout", "exchange"), [("balanced", "needed"), ("contiguous", "a2a")])
-def test_tokens_first_on_two_ranks(pool: Pool, layout: str, exchange: str) -> None:
-    model = Written(tokens_first)
+@pytest.mark.parametrize(
+    ("layout", "exchange", "attend"), [("balanced", "needed", tokens_first), ("contiguous", "a2a", merged)]
+)
+def test_other_forms_on_two_ranks(pool: Pool, layout: str, exchange: str, attend: Attention) -> None:
+    model = Written(attend)
     out = model(**BATCH).transpose(1, 2)
     out.sin().sum().backward()
-    for found in pool.run(2, step_of_rank, layout, exchange):
+    for found in pool.run(2, step_of_rank, layout, exchange, attend):
         torch.testing.assert_close(found["out"], out.detach())
         torch.testing.assert_close(found["grad"], model.table.weight.grad)
 
@@ -206,12 +267,6 @@ def mask_of_logits(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (scores.masked_fill(~keep, -math.inf) + scores).softmax(-1) @ v
 
 
-def filled_behind_its_back(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    scores = q @ k.mT
-    scores.masked_fill_(~keep, -math.inf)
-    return scores.softmax(-1) @ v
-
-
 def weights_changed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     weights = (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1)
     weights[..., 0] = 0.0
@@ -227,10 +282,6 @@ def queries_changed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 def over_queries(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-2) @ v
-
-
-def scaled_after_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return ((q @ k.mT + torch.where(keep, 0.0, -1e5)) * 0.01).softmax(-1) @ v
 
 
 def capped_after_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -280,6 +331,59 @@ def negative_scale(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (q @ k.mT * -0.5).masked_fill(~keep, -math.inf).softmax(-1) @ v
 
 
+def parted_otherwise(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    b, h, t, d = q.shape
+    q, k, v = (x.reshape(b * h, t, d) for x in (q, k, v))
+    weights = (q @ k.mT).view(b, h, t, t).masked_fill(~keep, -math.inf).view(b * h, t, t).softmax(-1)
+    return (weights @ v).view(h, b, t, d)
+
+
+def onto_a_bias(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """As BLOOM adds ALiBi."""
+    b, h, t, d = q.shape
+    bias = torch.arange(t, dtype=q.dtype).expand(b * h, 1, t)
+    q, k, v = (x.reshape(b * h, t, d) for x in (q, k, v))
+    scores = bias.baddbmm(q, k.mT, beta=1.0, alpha=0.5).view(b, h, t, t)
+    return (scores.masked_fill(~keep, -math.inf).softmax(-1).view(b * h, t, t) @ v).view(b, h, t, d)
+
+
+def bounded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = torch.max(q @ k.mT, torch.full((), -5.0))
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
+def filled_too_late(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT
+    doubled = scores * 2
+    scores.masked_fill_(~keep, -math.inf)
+    return doubled.softmax(-1) @ v
+
+
+def share_of(logits: Tensor, sinks: Tensor, of: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
+    return of(torch.logsumexp(logits, -1) - sinks.view(1, -1, 1)).unsqueeze(-1)
+
+
+def other_logits_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ v * share_of(scores, sinks)
+
+
+def exponential_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    logits = (q @ k.mT).masked_fill(~keep, -math.inf)
+    return logits.softmax(-1) @ v * share_of(logits, sinks, torch.tanh)
+
+
+def shared_twice_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    logits = (q @ k.mT).masked_fill(~keep, -math.inf)
+    share = share_of(logits, sinks)
+    return logits.softmax(-1) @ v * share + share
+
+
+def detached_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Tensor) -> Tensor:
+    logits = (q @ k.mT).masked_fill(~keep, -math.inf)
+    return logits.softmax(-1) @ v * share_of(logits.detach(), sinks)
+
+
 def heads_mixed(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k).masked_fill(~keep, -math.inf)
     return torch.einsum("bhqk,bgkd->bhqd", scores.softmax(-1), v)
@@ -315,10 +419,12 @@ def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Te
 
 @pytest.mark.parametrize(
     "attend",
-    [scores_without_gradient, mask_of_logits, filled_behind_its_back, weights_changed, queries_changed, over_queries,
-     scaled_after_mask, capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
+    [scores_without_gradient, mask_of_logits, weights_changed, queries_changed, over_queries,
+     capped_after_mask, masked_after_softmax, less_the_mean, added_twice, weights_returned,
      taken_off_the_mask, less_itself, taken_off_twice, over_a_tensor_of_two, mixed_dtypes, negative_scale,
-     heads_mixed, mixed_forms, keys_as_queries, column_per_token, first_column_dropped_sinks],
+     parted_otherwise, onto_a_bias, bounded, filled_too_late, other_logits_sinks, exponential_sinks,
+     shared_twice_sinks, detached_sinks, heads_mixed, mixed_forms, keys_as_queries, column_per_token,
+     first_column_dropped_sinks],
 )  # fmt: skip
 def test_anything_else_is_refused(attend: Any) -> None:
     assert reasons(Written(attend)) == {Reason.KERNEL}
@@ -330,6 +436,45 @@ def test_what_is_taken_off_must_drop_keys(low: float) -> None:
         return (q @ k.mT - (1 - keep.to(q.dtype)) * low).softmax(-1) @ v
 
     assert reasons(Written(weakly)) == {Reason.MASK_NOT_PACKED}
+
+
+def test_what_is_scaled_must_drop_keys() -> None:
+    def weakened(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return ((q @ k.mT + torch.where(keep, 0.0, -1e5)) * 0.01).softmax(-1) @ v
+
+    assert reasons(Written(weakened)) == {Reason.MASK_NOT_PACKED}
+
+
+def of_one_row(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, written: bool) -> Tensor:
+    """(H, T, D)."""
+    q, k, v = q[0], k[0], v[0]
+    if not written:
+        return F.scaled_dot_product_attention(q, k, v, keep[0], scale=0.5)[None]
+    return (torch.bmm(q, k.mT) * 0.5).masked_fill(~keep[0], -math.inf).softmax(-1).bmm(v)[None]
+
+
+def of_one_head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, written: bool) -> Tensor:
+    """(B, T, D)."""
+    q, k, v = (x[:, 1] for x in (q, k, v))
+    if not written:
+        return F.scaled_dot_product_attention(q, k, v, keep[:, 0], scale=0.5)[:, None]
+    return ((q @ k.transpose(1, 2) * 0.5).masked_fill(~keep[:, 0], -math.inf).softmax(2) @ v)[:, None]
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("attend", [of_one_row, of_one_head])
+def test_attention_of_three_dims(attend: Callable[..., Tensor], written: bool) -> None:
+    model = Written(lambda q, k, v, keep: attend(q, k, v, keep, written))
+    rows = 1 if attend is of_one_row else 2
+    batch = {name: BATCH[name][:rows] for name in ("input_ids", "doc_ids")}
+    sharding = cp.Sharding(1, dict.fromkeys(batch, 1), DOCUMENTS, inner="eager", verify="first_step")
+    torch._dynamo.reset()
+    with sharding.shard(batch) as local:
+        out = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)(**local)
+    whole = sharding.unshard(out.transpose(1, 2), 1).transpose(1, 2)
+    torch.testing.assert_close(whole, model(**batch))
+    found = [torch.autograd.grad(y.sin().sum(), model.table.weight)[0] for y in (whole, model(**batch))]
+    torch.testing.assert_close(*found)
 
 
 def test_dropout_is_refused() -> None:

@@ -124,9 +124,11 @@ def _remainder(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
 def _div(ctx: RuleContext, x: Any, y: Any, rounding_mode: str | None = None) -> SymTensor:
     if rounding_mode == "floor":
         return _floor_divide(ctx, x, y)
-    if rounding_mode is not None or not isinstance(y, int | float) or y == 0 or math.frexp(y)[0] not in (0.5, -0.5):
+    if rounding_mode is not None or not isinstance(y, int | float) or y == 0:
         raise Undecidable("a division that rounds")
-    return ctx.pointwise(lambda a: numeric(a) / number(y), x)
+    if math.frexp(y)[0] in (0.5, -0.5):
+        return ctx.pointwise(lambda a: numeric(a) / number(y), x)
+    return ctx.pointwise(lambda a: on_constants(numeric(a), lambda value: value / number(y)), x)
 
 
 def _log(ctx: RuleContext, x: SymTensor) -> SymTensor:
