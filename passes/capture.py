@@ -9,6 +9,7 @@ import torch.fx as fx
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.label_shifts import close_label_shifts
+from cp_rewrite.passes.graph.multihead import part_multihead
 from cp_rewrite.passes.graph.regions import attribute_of
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
@@ -20,6 +21,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     copies: dict[fx.Node, fx.Node] = {}
     copy = _copy(gm, copies)
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
+    part_multihead(copy)
     if sharding.resolve:
         close_label_shifts(copy)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)

@@ -147,8 +147,8 @@ class _Matcher:
             return [Refusal(Reason.NESTED_REGION, "attention inside torch.vmap or another torch.func transform", node)]
         if _is_module(node):
             detail = (
-                "nn.MultiheadAttention joins its projections to attention: write them as nn.Linear around "
-                "F.scaled_dot_product_attention"
+                "nn.MultiheadAttention is read where nothing reads its weights (need_weights=False), and where it has "
+                "no add_bias_kv, add_zero_attn or keys of its own"
             )
             return [Refusal(Reason.UNREAD_ATTENTION, detail, node)]
         if is_flex(node):

@@ -77,7 +77,10 @@ def sinks_behind(scope: Scope, node: Any) -> tuple[Any, fx.Node | None]:
     return parts[0], sinks
 
 
-def find_scores(node: Any, reader: fx.Node) -> tuple[list[fx.Node], fx.Node, float, float] | None:
+Scores = tuple[list[fx.Node], fx.Node, float, float]
+
+
+def find_scores(node: Any, reader: fx.Node) -> Scores | None:
     """(nodes from the scores to `node`, q @ kᵀ, scale, soft cap) of logits with a mask in them.
 
     c · (s + mask) has the scale and soft cap of c · s, and the mask c · mask.
@@ -100,7 +103,7 @@ def find_scores(node: Any, reader: fx.Node) -> tuple[list[fx.Node], fx.Node, flo
         operands = operands[1:]
     elif name != "add" or node.kwargs:
         return None
-    below = next((found for x in operands if (found := find_scores(x, node)) is not None), None)
+    below = next((under for x in operands if (under := find_scores(x, node)) is not None), None)
     if below is None:
         return None
     return [*below[0], node], below[1], below[2] * (factor or 1.0), below[3] * (factor or 1.0)

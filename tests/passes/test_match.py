@@ -10,7 +10,7 @@ import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason, Refusal
 from cp_rewrite.passes.values.site import Site
 from tests.helpers.matching import BATCH, PACKED, heads, match_model, reasons, the_site
-from tests.passes.mask_spellings import DOCUMENTS, POSITIONS, annotate
+from tests.passes.mask_spellings import DOCUMENTS, POSITIONS, annotate, make_batch
 
 
 def test_positional_arguments() -> None:
@@ -114,11 +114,17 @@ def test_a_cache_of_keys_is_refused() -> None:
     assert reasons(model) == {Reason.QK_LENGTH}
 
 
-def test_three_dims_are_refused() -> None:
-    def model(**b: Tensor) -> Tensor:
+def test_three_dims_are_rows_of_one_head_or_heads_of_one_row() -> None:
+    def one_head(**b: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*[heads(b)[:, 0]] * 3, is_causal=True)
 
-    assert reasons(model) == {Reason.SHAPE}
+    def merged(**b: Tensor) -> Tensor:
+        x = heads(b).flatten(0, 1) * 1.0
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    assert the_site(one_head).form == "BTD"
+    assert the_site(one_head, batch=make_batch([[5, 3, 4]])).form == "HTD"
+    assert reasons(merged) == {Reason.SHAPE}
 
 
 def test_products_broadcast_one_head() -> None:
