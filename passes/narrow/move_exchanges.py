@@ -68,7 +68,7 @@ def _moved(decision: Decision, state: State) -> Decision:
 def _movable(decision: Decision, state: State) -> Decision | None:
     """The decision, or, where the exchange was not asked for by name, one whose rows are at hand when the kernel
     starts."""
-    if state.sharding.capacity is not None or state.sharding.world_size == 1:
+    if state.sharding.capacity is not None or state.sharding.world_size == 1 or decision.site.form in ("HTD", "BTD"):
         return None
     if decision.exchange.kind in MOVABLE and decision.heads is None:
         return decision
@@ -101,8 +101,8 @@ def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
 
 def _model_of(decision: Decision) -> Model:
     site = decision.site
-    query, key, value = (node.meta["example_value"] for node in (site.query, site.key, site.value))
-    heads = guard_number(query.shape[site.head_dim]), guard_number(key.shape[site.head_dim])
+    key, value = (node.meta["example_value"] for node in (site.key, site.value))
+    heads = guard_number(site.heads_of(site.query)), guard_number(site.heads_of(site.key))
     dim = (guard_number(key.shape[-1]) + guard_number(value.shape[-1])) // 2
     return Model(heads, dim, value.element_size())
 
