@@ -15,6 +15,8 @@ from cp_rewrite.packing import PositionIds
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
+from .read_documents import text_positions
+
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
 
@@ -95,6 +97,7 @@ def _joined_padding(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any
     value: Any = batch.get(packing.arg) if isinstance(packing, PositionIds) else None
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return None
-    positions = value.movedim(sharding.tokens[packing.arg], -1).reshape(len(plan.rows), -1)
+    dim = sharding.tokens[packing.arg]
+    positions = text_positions(value, dim).movedim(min(dim, 1), -1).reshape(len(plan.rows), -1)
     ends = [int(row.lengths.sum()) for row in plan.rows]  # padding is at the end of lengths
     return next((i for i, end in enumerate(ends) if end < positions.shape[1] and positions[i, end] != 0), None)

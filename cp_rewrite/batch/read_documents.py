@@ -124,8 +124,12 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
 
 
 def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, total: int) -> NDArray[Any]:
-    """(rows, total) of an argument that has one value per token."""
-    table = np.moveaxis(values, sharding.tokens[name], -1).reshape(-1, total)
+    """(rows, total) of an argument that has one value per token; of positions in planes, the first plane."""
+    dim = sharding.tokens[name]
+    if isinstance(sharding.packing, PositionIds) and name == sharding.packing.arg and dim > 1:
+        values = text_positions(values, dim)
+        dim = 1
+    table = np.moveaxis(values, dim, -1).reshape(-1, total)
     if len(table) != rows:
         raise ValueError(f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
     packing = sharding.packing
@@ -135,6 +139,14 @@ def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, t
         if table.size and max(int(table.max()), -int(table.min())) > most:
             raise ValueError(f"batch[{name!r}] goes up to {table.max()}, but may go up to {most}: number it anew")
     return table
+
+
+def text_positions(values: Any, dim: int) -> Any:
+    """(rows, tokens) positions inside of documents, of positions with tokens at `dim`: of several planes (mRoPE's 4:
+    text, time, height, width) those of the first."""
+    for _ in range(dim - 1):
+        values = values[0]
+    return values
 
 
 def _read_completions(prompts: NDArray[Any], completions: NDArray[Any]) -> Documents:

@@ -208,7 +208,9 @@ class Reader(Numberings):
         if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
             return None
         for d, index in enumerate(term.args):
-            if d != dim and not (leaf.shape[d] == 1 or index == self.pair.batch):
+            # Of several planes of positions, the first one tells documents apart.
+            at_row = index == (0 if d < dim - 1 else self.pair.batch)
+            if d != dim and not (leaf.shape[d] == 1 or at_row):
                 return None
         return self.pair.side(term.args[dim])
 
