@@ -110,20 +110,16 @@ def _exchanged(
 
 def _flat(x: Any, rows: TokenRows) -> Any:
     """(R, columns) of a tensor with tokens in some dim."""
-    if rows.batch is None:
-        x = x.movedim(rows.token, 0)
-    else:
-        x = x.movedim((rows.batch, rows.token), (0, 1)).flatten(0, 1)
-    return x.flatten(1) if value_of(rows.node).ndim > 1 + (rows.batch is not None) else x.unsqueeze(1)
+    x = x.movedim(rows.token, 0)
+    return x.flatten(1) if value_of(rows.node).ndim > 1 else x.unsqueeze(1)
 
 
 def _unflat(x: Any, rows: TokenRows) -> Any:
     """The inverse for (E, columns): a tensor of one packed row of E tokens."""
     shape = value_of(rows.node).shape
-    others = [size for dim, size in enumerate(shape) if dim not in (rows.token, rows.batch)]
+    others = [size for dim, size in enumerate(shape) if dim != rows.token]
     x = x.unflatten(1, others) if others else x.squeeze(1)
-    x = x.movedim(0, rows.token - (rows.batch is not None))
-    return (x if rows.batch is None else x.unsqueeze(rows.batch)).contiguous()
+    return x.movedim(0, rows.token).contiguous()
 
 
 @contextmanager

@@ -109,8 +109,8 @@ def _model_of(decision: Decision) -> Model:
 
 def costs_of(load: Load, device: Device) -> Costs:
     """For one row that a rank computes again, of those beyond its own."""
-    received, expanded = float(load.received.sum(1).max()), float(load.expanded.max())
-    more = expanded - load.local_rows
+    received, expanded = float(load.received.sum(1).max()), max(1.0, float(load.expanded.max()))
+    more = max(0.0, expanded - load.local_rows)
     return Costs(
         byte=(3 * received / device.link + 5 * expanded / device.memory) / expanded,
         flop=(1 / device.forward + 2 / device.backward) * more / expanded,

@@ -7,6 +7,7 @@ as a size, no positions, no random numbers, nothing that is made whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.operands import collective_group, draws_random_numbers, is_transformed, op_name, value_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.locality.claims.dims import B, Dims, Order, T, has
+from cp_rewrite.passes.locality.claims.dims import Order, T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.values.cut import Number, TokenRows
@@ -128,14 +129,14 @@ class Way:
         return any(self.extents.counts_tokens(leaf) for leaf in tree_leaves(value_of(node)))
 
     def number(self, value: Any) -> Number | None:
-        """A number of the graph among the rows of one packed row, however many; None: it can't be told."""
+        """A number of the graph among some rows, however many; None: it can't be told."""
         if not isinstance(value, torch.SymInt):
             return None if self.extents.counts_tokens(value) else Number(value)
-        size, batch = self.extents.size(value), self.extents.batch
+        size = self.extents.size(value)
         if isinstance(size, int):
             return Number(size)
         rows = sympy.Dummy("rows", integer=True)
-        new = size.subs({self.extents.tokens: rows, **({} if isinstance(batch, int) else {batch: 1})})
+        new = size.subs({self.extents.tokens: rows})
         if new == size:
             return Number(value)
         if new.is_Integer:
@@ -152,32 +153,14 @@ class Way:
             return None
         if not value.is_floating_point() or node in self.changed or node.graph is not next(iter(self.place)).graph:
             return None
-        place = self._place(state.dims)
-        sizes = [size for i, size in enumerate(value.shape) if i not in (place or ())]
-        if place is None or not all(isinstance(size, int) for size in sizes):
+        token = state.token_dim
+        sizes = [size for dim, size in enumerate(value.shape) if dim != token]
+        alone = state.dims[token] == (T,) and all(isinstance(size, int) for size in sizes)
+        # Of several rows of the batch the number may stand in sizes: among foreign rows it means nothing.
+        if self.extents.batch != 1 or not alone:
             return None
-        columns = 1
-        for size in sizes:
-            columns *= int(size)
-        return TokenRows(node, *place, columns) if columns else None
-
-    def _place(self, dims: Dims) -> tuple[int, int | None] | None:
-        """(token dim, batch dim) of dims that hold tokens and rows of the batch, each whole and once."""
-        token = next(i for i, dim in enumerate(dims) if has(dim, T))
-        batch = next((i for i, dim in enumerate(dims) if dim == (B,)), None)
-        merged = dims[token] == (B, T)
-        others = [dim for i, dim in enumerate(dims) if i != token]
-        if dims[token] not in ((T,), (B, T)) or any(dim not in (None, (B,)) for dim in others):
-            return None
-        if self.extents.batch == 1:
-            return token, batch
-        if (
-            isinstance(self.extents.batch, int)
-            or merged == (batch is not None)
-            or (batch is not None and batch > token)
-        ):
-            return None
-        return token, batch
+        columns = math.prod(int(size) for size in sizes)
+        return TokenRows(node, token, columns) if columns else None
 
 
 def _is_plain(state: Rows) -> bool:

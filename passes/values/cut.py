@@ -11,8 +11,7 @@ import torch.fx as fx
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the graph among some rows of one packed row: `plus`, a plain one or as it is, and `times` the number
-    of rows."""
+    """A number of the graph among some rows: `plus`, a plain one or as it is, and `times` the number of rows."""
 
     plus: Any
     times: int = 0
@@ -23,14 +22,11 @@ class TokenRows:
     """A tensor with one row for each local row.
 
     Args:
-        node: its node. token: the dim that counts tokens, or the rows of the batch times tokens.
-        batch: the dim before `token` that counts the rows of the batch; None: there is none.
-        columns: elements of a row.
+        node: its node. token: the dim that counts tokens. columns: elements of a row.
     """
 
     node: fx.Node
     token: int
-    batch: int | None
     columns: int
 
 

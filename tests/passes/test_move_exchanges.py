@@ -88,7 +88,6 @@ def test_auto_moves_what_gains() -> None:
     """Latents, where the link is slow; no keys and values that are as narrow as what they are made of."""
     slow = replace(SHARDING, exchange="auto", exchange_at="auto", speeds=SLOW_LINK)
     assert travels(report_of(LatentModel(layers=1), slow)) == [CUT]
-    assert travels(report_of(LatentModel(layers=1), replace(slow, exchange_at="attention"))) == [None]
     assert travels(report_of(Tiny(), slow)) == [None]
 
 
