@@ -29,6 +29,14 @@ HEADS = {
 """Kind of model -> the table of transformers that lists its classes by model type."""
 
 
+SPANS = {
+    "Gemma3ForConditionalGeneration": cp.Spans("token_type_ids", value=1),
+    "PaliGemmaForConditionalGeneration": cp.Spans("token_type_ids", value=0, prefix=True),
+}
+"""Models whose tokens of images, or prefixes, see each other: what marks them. They get tokens, not images. Prefixes of
+packed documents would see each other, so that a row is one document there."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A class of transformers, whether it computes the loss itself, and whether it is in training mode."""
@@ -101,6 +109,13 @@ def batch_of(case: Case) -> dict[str, Tensor]:
     if case.head == "sequence":
         batch["labels"] = torch.ones(1, dtype=torch.long)
         batch["input_ids"][:, -1] = 2  # the end, at which T5 and BART pool
+    if case.name in SPANS:
+        whole, spans = SPANS[case.name].prefix, SPANS[case.name]
+        position = torch.arange(sum(LENGTHS[0]))[None] if whole else batch["position_ids"]
+        inside = position < 30 if whole else (position % 12 > 1) & (position % 12 < 8)
+        batch[spans.arg] = torch.where(inside, spans.value or 0, 1 - (spans.value or 0))
+        if whole:
+            del batch["position_ids"]
     if case.head == "tokens":
         batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], batch["labels"] % 2)
     return batch
@@ -108,12 +123,13 @@ def batch_of(case: Case) -> dict[str, Tensor]:
 
 def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
     tokens = dict.fromkeys([name for name, value in batch_of(case).items() if value.ndim > 1], 1)
-    return cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager")
+    packing = cp.PositionIds("position_ids") if "position_ids" in tokens else cp.WholeRows()
+    return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name))
 
 
 def shifts(case: Case) -> bool:
     """Whether targets are the next tokens."""
-    return case.head == "causal"
+    return case.head in ("causal", "spans")
 
 
 @functools.cache
@@ -128,7 +144,7 @@ def all_cases() -> list[Case]:
             if head != "encoder" or model_type not in types:
                 found.setdefault(name, Case(name, head, own_loss=head != "encoder"))
         types |= {*getattr(tables, table)}
-    return [case for case in found.values() if reads_text(case.name)]
+    return [*(case for case in found.values() if reads_text(case.name)), *(Case(name, "spans") for name in SPANS)]
 
 
 def one_of_each_type() -> list[Case]:

@@ -83,6 +83,7 @@ SMALL: dict[str, Any] = {
 """Field -> value, in configs that have the field."""
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_PART = {name: value for name, value in SMALL.items() if name not in ("sliding_window", "query_pre_attn_scalar")}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "original_full"},
     "big_bird": {"attention_type": "original_full"},
@@ -92,6 +93,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
              "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.0}},
     "esmc": {"num_key_value_heads": 4},
+    "gemma3": {"text_config": {**_PART, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+               "vision_config": {**_PART, "image_size": 8, "patch_size": 4}, "mm_tokens_per_image": 4},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 1, "laurel_rank": 8,
                      "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
@@ -110,6 +113,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 8, "num_heads": 8, "n_groups": 1},
     "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
     "nemotron_h": {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8},
+    "paligemma": {"text_config": {**_PART, "model_type": "gemma"}, "projection_dim": 32,
+                  "vision_config": {**_PART, "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}},
     "neomme": {"head_dim": 16, "hidden_size": 64},
     "qwen4_exp_text": {"hc_lowrank": 8, "ngram_vocab_size_base": 64},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"],

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from .cases import HEADS
 from .trial import LIMIT, Outcome
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
@@ -21,6 +20,7 @@ KINDS = {
     "encoder": "models without a head",
     "tokens": "classification of tokens",
     "sequence": "classification of sequences",
+    "spans": "with spans of images, or prefixes",
 }
 
 
@@ -36,16 +36,17 @@ def best(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 def section(outcomes: Iterable[Outcome], versions: str) -> str:
     """What stands in the docs behind TITLE, with it."""
-    tried = sorted(best(outcomes), key=lambda o: ([*HEADS].index(o.head), o.name.lower()))
+    tried = sorted(best(outcomes), key=lambda o: ([*KINDS].index(o.head), o.name.lower()))
     shown = [outcome for outcome in tried if outcome.verdict != "unbuilt"]
     unbuilt = [f"`{outcome.name}`" for outcome in tried if outcome.verdict == "unbuilt"]
     counts = Counter((outcome.head, outcome.verdict) for outcome in shown)
-    columns = [verdict for verdict in VERDICTS[:6] if any(counts[head, verdict] for head in HEADS)]
+    columns = [verdict for verdict in VERDICTS[:6] if any(counts[head, verdict] for head in KINDS)]
     lines = [
         TITLE,
         "",
         "Written by `python -m tests.sweep`, which tries every class of `transformers`' auto mappings that reads text",
-        "alone, small and with random weights: in processes of its own, with a time limit, on 2 ranks against one",
+        "alone, and some that read images too, which get tokens marked as an image's: small and with random weights,",
+        "in processes of its own, with a time limit, on 2 ranks against one",
         "process. *Right* is as above; where fp32 itself is further than that from fp64 on one process, as for biases",
         "of keys, whose gradients are 0 in exact arithmetic, the limit is four times that, and what is beyond it is",
         "compared in fp64. *Torch* means that torch.compile can't capture the plain model as one graph.",
