@@ -130,7 +130,7 @@ class TorchContextParallel(_Autograd):
 
     def __init__(self, pack: Pack, setup: Setup) -> None:
         if len(pack.lengths) > 1:
-            raise ValueError("no packed documents")
+            raise ValueError("no packed documents; FlexAttention's has them, from torch 2.14 on")
         from torch.distributed.device_mesh import init_device_mesh
 
         self.mesh = init_device_mesh("cuda", (setup.world_size,))
