@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import varlen
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
@@ -101,16 +103,42 @@ class Encoder(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         document = torch.searchsorted(cu_seqlens, index, right=True)
         x = self.embed(input_ids)
-        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=document[:, None] == document[None])
-        logits = self.head(x + out.transpose(1, 2).flatten(2))
+        q, k, v = (part.unflatten(-1, (4, 8)) for part in self.qkv(x).chunk(3, -1))
+        logits = self.head(x + self.attend(q, k, v, document, cu_seqlens).flatten(2))
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
         return Output(loss, logits)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, document: Tensor, cu_seqlens: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*rows, attn_mask=document[:, None] == document[None])
+        return out.transpose(1, 2)
+
+
+class VarlenEncoder(Encoder):  # pyright: ignore[reportUntypedBaseClass]
+    """The same by `varlen_attn`, which has no kernel on CPUs: where it is not compiled, the mask stands in for it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, document: Tensor, cu_seqlens: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().attend(q, k, v, document, cu_seqlens)
+        most = q.shape[1]
+        return varlen.varlen_attn(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, cu_seqlens, most, most)[None]
 
 
 def encoder() -> nn.Module:
     torch.manual_seed(0)
     return Encoder()
+
+
+def varlen_encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return VarlenEncoder()
+
+
+def with_peft() -> nn.Module:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(0)
+    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(build_model("llama"), targets)
 
 
 def with_sums(lengths: Sequence[int]) -> Batch:
@@ -126,8 +154,10 @@ CASES = {
     "accumulation, clipping and checkpointing": Case(checkpointed),
     "autocast": Case(lambda: build_model("llama"), autocast=True, limit=5e-2),
     "adapters": Case(adapted),
+    "adapters of PEFT": Case(with_peft),
     "log-probabilities of answers": Case(lambda: build_model("llama"), loss=preference),
     "cu_seqlens": Case(encoder, with_sums, packing=cp.CuSeqlens("cu_seqlens")),
+    "varlen encoder": Case(varlen_encoder, with_sums, packing=cp.CuSeqlens("cu_seqlens")),
     "flattening collator": Case(lambda: build_model("llama"), flattened),
 }
 
@@ -191,6 +221,8 @@ def train_as_rank(mesh: DeviceMesh, name: str) -> list[Result]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_of_ones_own_equals_one_process(pair: Pool, name: str) -> None:
+    if "PEFT" in name:
+        pytest.importorskip("peft")
     expected = train_alone(name)
     for results in pair.run(2, train_as_rank, name):
         for found in results:
