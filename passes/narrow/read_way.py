@@ -26,7 +26,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.values.cut import Number, TokenRows
 from cp_rewrite.torch_internals import HigherOrderOperator
 
-MOST_NODES = 256
+MOST_NODES = 96
 """How many nodes are looked at before keys and values."""
 _SIZED = frozenset(
     "view reshape expand unflatten broadcast_to new_empty new_zeros new_ones new_full getitem size".split()
