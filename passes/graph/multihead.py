@@ -23,7 +23,8 @@ from .new_nodes import insert
 
 
 def part_multihead(gm: fx.GraphModule) -> None:
-    """Rewrite such nodes in a graph and its nested regions, but those whose weights something reads."""
+    """Rewrite such nodes in a graph and its nested regions, but those whose weights something reads, and those under
+    autocast, whose dtypes are not known here."""
     mode = fake_mode_of(gm.graph.nodes)
     for module in gm.modules() if mode is not None else ():
         if isinstance(module, fx.GraphModule):
@@ -35,22 +36,25 @@ def _part(node: fx.Node, mode: FakeTensorMode) -> None:
     given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     given.apply_defaults()
     asked: dict[str, Any] = given.arguments
-    out, *more = sorted(node.users, key=lambda user: user.args[1] if user.target is operator.getitem else 1)
+    read = [user for user in node.users if user.target is not operator.getitem or user.users]
     others = [asked[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
-    if out.args[1:] != (0,) or any(user.users for user in more) or asked["add_zero_attn"] or others != [None] * 4:
+    if len(read) != 1 or read[0].args != (node, 0) or asked["add_zero_attn"] or others != [None] * 4:
         return
+    (out,) = read
     old, tracer = {*node.graph.nodes}, GraphAppendingTracer(node.graph)
     proxied = {name: fx.Proxy(x, tracer) if isinstance(x, fx.Node) else x for name, x in asked.items()}
     last = insert(node, lambda: _attention(proxied), mode, "part_multihead")
-    grad = _value(out).requires_grad
-    for new in node.graph.nodes:
-        needed = grad and any(_value(x).requires_grad for x in new.all_input_nodes if isinstance(_value(x), Tensor))
-        if new not in old and needed:
-            made = tree_map_only(Tensor, Tensor.requires_grad_, new.meta["example_value"])
-            new.meta["example_value"] = made
+    added = [new for new in node.graph.nodes if new not in old]
+    if _value(last).dtype != _value(out).dtype:  # autocast
+        for new in reversed(added):
+            node.graph.erase_node(new)
+        return
+    for new in added if _value(out).requires_grad else ():
+        if any(_value(x).requires_grad for x in new.all_input_nodes if isinstance(_value(x), Tensor)):
+            new.meta["example_value"] = tree_map_only(Tensor, Tensor.requires_grad_, _value(new))
     # The node of the output stays, as others may know it.
     out.op, out.target, out.args, out.kwargs = last.op, last.target, last.args, last.kwargs
-    for dead in (last, *more, node):
+    for dead in (last, *node.users, node):
         node.graph.erase_node(dead)
 
 

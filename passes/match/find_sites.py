@@ -148,7 +148,7 @@ class _Matcher:
         if _is_module(node):
             detail = (
                 "nn.MultiheadAttention is read where nothing reads its weights (need_weights=False), and where it has "
-                "no add_bias_kv, add_zero_attn or keys of its own"
+                "no add_bias_kv, add_zero_attn or keys of its own, outside of autocast"
             )
             return [Refusal(Reason.UNREAD_ATTENTION, detail, node)]
         if is_flex(node):

@@ -143,12 +143,18 @@ def weights_read(attention: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     return out * weights.amax()
 
 
+def in_autocast(attention: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return causal(attention, x, _)
+
+
 @pytest.mark.parametrize(
     ("call", "attention", "reason"),
     [
         (weights_read, module(), Reason.UNREAD_ATTENTION),
         (causal, module(add_bias_kv=True), Reason.UNREAD_ATTENTION),
         (causal, module(add_zero_attn=True), Reason.UNREAD_ATTENTION),
+        (in_autocast, module(), Reason.UNREAD_ATTENTION),
         (causal, module(dropout=0.1), Reason.DROPOUT),
     ],
 )
