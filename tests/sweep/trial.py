@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,8 +145,9 @@ class Trial:
         torch._dynamo.reset()
         model.zero_grad()
         try:
-            loss, grads = step(model.double(), whole)
-            total, sharded = self.sharded_step(model)
+            with in_double():
+                loss, grads = step(model.double(), whole)
+                total, sharded = self.sharded_step(model)
         except Exception as error:
             out.why = [*why, f"in fp64: {error}"]
             return out
@@ -182,11 +184,22 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, T
     return float(loss.detach()), found
 
 
+@contextmanager
+def in_double() -> Generator[None]:
+    """Models make constants of the default dtype: the lowest fp64 number is none of fp32."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def rounding(model: nn.Module, batch: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
     """How far one process's gradients in fp32 are from those in fp64; the model ends as it was."""
     before = {name: value.clone() for name, value in model.state_dict(keep_vars=False).items()}
     try:
-        _, exact = step(model.double(), batch)
+        with in_double():
+            _, exact = step(model.double(), batch)
     except RuntimeError:  # it mixes dtypes
         exact = grads
     model.float().load_state_dict(before)
