@@ -16,7 +16,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.conformance import errors, limit, run_cells
-from tests.helpers.conformance_cells import EXCHANGES, HEADER, PACKS, TE_HOLES, Cell, cells, uncovered_pairs
+from tests.helpers.conformance_cells import EXCHANGES, HEADER, MASKS, PACKS, TE_HOLES, Cell, cells, uncovered_pairs
 from tests.helpers.pool import Pool
 from tests.helpers.refused_cells import REFUSED, Refused, refusal_lines, refusals_of
 
@@ -83,6 +83,10 @@ def write_table(found: dict[Cell, float]) -> None:
         "| exchange | cells | pass |",
         "| --- | --- | --- |",
         *(_counts(name, found, lambda cell, name=name: cell.exchange == name) for name in EXCHANGES),
+        "",
+        "| mask | cells | pass |",
+        "| --- | --- | --- |",
+        *(_counts(str(mask), found, lambda cell, mask=mask: cell.mask == mask) for mask in MASKS),
         "",
         "What TransformerEngine raises on, leaves out or gets wrong. Also: more than 12,287 documents",
         "(`tests/end_to_end/test_long_rows.py`), and every model test, which runs inside one compiled graph.",

@@ -18,7 +18,8 @@ import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import EXCHANGES, LAYOUTS, LIMIT, grid_mesh
 from tests.helpers.pool import Pool
 
-TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "first": 1, "second": 1, "labels": 1, "advantages": 1}
+ARGS = ("input_ids", "position_ids", "doc_ids", "first", "second", "labels", "old_logp", "advantages")
+TOKENS: dict[str, int] = dict.fromkeys(ARGS, 1)
 VOCAB, WIDTH, HEADS = 23, 16, 2
 
 
@@ -102,7 +103,7 @@ CASES = {
 
 
 class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
-    """Two layers with a mask each, and a loss as GRPO's: ratios of probabilities, weighed by advantages."""
+    """Two layers with a mask each, and GRPO's loss: clipped ratios of probabilities, weighed by advantages."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -120,6 +121,7 @@ class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         first: Tensor,
         second: Tensor,
         labels: Tensor,
+        old_logp: Tensor,
         advantages: Tensor,
         num_items: Tensor,
     ) -> Tensor:
@@ -130,8 +132,9 @@ class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
             q, k = q * angles.cos(), k * angles.sin()
             h = h + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         logp = -F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-        ratio = (logp - logp.detach()).exp() * advantages.flatten()
-        return -(ratio * (labels.flatten() != -100)).sum() / num_items
+        ratio = (logp - old_logp.flatten()).exp()
+        gain = torch.minimum(ratio * advantages.flatten(), ratio.clamp(0.8, 1.2) * advantages.flatten())
+        return -(gain * (labels.flatten() != -100)).sum() / num_items
 
 
 def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
@@ -178,7 +181,10 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
     ids = torch.from_numpy(rng.integers(0, VOCAB, (1, 67)))
     labels = ids.roll(-1, 1).masked_fill(batch["doc_ids"] < 0, -100)
     advantages = torch.from_numpy(rng.standard_normal((1, 67))).float()
-    return {**batch, "input_ids": ids, "labels": labels, "advantages": advantages, "num_items": torch.tensor(60.0)}
+    # Near those of a fresh model, so that some ratios are clipped and others not.
+    old = torch.from_numpy(rng.normal(-np.log(VOCAB), 0.3, (1, 67))).float()
+    targets = {"labels": labels, "old_logp": old, "advantages": advantages, "num_items": torch.tensor(60.0)}
+    return {**batch, "input_ids": ids, **targets}
 
 
 def sharding_of(name: str, mesh: DeviceMesh | int, layout: Any, exchange: Any) -> cp.Sharding:
