@@ -30,7 +30,7 @@ from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.read_neighbours import moved_arguments
+from cp_rewrite.passes.moved.read_neighbours import moved_arguments
 
 from . import passes
 from .arguments import untaken

@@ -81,6 +81,7 @@ def check_token_locality(state: State) -> State:
     return replace(
         state,
         positions=() if report.row_positions else tuple(report.positions),
+        looked_up=tuple(report.looked_up),
         row_positions=report.row_positions,
         outputs=tuple(report.outputs),
         parts=tuple(report.parts),
@@ -90,6 +91,7 @@ def check_token_locality(state: State) -> State:
         lowered=tuple(report.lowered),
         reads=tuple(report.reads),
         states=report.states,
+        fewer=report.fewer,
         refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
     )
 

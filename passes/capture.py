@@ -8,9 +8,10 @@ import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
-from cp_rewrite.passes.graph.label_shifts import close_label_shifts
+from cp_rewrite.passes.graph.join_chunks import join_chunks
 from cp_rewrite.passes.graph.multihead import part_multihead
 from cp_rewrite.passes.graph.regions import attribute_of
+from cp_rewrite.passes.graph.split_slices import split_slices
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
@@ -22,11 +23,14 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     copy = _copy(gm, copies)
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     part_multihead(copy)
+    chunked: tuple[fx.Node, ...] = ()
     if sharding.resolve:
-        close_label_shifts(copy)
+        split_slices(copy)
+        tokens = TokenAxis.read(copy, sharding, plan.tokens)
+        chunked = tuple(join_chunks(copy, tokens.counts, kept))
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
-    return State(copy, sharding, TokenAxis.read(copy, sharding, plan.tokens), device, plan, frame)
+    return State(copy, sharding, TokenAxis.read(copy, sharding, plan.tokens), device, plan, frame, chunked=chunked)
 
 
 def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import sympy
+import torch.fx as fx
 from torch import SymInt, Tensor
 
 from cp_rewrite.passes.values.size_conditions import SizeConditions
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.refusal import Reason, Refusal, source_line
 from cp_rewrite.torch_internals import decide, expression, fake_mode_of, guards_of, simplified
 
 _DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
@@ -31,14 +33,18 @@ def check_size_conditions(state: State) -> State:
     refusals: list[Refusal] = []
     chunked: list[str] = []
     conditions: dict[Any, str] = {}
+    joined = {_line(node) for node in state.chunked}
     for recorded, where in guards_of(mode.shape_env):
         condition = simplified(mode.shape_env, recorded)
         tokens = condition.free_symbols & sizes
         if not tokens:
             continue
+        divides = {part.func.__name__ for part in condition.atoms(sympy.Function)} & _DIVISIONS
+        if divides and any(line in where for line in joined):
+            continue
         conditions[condition] = where
         if not decide(mode.shape_env, condition.subs({size: world_size * size for size in tokens})):
-            if {part.func.__name__ for part in condition.atoms(sympy.Function)} & _DIVISIONS:
+            if divides:
                 chunked.append(where)
                 continue
             detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
@@ -47,6 +53,12 @@ def check_size_conditions(state: State) -> State:
         refusals.append(Refusal(Reason.TOKEN_COUNT, _in_chunks(chunked)))
     found = SizeConditions(conditions, sizes, _places(state)) if conditions else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
+
+
+def _line(node: fx.Node) -> str:
+    """`file:line in`, as guards name places."""
+    place = source_line(node).split(",")[0]
+    return f"{PurePath(place).name} in "
 
 
 def _in_chunks(places: Sequence[str]) -> str:

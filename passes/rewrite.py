@@ -17,6 +17,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
 from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
+from cp_rewrite.passes.graph.operands import needs_gradient
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.insert import Insert
@@ -27,9 +28,10 @@ from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .lower import lower_node
+from .moved.keep_rows import keep_rows, keep_sizes
+from .moved.read_neighbours import read_neighbours
 from .narrow.copy_nodes import copy_behind
 from .plan_inputs import Inputs
-from .read_neighbours import read_neighbours
 from .rows_apart import keep_rows_apart
 
 _WHY = "rewrite_sites"
@@ -40,14 +42,23 @@ def rewrite_sites(state: State) -> State:
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
     keys += [key for insert in state.inserts for key in insert.inputs]
     keys += [key for lowering in state.lowered for key in lowering.reads]
-    keys += [key for read in state.reads for key in PlanInput.of_neighbours(read.read)]
+    keys += [key for read in state.reads for key in read.inputs]
     keys += [ROW_INDEX] * bool(state.positions) + [TOKEN_INDEX] * bool(state.row_positions)
     inputs = Inputs(state, keys)
     made: dict[Any, fx.Node] = {}
     replaced: dict[fx.Node, fx.Node] = {}
+    for table in state.looked_up:
+        table.replace_all_uses_with(table.args[0])  # type: ignore[arg-type]
+        table.graph.erase_node(table)
     stale = [operand for read in state.reads for operand in read.node.all_input_nodes]
-    for read in state.reads:  # first: what they read may be replaced below
-        replaced[read.node] = _replace_read(read, inputs, replaced)
+    reads = {read.node: read for read in state.reads}
+    keep_sizes(state, inputs.mode)
+    graphs = [module.graph for module in state.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    for node in [n for graph in graphs for n in graph.nodes]:
+        if node in reads:  # first: what they read may be replaced below
+            replaced[node] = _replace_read(reads[node], inputs, replaced)
+        elif node in state.fewer:
+            keep_rows(node, state, inputs.mode)
     for insert in state.inserts:
         _insert_before(replace(insert, operand=replaced.get(insert.operand, insert.operand)), inputs, made)
     for lowering in state.lowered:
@@ -113,11 +124,16 @@ def _take_place(node: fx.Node, new: fx.Node, mode: FakeTensorMode) -> fx.Node:
 def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """The node that takes the place of one that shifts, rolls or convolves tokens."""
     graph, tracer = read.node.graph, GraphAppendingTracer(read.node.graph)
-    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_neighbours(read.read)]
+    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in read.inputs]
 
     def proxy(node: fx.Node) -> fx.Proxy:
         return fx.Proxy(replaced.get(node, node), tracer)
 
+    source = replaced.get(read.source, read.source)
+    if read.read is None and needs_gradient(read.node) == needs_gradient(source):
+        read.node.replace_all_uses_with(source)
+        read.node.graph.erase_node(read.node)
+        return source
     new = insert_nodes(read.conv or read.node, lambda: read_neighbours(read, proxy, plan), inputs.mode, read.why)
     return _take_place(read.node, new, inputs.mode)
 

@@ -13,7 +13,7 @@ from torch import SymInt, nn
 
 from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
-from cp_rewrite.batch.active import PlanInput, active_plan
+from cp_rewrite.batch.active import active_plan
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
@@ -203,7 +203,9 @@ def _collectives(gm: fx.GraphModule) -> Iterator[Collective]:
 
 def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective]:
     for read in state.reads:
-        splits = next(key for key in PlanInput.of_neighbours(read.read) if key.name == "splits")
+        if read.read is None:  # nothing travels
+            continue
+        splits = next(key for key in read.inputs if key.name == "splits")
         value: Any = read.source.meta["example_value"]
         count = hint(value.numel()) // (state.plan.plan.local_size * len(state.plan.plan.rows))
         size = value.element_size() * count * int(state.plan.tensor(splits)[1].sum())

@@ -68,6 +68,11 @@ def region_call(node: fx.Node) -> RegionCall | None:
     return RegionCall(node, body, operands) if len(operands) == count else None
 
 
+def is_function(node: fx.Node) -> bool:
+    """Whether a node calls a `torch.autograd.Function`, whose forward and backward are nested graphs."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
+
+
 def nested_graphs(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
     """The graphs that a node is given to run: of a region, both branches of a `cond`, flex_attention's functions."""
     given = {arg: attribute_of(arg) for arg in node.all_input_nodes if arg.op == "get_attr"}

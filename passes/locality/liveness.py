@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.operands import value_of
-from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.regions import is_function, nested_graphs, region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.extents import Extents
 
@@ -99,6 +99,8 @@ class _Liveness:
             return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)] or node.all_input_nodes
         call = region_call(node)
         if call is None:
+            for body in nested_graphs(node).values() if is_function(node) else ():
+                self.enter(body)
             return node.all_input_nodes
         self.enter(call.body)
         for placeholder, operand in call.filled.items():

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of
-from cp_rewrite.passes.locality.claims.dims import B, Order, T
+from cp_rewrite.passes.locality.claims.dims import B, Order, T, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Deferred, GroupSizes, Partial, Rows
 from cp_rewrite.passes.locality.node.run import NodeRunner, States
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
@@ -57,6 +57,11 @@ class Outputs:
                 isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
             ):
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
+            if fewer(state.dims):
+                detail = f"an output has {-fewer(state.dims):+d} tokens than the row: give it one entry for each"
+                self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
+            if state.table is not None:
+                self.findings.in_turn.add(state.table)
             if state.iota is not None and state.iota in self.facts.fixed_positions:
                 self.findings.refuse(leaf, Reason.POSITION_GENERATOR, self.facts.fixed_positions[state.iota])
             elif state.iota is not None:

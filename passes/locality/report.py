@@ -33,6 +33,8 @@ class LocalityReport:
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch.
         parts: whether each output is this rank's part of a sum that one process returns.
+        looked_up: nodes that take the first T rows of a table, which are looked up: all of it stays there.
+        fewer: nodes whose tensors have so many tokens fewer than the row.
         row_positions: what makes each row's positions by itself, where a batch has several rows.
         resolved: what is put between nodes and their operands so that nodes are the same on a shard. lowered: nodes
             that are taken apart for it. reads: nodes that shift, roll or convolve tokens, and what replaces them.
@@ -51,13 +53,15 @@ class LocalityReport:
     reads: list[NeighbourRead] = field(default_factory=list[NeighbourRead])
     row_positions: RowPositions | None = None
     states: Mapping[fx.Node, States] = field(default_factory=dict[fx.Node, States])
+    looked_up: list[fx.Node] = field(default_factory=list[fx.Node])
+    fewer: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
 
 
 class Findings:
     """What was found so far.
 
-    `used`, `indexed`: nodes that make positions, as in `Events`. `tables`: nodes that take the first T rows of a table,
-    with its dim. `outputs`, `parts`: as in the report.
+    `used`, `indexed`, `looked_up`, `in_turn`: nodes that make positions, or take rows of tables, as in `Events`.
+    `tables`: nodes that take the first T rows of a table, with its dim. `outputs`, `parts`: as in the report.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,8 @@ class Findings:
         self.used: dict[fx.Node, None] = {}
         self.indexed: set[fx.Node] = set()
         self.tables: dict[fx.Node, int] = {}
+        self.looked_up: set[fx.Node] = set()
+        self.in_turn: set[fx.Node] = set()
         self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
         self.gap_sums: dict[fx.Node, None] = {}
         self.outputs: list[int | None] = []
@@ -82,6 +88,8 @@ class Findings:
             self.refuse(node, found.reason, found.detail)
         self.used.update(dict.fromkeys(events.used))
         self.indexed.update(events.indexed)
+        self.looked_up.update(events.looked_up)
+        self.in_turn.update(events.in_turn)
         if events.table is not None:
             self.tables[node] = events.table
         if events.gaps:
@@ -97,11 +105,16 @@ class Findings:
                 detail = "these positions both index the shard's rows and count the global row: make them twice"
                 self.refuse(node, Reason.POSITION_GENERATOR, detail)
         positions = [PositionGenerator(node) for node in self.used]
-        positions += [PositionGenerator(node, "table", dim) for node, dim in self.tables.items()]
+        for node in self.looked_up & self.in_turn:
+            detail = "these rows of a table are both read by index and used for the tokens in turn: take them twice"
+            self.refuse(node, Reason.POSITION_GENERATOR, detail)
+        in_turn = {node: dim for node, dim in self.tables.items() if node not in self.looked_up}
+        positions += [PositionGenerator(node, "table", dim) for node, dim in in_turn.items()]
         inserts = [insert for each in self.padded_sums.values() for insert in each]
         sums = list(self.padded_sums), inserts, list(self.gap_sums)
         found = self.refusals, positions, *sums, self.outputs, self.parts
-        return LocalityReport(*found, resolver.inserts, resolver.lowered, list(reads))
+        tables = [node for node in self.tables if node in self.looked_up]
+        return LocalityReport(*found, resolver.inserts, resolver.lowered, list(reads), looked_up=tables)
 
 
 def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:

@@ -24,12 +24,14 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.join_chunks import JOINED
 from cp_rewrite.passes.graph.operands import collective_group, draws_random_numbers, is_transformed, value_of
-from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
+from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
@@ -44,6 +46,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes, scores_of
 from .outputs import Outputs
+from .own_backward import OwnBackward
 from .report import Findings, LocalityReport, why_static
 
 
@@ -115,6 +118,7 @@ class _Walk:
         self.found = Findings()
         self.reads = Reads(gm, self.runner, sharding, self.found)
         self.outputs = Outputs(self.runner, self.resolver, self.found)
+        self.own_backward = OwnBackward(self.runner, self.resolver, self.found, self.walk_graph)
         self.regions: dict[Any, States] = {}
         self.explained: set[fx.Node] = set()
         self.several: set[fx.Graph] = set()
@@ -137,7 +141,18 @@ class _Walk:
                 self.runner.toggle(node)
             elif node in self.live and node.op != "placeholder":
                 self.env[node] = self.reads.visit(node, self.visit)
+                self.check_joined(node)
         raise AssertionError("a graph has an output")
+
+    def check_joined(self, node: fx.Node) -> None:
+        """What ran chunk by chunk must give rows, each made of its token, or sums over them."""
+        mark, state = node.meta.get(JOINED), self.env[node]
+        if mark is None or state is UNKNOWN:
+            return
+        alone = (mark == "rows" and isinstance(state, Rows)) or state == Partial()
+        if not alone or node in self.sites or self.resolver.changes(node) or isinstance(state, list):
+            detail = "chunks of tokens are worked on by something else than their tokens alone, or sums over them"
+            self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
 
     def visit(self, node: fx.Node) -> States:
         """The state of one node's output, which is noted or refused."""
@@ -149,6 +164,9 @@ class _Walk:
         if node.target is operator.getitem and isinstance(self.env.get(parent), list):
             return self.env[parent][node.args[1]]
         call = region_call(node)
+        if (call is not None or is_function(node)) and any(fewer_of(self.env.get(n)) for n in node.all_input_nodes):
+            detail = "a nested graph is given fewer tokens than the row: leave them out in it, or behind it"
+            return self.found.refuse(node, Reason.TOKEN_MIXING, detail)
         if call is not None:
             return self.visit_region(call.body, call.operands)
         # Rules know no more of what is made from something unknown; with sizes of chunks, running it takes long.
@@ -166,6 +184,8 @@ class _Walk:
                 f"{what}: leave it out, or compute with cp.token_mean(sum, count, sharding)"
             )
             return self.found.refuse(node, Reason.TOKEN_MIXING, detail)
+        if is_function(node):
+            return self.own_backward.visit(node)
         if isinstance(node.target, HigherOrderOperator):
             return self.found.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
         return self.record(node, self.reads.outcome(node))
@@ -173,10 +193,12 @@ class _Walk:
     def report(self, gm: fx.GraphModule) -> LocalityReport:
         report = self.found.report(self.resolver, self.reads.found.values())
         states = {node: state for node, state in self.env.items() if node.graph not in self.several}
-        report = replace(report, states=states)
+        fewer = {node: by for node, state in self.env.items() if (by := fewer_of(state))}
+        report = replace(report, states=states, fewer=fewer)
         if self.extents.batch == 1 or not report.positions:
             return report
-        changed = {x.node for x in (*report.inserts, *report.resolved, *report.lowered, *report.reads)}
+        inserts = *report.inserts, *report.resolved
+        changed = {*fewer, *(x.node for x in (*inserts, *report.lowered, *report.reads))}
         return replace(report, row_positions=shared_by_rows(gm, report.positions, self.env, self.live, changed))
 
     def shares_ranks(self, group: str) -> bool:
@@ -196,6 +218,9 @@ class _Walk:
         if refused is not None:
             return self.found.refuse(node, refused.reason, refused.detail)
         self.found.note(node, events)
+        why = why_not_kept(node, outcome.states, self.env, self.tokens, self.facts.nested)
+        if why is not None:
+            return self.found.refuse(node, Reason.TOKEN_MIXING, why)
         if events.unmasked:
             self.found.note_padded_sum(node, mask_sum(node, self.runner))
         return outcome.states

@@ -87,16 +87,19 @@ class State:
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
         frame: what Dynamo says of the function.
+        chunked: nodes that cut tokens into chunks, or worked on them; others run on all tokens in their place.
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
         tables: buffers whose numbers masks were proven by.
+        looked_up: nodes that take the first rows of a table, which stays whole.
         row_positions: positions that are made for each row of the batch by itself; None: none, or not so.
         parts: whether each output is this rank's part of a sum.
         padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
         gap_sums: what takes in the values that tokens of no document have after attention.
         inserts: what is put between nodes and their operands. lowered: nodes that are taken apart. reads: nodes that
-            are replaced by a read of neighbouring tokens.
+            are replaced by a read of neighbouring tokens. fewer: nodes whose tensors have so many tokens fewer than the
+            row, and keep a row for each.
         states: what the locality check knows of each node's tensors.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
@@ -107,11 +110,13 @@ class State:
     device: torch.device
     plan: ActivePlan
     frame: Frame
+    chunked: tuple[fx.Node, ...] = ()
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     tables: Mapping[fx.Node, Table] = field(default_factory=dict[fx.Node, Table])
     positions: tuple[PositionGenerator, ...] = ()
+    looked_up: tuple[fx.Node, ...] = ()
     row_positions: RowPositions | None = None
     padded_sums: tuple[fx.Node, ...] = ()
     gap_sums: tuple[fx.Node, ...] = ()
@@ -119,6 +124,7 @@ class State:
     lowered: tuple[Lowering, ...] = ()
     reads: tuple[NeighbourRead, ...] = ()
     states: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    fewer: Mapping[fx.Node, int] = field(default_factory=dict[fx.Node, int])
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()
     refusals: tuple[Refusal, ...] = ()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-import cp_rewrite as cp
-from cp_rewrite.batch.active import is_part
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
+from tests.helpers.one_process import compare
+from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel
 from tests.helpers.pool import Pool
 
 Mix = Callable[["Neighbours", Tensor], Tensor]
@@ -113,77 +110,24 @@ TOGETHER = [CASES[first::4] for first in range(4)]
 """Cases in one graph, which is compiled once for all of them."""
 
 
-def sharded_step(
-    mesh: DeviceMesh, names: Sequence[str], batch: dict[str, Tensor], layout: Any
-) -> tuple[float, dict[str, Any]]:
-    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), layout, "all_gather", inner="aot_eager")
-    torch._dynamo.reset()
-    model = Neighbours(names).double()
-    with sharding.shard(batch) as local:
-        loss = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)(**local)
-        loss.backward()
-    cp.sum_gradients(model.parameters(), sharding)
-    # A mean is the whole on every rank, a sum this rank's part.
-    return loss.item() / (1 if is_part(loss) else mesh.size()), {
-        key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
-    batch = packed_batch(rows, tokens)
-    model = Neighbours(names).double()
-    loss = model(**batch)
-    loss.backward()
-    results = pool.run(ranks, sharded_step, names, batch, layout)
-    assert sum(part for part, _ in results) == pytest.approx(loss.item(), rel=1e-9)
-    for _, grads in results:
-        for key, p in model.named_parameters():
-            if p.grad is not None:
-                torch.testing.assert_close(torch.from_numpy(grads[key]), p.grad, rtol=1e-7, atol=1e-9, msg=key)
-
-
 def test_neighbours_are_read(pool: Pool) -> None:
-    compare(pool, ["per_document", "short_conv"], 2, "head_tail", 1, 13)
+    compare(pool, Neighbours, ["per_document", "short_conv"], 2, "head_tail", 1, 13)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", TOGETHER)
 def test_all_neighbours_are_read(pool: Pool, names: Sequence[str]) -> None:
-    compare(pool, names, 2, "head_tail", 1, 13)
+    compare(pool, Neighbours, names, 2, "head_tail", 1, 13)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 17), (3, 2, 14), (4, 1, 13)])
 def test_neighbours_are_read_in_every_layout(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
-    compare(pool, CASES, ranks, layout, rows, tokens)
+    compare(pool, Neighbours, CASES, ranks, layout, rows, tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout", "rows", "tokens"), [(2, "head_tail", 1, 13), (3, "balanced", 2, 14)])
 def test_labels_shifted_by_the_model(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
-    compare(pool, ["pad_negative", *LOSSES], ranks, layout, rows, tokens)
-
-
-BESIDE: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
-    "two": (False, lambda x, y: F.cross_entropy(x[:, :-2].flatten(0, 1), y[:, 2:].flatten())),
-    "back": (False, lambda x, y: F.cross_entropy(x[:, 1:].flatten(0, 1), y[:, :-1].flatten())),
-    "unshifted": (False, lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, :-1].flatten())),
-    "read_twice": (False, lambda x, y: F.cross_entropy((a := x[:, :-1]).flatten(0, 1), y[:, 1:].flatten()) + a.sum()),
-    "another_fill": (True, lambda x, y: F.cross_entropy(x.flatten(0, 1), F.pad(y, (0, 1))[:, 1:].flatten())),
-}
-"""Whether it is right, and the loss."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BESIDE)
-def test_other_shifts_of_labels_are_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, loss = BESIDE[name]
-    monkeypatch.setitem(LOSSES, "beside", loss)
-    model, sharding = Neighbours(["beside"]).double(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
-    torch._dynamo.reset()
-    if right:
-        assert cp.check(model, sharding, packed_batch(1, 13)).largest <= 1e-9
-    else:
-        with pytest.raises(cp.RewriteRefused, match="TOKEN_MIXING"):
-            cp.check(model, sharding, packed_batch(1, 13))
+    compare(pool, Neighbours, ["pad_negative", *LOSSES], ranks, layout, rows, tokens)

@@ -32,7 +32,16 @@ class Order:
     axis: tuple[Axis | int | sympy.Expr, ...]
 
 
-Factor = Axis | Order | int | sympy.Expr
+@dataclass(frozen=True)
+class Fewer:
+    """The row's tokens but for the last `by`, as of x[:, :-1]. A rank has a row for each of its tokens all the same;
+    those of the last ones hold anything, as rows do that fill it up. Below 0: there are more than the row's tokens, and
+    no rank has those behind the last."""
+
+    by: int
+
+
+Factor = Axis | Order | Fewer | int | sympy.Expr
 Dim = tuple[Factor, ...] | None
 """None: an ordinary dim. Otherwise its factors, major first: (T,) tokens, (B, T) flattened rows, (B, T, 4) four
 entries per token. An ordinary dim has no axis among its factors."""
@@ -48,7 +57,21 @@ class Mixes(Exception):
 
 
 def has(dim: Dim, axis: Axis) -> bool:
-    return dim is not None and any(axis in f.axis if isinstance(f, Order) else f is axis for f in dim)
+    """Whether a dim counts an axis; one of fewer tokens counts tokens, too."""
+    return dim is not None and any(
+        axis in f.axis if isinstance(f, Order) else f is axis or (axis is T and isinstance(f, Fewer)) for f in dim
+    )
+
+
+def fewer(dims: Dims) -> int:
+    """How many tokens fewer than the row a tensor with these dims has."""
+    return next((f.by for dim in dims for f in dim or () if isinstance(f, Fewer)), 0)
+
+
+def with_fewer(dims: Dims, by: int) -> Dims:
+    """The same dims of so many tokens fewer than the row's."""
+    tokens = Fewer(by) if by else T
+    return tuple(dim and tuple(tokens if f is T or isinstance(f, Fewer) else f for f in dim) for dim in dims)
 
 
 def checked(dims: Sequence[Dim]) -> Dims:
@@ -88,7 +111,7 @@ def broadcast(tensors: Sequence[Sequence[tuple[Dim, Size]]]) -> list[Dim]:
 def name(factor: Factor) -> str:
     if isinstance(factor, Order):
         return "sorted rows"
-    return "token" if factor is T else "batch" if factor is B else str(factor)
+    return "token" if factor is T or isinstance(factor, Fewer) else "batch" if factor is B else str(factor)
 
 
 def short(size: Any) -> str:

@@ -12,7 +12,7 @@ import sympy
 
 from cp_rewrite.torch_internals import expression, simplified
 
-from .dims import Axis, B, Dim, Dims, Factor, Mixes, Order, Size, T, name, short
+from .dims import Axis, B, Dim, Dims, Factor, Fewer, Mixes, Order, Size, T, name, short
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Extents:
     def of(self, factor: Factor) -> Size:
         if isinstance(factor, Order):
             return functools.reduce(operator.mul, (self.of(part) for part in factor.axis))  # type: ignore[return-value]
+        if isinstance(factor, Fewer):
+            return self.tokens - factor.by  # type: ignore[return-value]
         return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
 
     def counts_tokens(self, value: Any) -> bool:
@@ -90,13 +92,13 @@ def _take(factors: list[tuple[Factor, Size]], size: Size) -> Dim:
         if (rest := _quotient(left, extent)) is not None:
             taken.append(factor)
             left = rest
-        elif not isinstance(factor, Axis | Order) and (rest := _quotient(extent, left)) is not None:
+        elif not isinstance(factor, Axis | Order | Fewer) and (rest := _quotient(extent, left)) is not None:
             taken.append(left)
             factors.append((rest, rest))
             left = 1
         else:
             raise Mixes(f"a view cuts the {name(factor)} dim into pieces ({short(extent)} as {short(size)})")
-    return tuple(taken) if any(isinstance(factor, Axis | Order) for factor in taken) else None
+    return tuple(taken) if any(isinstance(factor, Axis | Order | Fewer) for factor in taken) else None
 
 
 def _quotient(a: Size, b: Size) -> Size | None:
@@ -104,6 +106,7 @@ def _quotient(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     ratio = sympy.sympify(a) / b
+    ratio = sympy.cancel(ratio) if isinstance(b, sympy.Add) else ratio
     if not ratio.is_integer:
         return None
     return int(ratio) if ratio.is_Integer else ratio

@@ -43,6 +43,7 @@ class Rows:
         dims: the axes in each dim. T stands in exactly one.
         pad: the value in every row that fills a rank up, when it is known; None when not.
         iota: the node that made it, when the tensor is still `arange` over its token dim.
+        table: the node that took them, when the tensor is still the first T rows of a table.
         places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
         key: the tensor holds the very values that its rows are sorted by.
         gap: the value in every row of a token of no document, when it is known; None when not.
@@ -57,6 +58,7 @@ class Rows:
     key: bool = False
     gap: Number | None = None
     attended: bool = False
+    table: fx.Node | None = None
 
     @property
     def token_dim(self) -> int:

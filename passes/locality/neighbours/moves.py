@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
+from cp_rewrite.passes.locality.claims.dims import B, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Piece, Rows, Taps
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.planning.routes.neighbours import Length
@@ -83,12 +83,13 @@ def _whole(call: Call, x: Tensor) -> Moved:
     source = call.facts.sources.get(id(x))
     if not isinstance(state, Rows) or source is None or state.places is not None or state.key:
         raise Mixes("moves something else than rows of tokens")
-    batch = sum(dim == (B,) for dim in state.dims)
-    others = any(dim not in (None, (B,), (T,)) for dim in state.dims)
-    if others or state.dims[state.token_dim] != (T,) or (batch != 1 and call.extents.batch != 1):
+    dims, by = with_fewer(state.dims, 0), fewer(state.dims)
+    batch = sum(dim == (B,) for dim in dims)
+    others = any(dim not in (None, (B,), (T,)) for dim in dims)
+    if others or dims[state.token_dim] != (T,) or (batch != 1 and call.extents.batch != 1):
         raise Mixes("moves tokens that are not in a dim of their own")
     call.use_positions(x)
-    return Moved(source, state, (Piece(ROW, ZERO),))
+    return Moved(source, replace(state, dims=dims), (Piece(ROW - Length(by), ZERO),))
 
 
 def _number(call: Call, value: Any) -> Length:

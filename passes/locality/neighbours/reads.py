@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.operands import needs_gradient, op_name
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.locality.claims.dims import B
+from cp_rewrite.passes.locality.claims.dims import B, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece, Rows
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.locality.report import Findings
@@ -28,7 +28,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import HigherOrderOperator
 
-from .moves import ROW, ZERO, total
+from .moves import ROW, ZERO, take, total
 
 Visit = Callable[[fx.Node], States]
 
@@ -72,15 +72,19 @@ class Reads:
 
     def _settled(self, node: fx.Node, state: Moved, visit: Visit) -> States:
         if state.taps is None and state.pieces == (Piece(ROW, ZERO),) and node not in self.found:
-            return Rows(
-                state.rows.dims, state.rows.pad, attended=state.rows.attended
-            )  # all are where they were, on a rank too
-        read = self._read(node, state)
-        if read is None:
+            source = self.env.get(state.source)
+            if not isinstance(source, Rows) or not fewer(source.dims):  # all are where they were, on a rank too
+                return Rows(state.rows.dims, state.rows.pad, attended=state.rows.attended)
+        by = _missing(state.pieces)
+        read = None if by is None or (by and self.runner.facts.nested) else self._read(node, state, by)
+        if by is None or read is None:
             return self._undo(node, visit)
         if self.found.setdefault(node, read) != read:
             return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
-        return Rows(state.rows.dims, state.rows.pad if read.read.keeps_fill else None, attended=state.rows.attended)
+        rows, dims = state.rows, with_fewer(state.rows.dims, by)
+        if read.read is None:  # the rows behind them are no fill
+            return Rows(dims, None if by > 0 else rows.pad, gap=rows.gap, attended=rows.attended)
+        return Rows(dims, rows.pad if read.read.keeps_fill else None, attended=rows.attended)
 
     def _moves_on(self, node: fx.Node) -> bool:
         """Whether a node only moves on what it reads."""
@@ -119,26 +123,51 @@ class Reads:
         finally:
             self.runner.trace.moves = moves
 
-    def _read(self, node: fx.Node, state: Moved) -> NeighbourRead | None:
-        """What replaces a node; None: its rows are not one for each token, or not those of one tensor."""
+    def _read(self, node: fx.Node, state: Moved, by: int) -> NeighbourRead | None:
+        """What replaces a node, of `by` tokens fewer than the row; None: its rows are not those of one tensor."""
         taps, pieces, first = state.taps, state.pieces, 0
-        if total(pieces) != ROW:
-            return None
+        rows, span = state.rows, 1 if taps is None else taps.span
+        dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
+        if taps is None and pieces == (Piece(total(pieces), ZERO),):
+            same = "as many rows as there are tokens: some are left out"
+            return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same)
         if taps is not None:
             (piece, *others), start = pieces, pieces[0].start
             if others or piece.back or piece.of is not None or start.rows or start.constant < 0:
                 return None
             pieces, first = taps.pieces, start.constant
-        parts, extras, count = _parts(pieces)
-        rows = state.rows
+        if any(piece.of is None and _beyond(piece) for piece in pieces):
+            return None
         keeps = taps is None and rows.pad is not None and not isinstance(rows.pad, AtMost)
-        span = 1 if taps is None else taps.span
+        missing = first + span - 1 - (total(pieces) - ROW).constant
+        pieces = (*pieces, *_behind(pieces, missing, rows.pad if keeps else None))
+        parts, extras, count = _parts(pieces)
         read = Neighbours(parts, first, span, count, keeps, rows.attended)
-        dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
         return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
+
+
+def _missing(pieces: Sequence[Piece]) -> int | None:
+    """How many tokens fewer than the row there are; None: that depends on the row's length."""
+    found = ROW - total(pieces)
+    return found.constant if found.rows == 0 else None
+
+
+def _beyond(piece: Piece) -> bool:
+    """Whether a piece reaches behind the row's last token."""
+    left = ROW - piece.start - (Length(1) if piece.back else piece.length)
+    return left.rows < 0 or (left.rows == 0 and left.constant < 0)
+
+
+def _behind(pieces: Sequence[Piece], missing: int, pad: Any) -> tuple[Piece, ...]:
+    """What stands in for rows that are not there: a number, or the last entry again, which such rows may hold."""
+    if missing <= 0:
+        return ()
+    if pad is not None:
+        return (Piece(Length(missing), ZERO, pad),)
+    return take(pieces, total(pieces) - Length(1), Length(1)) * missing
 
 
 def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, int], ...], int]:

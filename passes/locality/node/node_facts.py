@@ -34,6 +34,8 @@ class Events:
         used: nodes that make positions whose values were used.
         indexed: nodes that make positions which only name every row of a shard in turn.
         table: the dim of the node's first operand, a table, that it takes the first T rows of.
+        looked_up: nodes that take the first T rows of a table, which were looked up by tokens' own numbers.
+        in_turn: such nodes whose rows were used for the tokens in turn.
         unmasked: a sum over tokens took in the rows that fill a rank up, whatever they hold.
         gaps: a sum over tokens took in rows of tokens of no document, which hold something else than on one process.
         moved: an op moved tokens to other places: what it gives is known by the nodes that it is made of.
@@ -44,6 +46,8 @@ class Events:
     used: list[fx.Node] = field(default_factory=list[fx.Node])
     indexed: list[fx.Node] = field(default_factory=list[fx.Node])
     table: int | None = None
+    looked_up: list[fx.Node] = field(default_factory=list[fx.Node])
+    in_turn: list[fx.Node] = field(default_factory=list[fx.Node])
     unmasked: bool = False
     gaps: bool = False
     moved: bool = False
@@ -55,6 +59,8 @@ class Events:
             refusals=[*self.refusals],
             used=[*self.used],
             indexed=[*self.indexed],
+            looked_up=[*self.looked_up],
+            in_turn=[*self.in_turn],
             steps=[*self.steps],
         )
 

@@ -30,6 +30,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
 from cp_rewrite.passes.locality.neighbours.moves import follow_source, moved
 from cp_rewrite.passes.locality.resolve.attempts import Attempt, attempts
 from cp_rewrite.passes.locality.rules.draws import drawn
+from cp_rewrite.passes.locality.rules.picked.looked_up import LookedUp
 from cp_rewrite.passes.locality.rules.rule import Rule, States, Takes
 from cp_rewrite.passes.locality.rules.table import find_rule
 from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
@@ -144,7 +145,8 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             raise Mixes("is not made whole")
         new, whole = attempt.whole(call)
         new = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
-        use_lost_positions(call, new)
+        if not isinstance(whole, LookedUp):
+            use_lost_positions(call, new)
         if IN_DOCUMENT not in getattr(whole, "reads", ()):  # such a one checks the batch's
             new = whole_of_gaps(call, new)
         return new, whole
@@ -256,6 +258,8 @@ def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
         rows = call.rows(tensor)
         if rows is None:
             continue
+        if rows.table is not None and all(state.table is not rows.table for state in kept):
+            call.facts.events.in_turn.append(rows.table)
         lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
         if lost or (rows.places is not None and all(state.places is None for state in kept)):
             call.use_positions(tensor)

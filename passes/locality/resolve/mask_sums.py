@@ -15,10 +15,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN
+from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS, TOKEN_INDEX
 from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.passes.locality.claims.dims import Dims
+from cp_rewrite.passes.locality.claims.dims import Dims, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Number, Rows
 from cp_rewrite.passes.locality.node.run import NodeRunner
 from cp_rewrite.passes.locality.rules.spread import can_spread, spread
@@ -63,7 +63,9 @@ def _choices(node: fx.Node, runner: NodeRunner) -> Iterator[Masked]:
 def _insert(node: fx.Node, operand: fx.Node, dims: Dims, pad: Number) -> Insert:
     value = value_of(operand)
     number = bool(pad) if value.dtype == torch.bool else pad
-    return Insert(node, operand, FillRows(dims, number), WHY, (HAS_TOKEN,))
+    return Insert(
+        node, operand, FillRows(dims, number), WHY, (HAS_TOKEN, *([TOKEN_INDEX, ROW_TOKENS] * bool(fewer(dims))))
+    )
 
 
 @dataclass(frozen=True)
@@ -73,5 +75,9 @@ class FillRows:
     dims: Dims
     number: Number
 
-    def __call__(self, x: Tensor, has_token_BT: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, has_token_BT: Tensor, index_BT: Tensor | None = None, row_tokens: Tensor | None = None
+    ) -> Tensor:
+        if index_BT is not None and row_tokens is not None:
+            has_token_BT = has_token_BT & (index_BT < row_tokens - fewer(self.dims))
         return torch.where(spread(has_token_BT, self.dims), x, self.number)

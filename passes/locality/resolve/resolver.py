@@ -14,7 +14,7 @@ from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.resolution import Conversion, Converted, Lowering, Step, group_of
 from cp_rewrite.sharding import Sharding
 
-from .attempts import Steps
+from .attempts import NO_STEPS, Steps
 
 
 class Resolver:
@@ -42,6 +42,11 @@ class Resolver:
         for place, conversions in steps.operands:
             self._insert(node, places[place], conversions, f"{op_name(node)} needs it whole")
         return None
+
+    def changes(self, node: fx.Node) -> bool:
+        """Whether something is done to a node."""
+        steps = self._known.get(node, NO_STEPS)
+        return bool(steps.operands or steps.inside)
 
     def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
         """Convert what the graph returns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def pointwise(call: Call) -> TensorState:
     if not any(isinstance(state, Rows) for state in states):
         return REPLICATED
     return Rows(checked(broadcast([call.entries(x) for x in call.tensors])), pad=padding(call))
+
+
+def cast(call: Call) -> TensorState:
+    """The same rows in another dtype."""
+    rows, new = call.rows(call.first), pointwise(call)
+    return replace(new, table=rows.table) if rows and isinstance(new, Rows) else new
 
 
 def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
@@ -81,14 +88,15 @@ def padding(call: Call) -> Number | None:
     """
     values = [pad_of(call, x) for x in call.tensors]
     if call.name == "where" and len(values) == 3:
-        return None if values[0] is None else values[1] if values[0] else values[2]
+        same = values[1] if values[1] == values[2] else None
+        return same if values[0] is None else values[1] if values[0] else values[2]
     if call.name == "masked_fill":
         value = call.arg("value")
         filled = pad_of(call, value) if isinstance(value, Tensor) else value
         return None if values[1] is None else filled if values[1] else values[0]
     if call.name in ("mul", "bitwise_and", "logical_and") and 0 in values:
         return 0
-    if call.name == "xlogy" and values[0] == 0:
+    if call.name in _ZERO_OF_ZERO and values[0] == 0:
         return 0
     if call.name == "div" and values[0] == 0 and not any(call.rows(x) for x in call.tensors[1:]):
         return 0
@@ -149,6 +157,11 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Number | None:
     return value if exact else None
 
 
+_ZERO_OF_ZERO = frozenset(
+    "xlogy relu tanh sin square sqrt sign round silu gelu threshold_backward silu_backward gelu_backward "
+    "tanh_backward sigmoid_backward leaky_relu_backward".split()
+)
+"""Ops that give 0 where their first operand is 0."""
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "ne": operator.ne,
     "eq": operator.eq,

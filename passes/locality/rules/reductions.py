@@ -8,7 +8,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.operands import op_name
-from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, has
+from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, fewer, has
 from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
     REPLICATED,
@@ -79,6 +79,8 @@ _ON_THE_WAY = frozenset(
 
 def sum_over_tokens(call: Call, zero_padding: bool) -> TensorState:
     """A per-rank part of a sum; noted where padding rows may hold something else than 0."""
+    if any(fewer(rows.dims) < 0 for rows in map(call.rows, call.tensors) if rows):
+        raise Mixes(f"{call.name} adds up more tokens than the row has")
     call.facts.events.unmasked |= not zero_padding
     return Partial()
 

@@ -22,7 +22,7 @@ from cp_rewrite.refusal import Reason
 def regrouped(call: Call, x: Rows) -> Rows:
     """view: (B,) (T,) · -> (B, T) · and back, see `regroup`."""
     sizes = call.sizes(call.first), call.sizes(call.outs[0])
-    return replace(x, dims=checked(regroup(x.dims, *sizes, call.extents)))
+    return replace(x, dims=checked(regroup(x.dims, *sizes, call.extents)), table=None)
 
 
 def permuted(call: Call, x: Rows) -> Rows:
@@ -52,7 +52,7 @@ def squeezed(call: Call, x: Rows) -> Rows:
 def without_dim(call: Call, x: Rows) -> Rows:
     """select, unbind: one entry of a dim."""
     dim = call.arg("dim") % len(x.dims)
-    return Rows(x.dims[:dim] + x.dims[dim + 1 :])
+    return Rows(x.dims[:dim] + x.dims[dim + 1 :], pad=x.pad)
 
 
 def as_complex(call: Call, x: Rows) -> Rows:
@@ -126,7 +126,7 @@ def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
         raise Mixes(TABLE_HINT, Reason.POSITION_GENERATOR)
     facts.events.table = dim
     facts.operands[id(call.outs[0])] = call.outs[0]
-    return Rows(tuple((T,) if i == dim else None for i in range(table.ndim)))
+    return Rows(tuple((T,) if i == dim else None for i in range(table.ndim)), table=facts.node)
 
 
 def cat(call: Call) -> TensorState:

@@ -7,16 +7,30 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.dims import B, Dims, T
+from cp_rewrite.batch.active import TOKEN_INDEX, PlanInput
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Fewer, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
+from cp_rewrite.passes.values.resolution import Ranks
 
 
 def can_spread(rows: Rows) -> bool:
     """Not rows in an order of their own, and no places of rows."""
-    factors = [factor for dim in rows.dims for factor in dim or ()]
+    factors = [factor for dim in rows.dims for factor in dim or () if not (isinstance(factor, Fewer) and factor.by > 0)]
     return (
         rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
     )
+
+
+def has_row(ranks: Ranks, dims: Dims) -> Tensor:
+    """Which local rows hold one of a tensor with these dims, as `spread`."""
+    by = fewer(dims)
+    held = ranks.has_token & (ranks.token_index < ranks.row_tokens - by) if by else ranks.has_token
+    return spread(held, dims)
+
+
+def reads_of(dims: Dims) -> tuple[PlanInput, ...]:
+    """What `has_row` reads of the plan beside `READ`."""
+    return (TOKEN_INDEX,) if fewer(dims) else ()
 
 
 def spread(has_token_BT: Tensor, dims: Dims) -> Tensor:
@@ -26,6 +40,7 @@ def spread(has_token_BT: Tensor, dims: Dims) -> Tensor:
     (B, T) ·        (B * T, 1)
     (T, 4)          (T * 4,)
     """
+    dims = with_fewer(dims, 0)
     while dims and dims[0] is None:  # broadcasting adds them
         dims = dims[1:]
     factors = [factor for dim in dims for factor in dim or (1,)]

@@ -30,9 +30,9 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes, wholes
-from .elementwise import pointwise
+from .elementwise import cast, pointwise
 from .picked import entries as picked
-from .picked import first, segments
+from .picked import first, looked_up, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
 from .running import scans
@@ -79,7 +79,7 @@ FILLED = (
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
 # With a number made from the token count: that of the whole row in its place.
 SCALED = Rule("mul div", pointwise, SUMS | UNCUT, wholes.counted)
-CAST = Rule("_to_copy", pointwise, SUMS | UNCUT | GROUPS)
+CAST = Rule("_to_copy", cast, SUMS | UNCUT | GROUPS)
 
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
 MIXED_DIMS = (
@@ -128,8 +128,8 @@ SUMMED = (
 
 # Values are indices: they may be made from tokens, but pick no tokens.
 INDEXED = (
-    # a table that is the same on all ranks -> the indices' dims and one more
-    Rule("embedding", indexing.embedding),
+    # a table that is the same on all ranks, or its first T rows -> the indices' dims and one more
+    Rule("embedding", indexing.embedding, whole=looked_up.embedding),
     # a list that is the same on all ranks -> the dims of what is looked up in it
     Rule("isin bucketize searchsorted", indexing.looked_up),
     # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
@@ -138,10 +138,11 @@ INDEXED = (
     Rule("gather", indexing.gather, whole=picked.gather),
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part
     Rule("scatter_add scatter_reduce", indexing.gather, whole=segments.added),
-    # an indexed dim without tokens -> in its place the indices' dim
-    Rule("index_select", indexing.index_select, whole=picked.index_select),
-    # indexed dims without tokens, or all rows of a shard in turn -> in their place the indices' dims
-    Rule("index _unsafe_index", indexing.index, POSITIONS, picked.index),
+    # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
+    Rule("index_select", indexing.index_select, whole=looked_up.index_select),
+    # indexed dims without tokens, or all rows of a shard in turn, or the first T rows of a table -> in their place the
+    # indices' dims
+    Rule("index _unsafe_index", indexing.index, POSITIONS, looked_up.index),
     # x[mask] = number, where x and mask have the same tokens -> the same dims
     Rule("index_put _unsafe_index_put _index_put_impl", indexing.index_put, POSITIONS),
 )

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import Tensor
 
 from cp_rewrite.batch.active import PlanInput
-from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Ranks, Whole
@@ -28,7 +29,7 @@ from .elementwise import pointwise
 from .losses import nll_rows
 from .picked.first import LargestPlace
 from .rule import States, given_dims
-from .spread import can_spread, spread
+from .spread import can_spread, has_row, reads_of
 
 _aten: Any = torch.ops.aten
 
@@ -85,10 +86,12 @@ def counted(call: Call) -> tuple[States, Whole]:
     if call.name not in ("mul", "div") or numbers != ["other"] or call.written:
         raise Mixes(f"{call.name} takes a number made from the token count")
     expr = call.extents.size(call.bound["other"])
-    each = expr.replace(_to_float, lambda x: x.args[0]) / call.extents.tokens  # type: ignore[union-attr]
-    if not each.is_Number:
+    expr = sympy.expand(expr.replace(_to_float, lambda x: x.args[0]))  # type: ignore[union-attr]
+    each = expr.coeff(call.extents.tokens, 1)
+    more = sympy.expand(expr - each * call.extents.tokens)
+    if not each.is_Number or not more.is_Number:
         raise Mixes("the number is no multiple of the token count")
-    return pointwise(call), Counted(float(each))
+    return pointwise(call), Counted(float(each), float(more))
 
 
 def _to_float(x: Any) -> bool:
@@ -105,13 +108,15 @@ def bincount(call: Call) -> tuple[States, Whole]:
 
 @dataclass(frozen=True)
 class Counted:
-    """each: how often the number has the tokens of a row."""
+    """each: how often the number has the tokens of a row. more: what is added."""
 
     each: float
+    more: float = 0.0
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        each = int(self.each) if self.each == int(self.each) else self.each
-        return getattr(_aten, func._schema.name[6:]).Tensor(args["self"], ranks.row_tokens.select(0, 0) * each)
+        each, more = (int(x) if x == int(x) else x for x in (self.each, self.more))
+        number = ranks.row_tokens.select(0, 0) * each
+        return getattr(_aten, func._schema.name[6:]).Tensor(args["self"], number + more if more else number)
 
 
 @dataclass(frozen=True)
@@ -123,15 +128,19 @@ class _OverTokens:
     def keep(self, ranks: Ranks, x: Tensor, other: float) -> Tensor:
         """`x` with another value in rows without a token."""
         number = x.new_full((), other) if x.is_floating_point() else other
-        return torch.where(spread(ranks.has_token, self.dims), x, number)
+        return torch.where(has_row(ranks, self.dims), x, number)
+
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return reads_of(self.dims)
 
     def count(self, ranks: Ranks, x: Tensor, dims: Sequence[int] | None) -> Tensor:
         """() how many entries these dims of all ranks' `x` have."""
         entries: Any = 1
         for dim in _dims(x, dims):
-            for factor in self.dims[dim] or (x.shape[dim],):
+            for factor in with_fewer(self.dims, 0)[dim] or (x.shape[dim],):
                 entries = entries * (1 if factor is T else ranks.has_token.shape[0] if factor is B else factor)
-        return ranks.row_tokens.select(0, 0) * entries
+        return (ranks.row_tokens.select(0, 0) - fewer(self.dims)) * entries
 
 
 def _dims(x: Tensor, dims: Any) -> list[int]:

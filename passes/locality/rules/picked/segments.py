@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
+from cp_rewrite.batch.active import PlanInput
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, has
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
-from cp_rewrite.passes.locality.rules.spread import can_spread, spread
+from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 
 
@@ -27,9 +28,7 @@ def added(call: Call) -> tuple[States, Whole]:
         raise Mixes(f"{call.name} of something else than token rows")
     if call.arg("reduce") not in (None, "sum") or call.arg("include_self") is False:
         raise Mixes(f"{call.name} of other kinds than a sum")
-    if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim) or T not in (
-        rows.dims[dim] or ()
-    ):
+    if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim) or not has(rows.dims[dim], T):
         raise Mixes(f"{call.name} along another dim than that of the tokens")
     mine = call.entries(source)
     if call.entries(index) != ([mine[dim]] if call.name == "index_add" else mine):
@@ -45,9 +44,13 @@ class Added:
     dims: Dims
     name: str
 
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return reads_of(self.dims)
+
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         base, rows = args["self"], args[self.name]
-        kept = torch.where(spread(ranks.has_token, self.dims), rows, rows.new_zeros(()))
+        kept = torch.where(has_row(ranks, self.dims), rows, rows.new_zeros(()))
         written = func._schema.is_mutable
         if base.is_floating_point():
             base = base.div_(ranks.world_size) if written else base / ranks.world_size

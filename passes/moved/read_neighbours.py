@@ -23,6 +23,8 @@ Proxies = Callable[[fx.Node], Any]
 
 def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) -> Any:
     """The new value of `read.node`. Args: proxy: of a node. plan: the tensors of `PlanInput.of_neighbours`."""
+    if read.read is None:
+        return _cut_off(read, proxy(read.source))
     dims = [dim for dim in (read.batch_dim, read.token_dim) if dim is not None]
     ndim = value_of(read.source).ndim
     x = proxy(read.source).movedim(dims, list(range(len(dims))))
@@ -38,8 +40,13 @@ def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) ->
         size = value_of(read.source).shape[0]
         batch = size if isinstance(size, int) else proxy(read.source).size(0)
         found = _convolved(read.conv, found, plan[-1], proxy).unflatten(0, (batch, -1)).transpose(1, 2)
+    return _cut_off(read, found)
+
+
+def _cut_off(read: NeighbourRead, x: Any) -> Any:
+    """Without a gradient, where the node has none."""
     cut = not needs_gradient(read.node) and value_of(read.node).is_floating_point()
-    return found.detach() if cut else found
+    return x.detach() if cut else x
 
 
 def moved_arguments(state: State) -> set[str]:

@@ -1,0 +1,73 @@
+"""Tensors of fewer tokens than the row, as of x[:, :-1]: on a rank they keep a row for each of its tokens.
+
+    a = x[:, :-1]            S - 1 rows           a = x                S rows
+    b = a.view(-1, n)        B (S - 1)     ->     b = a.view(-1, n)    B S
+    n = a.shape[1]           S - 1                n = S - 1            as it was
+
+Nodes that make such tensors are run again; numbers that are made from their sizes stay what they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.passes.graph.new_nodes import fake_value
+from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.values.sizes import linear_in
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.torch_internals import FakeTensorMode
+
+
+def keep_sizes(state: State, mode: FakeTensorMode) -> None:
+    """Let numbers that are read off such tensors be computed without them."""
+    asked = [user for node in state.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
+    numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
+    for node in dict.fromkeys(numbers):
+        if _is_number(node) and linear_in(value_of(node), state.tokens.inputs[0].tokens) is not None:
+            node.replace_all_uses_with(_number(node, 0, state, mode))
+
+
+def keep_rows(node: fx.Node, state: State, mode: FakeTensorMode) -> None:
+    """Run a node again on operands that keep all rows; sizes among its arguments are those of all rows."""
+    tokens, by = state.tokens.inputs[0].tokens, state.fewer[node]
+
+    def changed(given: fx.Node) -> fx.Node:
+        found = linear_in(value_of(given), tokens) if _is_number(given) else None
+        return given if found is None or not found[0] else _number(given, found[0] * by, state, mode, node)
+
+    node.args = fx.map_arg(node.args, changed)
+    node.kwargs = fx.map_arg(node.kwargs, changed)
+    old, new = node.meta["example_value"], fake_value(node, mode)
+    node.meta["example_value"] = _with_gradients(old, new)
+
+
+def _number(of: fx.Node, more: int, state: State, mode: FakeTensorMode, before: fx.Node | None = None) -> fx.Node:
+    """A node for a number a S + b, from the tokens S of an input, and `more`."""
+    first = state.tokens.inputs[0]
+    found = linear_in(value_of(of), first.tokens)
+    assert found is not None
+    each, added = found
+    graph = of.graph
+    with graph.inserting_before(before or of):
+        steps = [graph.call_method("size", (first.node, first.dim))]
+        steps += [graph.call_function(operator.mul, (steps[-1], each))] if each != 1 else []
+        steps += [graph.call_function(operator.add, (steps[-1], added + more))] if added + more else []
+    for step in steps:
+        step.meta["cp_rewrite"] = "sizes of all rows"
+        step.meta["example_value"] = fake_value(step, mode)
+    return steps[-1]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.SymInt | int)
+
+
+def _with_gradients(old: Any, new: Any) -> Any:
+    if isinstance(new, list | tuple):
+        return type(new)(_with_gradients(a, b) for a, b in zip(old, new, strict=True))
+    return new.detach().requires_grad_(old.requires_grad) if isinstance(new, Tensor) else new

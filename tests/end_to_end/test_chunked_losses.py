@@ -1,0 +1,145 @@
+"""Losses in a loop over chunks of tokens: one process's loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from tests.helpers.one_process import check_or_refuse, compare
+from tests.helpers.packed_model import PackedModel
+from tests.helpers.pool import Pool
+
+Loss = Callable[["Chunked", Tensor, Tensor], Any]
+
+
+class Chunked(PackedModel):
+    """The packed model with another loss of hidden states."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def extra(self) -> None:
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
+    ) -> Tensor:
+        h = self.embed(input_ids)
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = self.mask(h, doc_ids, position_ids, input_ids)
+        return LOSSES[self.name](self, h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2)), labels)
+
+
+def entropy(x: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def of_torchtune(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    total: Any = 0.0
+    chunks = [chunk.reshape(-1, chunk.size(-1)) for chunk in m.head(h).chunk(4, dim=1)]
+    for x, target in zip(chunks, [chunk.reshape(-1) for chunk in y.chunk(4, dim=1)], strict=True):
+        total += F.cross_entropy(x.float().to(h.dtype), target, reduction="sum", ignore_index=-100)
+    return total / (y != -100).sum()
+
+
+def of_hidden_states(m: Chunked, h: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
+    losses = [entropy(m.head(x), t, reduction) for x, t in zip(h.split(3, dim=1), y.split(3, dim=1), strict=True)]
+    return torch.stack(losses).sum() / 9
+
+
+def of_flat_rows(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    parts = zip(h.flatten(0, 1).chunk(3), y.flatten().chunk(3), strict=True)
+    return torch.cat([F.cross_entropy(m.head(x), t, reduction="none") for x, t in parts]).sum() / 9
+
+
+def of_fewer(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    parts = zip(h[:, :-1].chunk(3, 1), y[:, 1:].chunk(3, 1), strict=True)
+    return sum((entropy(m.head(x), t) for x, t in parts), m.scale) / 9
+
+
+def back_in_place(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    h = torch.cat([m.out(x).tanh() * x for x in h.chunk(2, 1)], 1)
+    return entropy(m.head(h), y, "mean")
+
+
+LOSSES: dict[str, Loss] = {
+    "of_torchtune": of_torchtune,
+    "of_hidden_states": of_hidden_states,
+    "of_flat_rows": of_flat_rows,
+    "of_fewer": of_fewer,
+    "back_in_place": back_in_place,
+}
+
+
+def test_chunked_losses_are_right(pool: Pool) -> None:
+    compare(pool, Chunked, "of_torchtune", 2, "head_tail", 1, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 37)])
+def test_all_chunked_losses_are_right(pool: Pool, name: str, ranks: int, rows: int, tokens: int) -> None:
+    compare(pool, Chunked, name, ranks, sorted(LAYOUTS)[len(name) % len(LAYOUTS)], rows, tokens)
+
+
+def weighted(m: Chunked, h: Tensor, y: Tensor) -> Any:
+    parts = zip(h.chunk(2, 1), y.chunk(2, 1), strict=True)
+    return sum((entropy(m.head(x), t) * (1 + i) for i, (x, t) in enumerate(parts)), h.new_zeros(()))
+
+
+def of_positions(m: Chunked, h: Tensor, y: Tensor) -> Any:
+    return sum(((x.mean(-1) * torch.arange(x.shape[1])).sum() for x in h.chunk(2, 1)), h.new_zeros(()))
+
+
+def attended(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    found = [F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True) for x in h.chunk(2, 1)]
+    return entropy(m.head(torch.cat(found, 2)[:, 0]), y)
+
+
+def written_out(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    found = [(x[:, None] @ x[:, None].mT / 5).softmax(-1) @ x[:, None] for x in h.chunk(2, 1)]
+    return entropy(m.head(torch.cat(found, 2)[:, 0]), y)
+
+
+def one_twice(m: Chunked, h: Tensor, y: Tensor) -> Any:
+    chunks = h.chunk(3, 1)
+    return sum((m.head(x).sum() for x in (*chunks, chunks[0])), h.new_zeros(())) / 9
+
+
+BESIDE: dict[str, Loss] = {
+    "mean_of_means": lambda m, h, y: of_hidden_states(m, h, y, "mean"),
+    "weighted": weighted,
+    "of_positions": of_positions,
+    "attended": attended,
+    "written_out": written_out,
+    "one_left_out": lambda m, h, y: sum((m.head(x).sum() for x in h.chunk(3, 1)[1:]), h.new_zeros(())) / 9,
+    "one_twice": one_twice,
+    "turned": lambda m, h, y: entropy(m.head(torch.cat(h.chunk(2, 1)[::-1], 1)), y),
+    "stacked": lambda m, h, y: torch.stack([x.square().sum() for x in h.chunk(2, 1)]).exp().sum() / 1e9,
+    "with_a_weight": lambda m, h, y: sum((x.sum() + m.scale * 3 for x in h.chunk(2, 1)), h.new_zeros(())) / 9,
+    "squared": lambda m, h, y: sum((x.sum().square() for x in h.chunk(2, 1)), h.new_zeros(())) / 9,
+    "largest": lambda m, h, y: sum((x.amax() for x in h.chunk(2, 1)), h.new_zeros(())) / 9,
+    "centered": lambda m, h, y: entropy(m.head(torch.cat([x - x.mean(1, True) for x in h.chunk(2, 1)], 1)), y),
+    "rolled": lambda m, h, y: entropy(m.head(torch.cat([x.roll(1, 1) for x in h.chunk(2, 1)], 1)), y),
+    "shifted": lambda m, h, y: entropy(m.head(torch.cat([F.pad(x, (0, 0, 1, -1)) for x in h.chunk(2, 1)], 1)), y),
+    "counted": lambda m, h, y: sum((x.sum() * x.shape[1] for x in h.chunk(2, 1)), h.new_zeros(())) / 9,
+    "summed_up": lambda m, h, y: entropy(m.head(torch.cat([x.cumsum(1) for x in h.chunk(2, 1)], 1)), y),
+    "last": lambda m, h, y: sum((x[:, -1].sum() for x in h.chunk(2, 1)), h.new_zeros(())),
+    "features": lambda m, h, y: entropy(m.head(torch.cat([x * x.softmax(-1) for x in h.chunk(2, -1)], -1)), y),
+    "same_sums": lambda m, h, y: sum((x.new_ones(()) * m.scale for x in h.chunk(2, 1)), h.sum()) / 9,
+    "rows_added": lambda m, h, y: (c := h.chunk(2, 1))[0].sum() + (c[0] + c[1]).square().sum() / 9,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_chunked_losses_is_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "beside", BESIDE[name])
+    check_or_refuse(Chunked("beside"), rows=2, tokens=16)

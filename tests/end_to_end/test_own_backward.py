@@ -1,0 +1,171 @@
+"""A torch.autograd.Function whose forward and backward treat tokens alone: one process's loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from tests.helpers.one_process import check_or_refuse, compare
+from tests.helpers.packed_model import WIDTH, PackedModel
+from tests.helpers.pool import Pool
+
+Mix = Callable[["Functions", Tensor], Tensor]
+Loss = Callable[["Functions", Tensor, Tensor], Tensor]
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of a Function: forward(*operands) -> (results, saved); backward(saved, *gradients) -> gradients."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            results, saved = forward(*operands)
+            ctx.save_for_backward(*saved)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx.saved_tensors, *gradients)
+
+    return Function.apply
+
+
+def rms_forward(x: Tensor, w: Tensor) -> Any:
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    return x * r * w, (x * r, r, w)
+
+
+def rms_backward(saved: Any, g: Tensor) -> Any:
+    x, r, w = saved
+    away = g * w
+    return r * (away - x * (away * x).mean(-1, keepdim=True)), (g * x).sum((0, 1))
+
+
+def fused_forward(h: Tensor, w: Tensor, y: Tensor, mean: bool) -> Any:
+    scores, kept = h @ w.t(), y != -100
+    count = kept.sum() if mean else 9.0
+    target = y.clamp(min=0)
+    losses = scores.logsumexp(-1) - scores.gather(-1, target[:, None])[:, 0]
+    away = (scores.softmax(-1) - F.one_hot(target, w.shape[0])) * kept[:, None] / count
+    return (losses * kept).sum() / count, (away @ w, away.t() @ h)
+
+
+silu_mul = function(
+    lambda a, b: (F.silu(a) * b, (a, b)),
+    lambda s, g: (g * s[1] * s[0].sigmoid() * (1 + s[0] * (1 - s[0].sigmoid())), g * F.silu(s[0])),
+)
+squared_relu = function(lambda x: (F.relu(x).square(), (x,)), lambda s, g: g * 2 * F.relu(s[0]))
+reversal = function(lambda x: (x.view_as(x), ()), lambda s, g: -0.3 * g)
+rounded = function(lambda x: (x.round(), ()), lambda s, g: g)
+rms_norm = function(rms_forward, rms_backward)
+linear = function(lambda x, w: (x @ w.t(), (x, w)), lambda s, g: (g @ s[1], g.flatten(0, 1).t() @ s[0].flatten(0, 1)))
+fused_loss = function(fused_forward, lambda s, g: (g * s[0], g * s[1], None, None))
+two_results = function(
+    lambda x, w: ((x * w, x.sin(), (x > 0).int()), (x, w)),
+    lambda s, a, b, _: (a * s[1] + b * s[0].cos(), (a * s[0]).flatten(0, 1).sum(0)),
+)
+auxiliary = function(lambda x, loss: (x * 1, (loss,)), lambda s, g: (g, torch.ones_like(s[0]) * 0.1))
+clipped = function(lambda x: (x * 1, ()), lambda s, g: g.clamp(-1e-3, 1e-3))
+raised = function(lambda x: (x * 1, ()), lambda s, g: g + 0.01)
+scaled = function(lambda x: (x * 1, ()), lambda s, g: g * 3)
+
+
+def joined(results: Sequence[Tensor]) -> Tensor:
+    return results[0] + results[1] * results[2]
+
+
+MIXES: dict[str, Mix] = {
+    "silu_mul": lambda m, h: silu_mul(h, m.lin(h)),
+    "squared_relu": lambda m, h: squared_relu(m.lin(h)),
+    "reversal": lambda m, h: reversal(h).tanh(),
+    "rounded": lambda m, h: rounded(m.lin(h)),
+    "rms_norm": lambda m, h: rms_norm(h, m.w),
+    "linear": lambda m, h: linear(h, m.lin.weight),
+    "two_results": lambda m, h: joined(two_results(h, m.w)),
+    "auxiliary": lambda m, h: auxiliary(h, m.lin(h).softmax(-1).mean((0, 1)).square().sum()),
+    "clipped": lambda m, h: clipped(h),
+    "raised": lambda m, h: raised(h.sin()),  # rows that fill a rank up have a gradient of their own
+    "of_a_weight": lambda m, h: h * reversal(m.w),
+    "spread_weight": lambda m, h: silu_mul(h, m.w.expand_as(h)),
+    "checkpoint": lambda m, h: checkpoint(lambda x: rms_norm(silu_mul(x, m.lin(x)), m.w), h, use_reentrant=False),
+}
+LOSSES: dict[str, Loss] = {
+    "fused_sum": lambda m, h, y: fused_loss(h.flatten(0, 1), m.head.weight, y.flatten(), False),
+    "fused_mean": lambda m, h, y: fused_loss(h.flatten(0, 1), m.head.weight, y.flatten(), True),
+    "scaled_sum": lambda m, h, y: scaled(h.square().sum()),
+    "scaled_mean": lambda m, h, y: scaled(h.square().mean()),
+}
+CASES = [*MIXES, *LOSSES]
+
+
+class Functions(PackedModel):
+    """The packed model with functions of hidden states, and losses of them, beside each other."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names, self.hidden = names, Tensor()
+
+    def extra(self) -> None:
+        self.w = nn.Parameter(torch.randn(WIDTH))
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor):
+        h = self.embed(input_ids)
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = self.mask(h, doc_ids, position_ids, input_ids)
+        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        h = sum((MIXES[name](self, h) * (1 + i / 9) for i, name in enumerate(self.names) if name in MIXES), h)
+        losses = [LOSSES[name](self, h, labels) for name in self.names if name in LOSSES]
+        return sum(losses, self.loss(self.head(h), labels, num_items))
+
+
+def test_backwards_of_their_own_are_right(pool: Pool) -> None:
+    compare(pool, Functions, ["silu_mul", "rms_norm", "raised"], 2, "head_tail", 1, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [CASES, *([name] for name in LOSSES)])
+def test_all_backwards_of_their_own_are_right(pool: Pool, names: Sequence[str]) -> None:
+    compare(pool, Functions, names, 2, "head_tail", 1, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 17)])
+def test_backwards_of_their_own_in_every_layout(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
+    compare(pool, Functions, CASES, ranks, layout, rows, tokens)
+
+
+def decayed(saved: Any, g: Tensor) -> Any:
+    return g * saved[0], 0.1 * saved[0]
+
+
+BESIDE: dict[str, Mix] = {
+    "flipped": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g.flip(1))(h),
+    "rolled": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g.roll(1, 1))(h),
+    "centered": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g - g.mean(1, keepdim=True))(h),
+    "normed": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g / g.norm())(h),
+    "summed_forward": lambda m, h: function(lambda x: (x * x.cumsum(1), ()), lambda s, g: g)(h),
+    "fill_is_summed": lambda m, h: function(lambda x, w: (x * w, ()), lambda s, g: (g, (g + 1).sum((0, 1))))(h, m.w),
+    "decayed": lambda m, h: function(lambda x, w: (x * w, (w,)), decayed)(h, m.w),
+    "not_summed": lambda m, h: function(
+        lambda x, w: (x * w, (x,)), lambda s, g: (g, (g * s[0]).sum((0, 1)) / s[0].shape[1])
+    )(h, m.w),
+    "norm_of_a_sum": lambda m, h: function(
+        lambda x, w: (x * w, (x,)), lambda s, g: (g, F.normalize((g * s[0]).sum((0, 1)), dim=0))
+    )(h, m.w),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_backwards_that_mix_tokens_are_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXES, "beside", BESIDE[name])
+    check_or_refuse(Functions(["beside"]))
