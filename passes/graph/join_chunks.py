@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
-from .new_nodes import fake_value
+from .new_nodes import fake_value, tracing
 from .operands import op_name
 from .writes import written_nodes
 
@@ -271,7 +271,7 @@ class _Joiner:
         """A new node with the place in the source of one like it."""
         made.append(new)
         new.meta = {name: value for name, value in like.meta.items() if name != "example_value"}
-        with self.mode.shape_env.suppress_guards():
+        with tracing(self.mode):
             value = fake_value(new, self.mode)
         if isinstance(value, Tensor):
             value = value.detach().requires_grad_(like.meta["example_value"].requires_grad)
@@ -285,7 +285,7 @@ def _cut_dim(node: fx.Node, symbols: Collection[Any]) -> int | None:
         return None
     given = [*node.args[2:], *(v for name, v in node.kwargs.items() if name in ("dim", "axis"))] or [0]
     source = node.args[0].meta.get("example_value")
-    if not isinstance(source, Tensor) or not isinstance(given[0], int) or not isinstance(given[0], int):
+    if not isinstance(source, Tensor) or not isinstance(given[0], int):
         return None
     dim = given[0] % source.ndim
     counts = expression(source.shape[dim]).free_symbols & {s for symbol in symbols for s in symbol.free_symbols}

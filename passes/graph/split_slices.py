@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_rewrite.torch_internals import fake_mode_of
 
-from .new_nodes import fake_value
+from .new_nodes import fake_value, tracing
 
 _ALL = slice(None)
 
@@ -21,9 +21,9 @@ _ALL = slice(None)
 def split_slices(gm: fx.GraphModule) -> None:
     """Do so in a graph and its nested regions."""
     mode = fake_mode_of(gm.graph.nodes)
-    for module in gm.modules() if mode is not None else ():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    if mode is None:
+        return
+    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
         for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
             source, index = node.args
             parts = _parts(index) if isinstance(source.meta.get("example_value"), Tensor) else None
@@ -32,7 +32,7 @@ def split_slices(gm: fx.GraphModule) -> None:
             with module.graph.inserting_before(node):
                 sliced = module.graph.call_function(operator.getitem, (source, parts[0]))
             sliced.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
-            with mode.shape_env.suppress_guards():
+            with tracing(mode):
                 value = fake_value(sliced, mode)
             sliced.meta["example_value"] = value.detach().requires_grad_(source.meta["example_value"].requires_grad)
             node.args = (sliced, parts[1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import sympy
 import torch
@@ -227,7 +227,9 @@ class Largest(_OverTokens):
 class LargestWithPlace(_OverTokens):
     """max and min of one dim, of numbers without a gradient."""
 
-    reads: ClassVar[tuple[PlanInput, ...]] = LargestPlace.reads
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return LargestPlace.reads
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
         amax = _aten.amin.default if "min" in func._schema.name else _aten.amax.default
