@@ -36,9 +36,17 @@ def main() -> None:
     start = time.time()
     with ProcessPoolExecutor(args.processes) as pool:
         tasks = [
-            pool.submit(task, kind, number % len(KINDS[kind]()), form, min(SHARE, args.masks - at), args.seed + number)
+            pool.submit(
+                task,
+                kind,
+                number % len(KINDS[kind]()),
+                form,
+                min(SHARE, args.masks - at),
+                args.seed + 3 * number + at_form,
+            )
             for number, at in enumerate(range(0, args.masks, SHARE))
-            for kind, form in totals
+            for kind in kinds
+            for at_form, form in enumerate(forms)
         ]
         for done in as_completed(tasks):
             kind, form, found, wrong = done.result()
