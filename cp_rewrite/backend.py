@@ -31,6 +31,7 @@ from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.moved.read_neighbours import moved_arguments
+from cp_rewrite.passes.values.plan_conditions import PlanConditions
 
 from . import passes
 from .arguments import untaken
@@ -73,7 +74,8 @@ class Backend:
         nodes = state.graph_module.graph.find_nodes(op="placeholder")
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
-        return _checked(state, self._inner(state.graph_module, [*example_inputs, *extra], mode))
+        compiled = self._inner(state.graph_module, [*example_inputs, *extra], mode)
+        return _checked(state, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added))
 
     def _agreed(self, gm: fx.GraphModule, mode: str | None) -> passes.State:
         """What the passes made of a graph or found against it, the same on all ranks."""
@@ -190,7 +192,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     return decorate
 
 
-def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanConditions) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
     ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
@@ -230,8 +232,9 @@ def _checked(state: passes.State, compiled: Callable[..., Any]) -> Callable[...,
             check_masks(unchecked, plan, args)
             if sharding.verify != "every_step":
                 unchecked.clear()
-        args = (*plan.with_copies(with_true_count(plan, places, moved, args)),)
-        out = compiled(*args, *(plan.tensor(key) for key in keys))
+        args = (*plan.with_copies(with_true_count(plan, places, moved, args)), *(plan.tensor(key) for key in keys))
+        sizes.check(args)
+        out = compiled(*args)
         for value, dim, is_part in zip(out, outputs, parts, strict=True):
             if isinstance(value, Tensor) and is_part:
                 mark_part(value)

@@ -8,6 +8,7 @@ function, which fails by name when torch changes.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -135,6 +136,13 @@ def hint(size: Any) -> Any:
 def guards_of(shape_env: Any) -> list[tuple[sympy.Basic, str]]:
     """(condition, the line that it is from) of all that was decided by sizes, in the symbols of that moment."""
     return [(guard.expr, guard.sloc.maybe_user_loc or str(guard.sloc)) for guard in shape_env.guards]
+
+
+def take_guards(shape_env: Any, symbols: AbstractSet[Any]) -> list[sympy.Basic]:
+    """Conditions on these symbols, taken out of the guards: Dynamo fails over symbols of what is no argument."""
+    taken = [guard for guard in shape_env.guards if guard.expr.free_symbols & symbols]
+    shape_env.guards = [guard for guard in shape_env.guards if not guard.expr.free_symbols & symbols]
+    return [guard.expr for guard in taken]
 
 
 def simplified(shape_env: Any, expr: Any) -> Any:

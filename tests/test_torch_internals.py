@@ -260,6 +260,8 @@ def test_guards() -> None:
     env = size.node.shape_env
     where = next(line for condition, line in ours.guards_of(env) if ours.expression(size) in condition.free_symbols)
     assert Path(__file__).name in where
+    assert len(ours.take_guards(env, {ours.expression(size)})) == 1
+    assert not [line for condition, line in ours.guards_of(env) if ours.expression(size) in condition.free_symbols]
     assert "x.shape[0] > 4" in where
     assert ours.decide(env, ours.expression(size) < 8)
     assert ours.simplified(env, ours.expression(size) + 1) == ours.expression(size) + 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from cp_rewrite import Reason
+from cp_rewrite.backend import Backend
 
 TOKENS = {"ids": 1, "pos": 1}
 
@@ -320,4 +321,23 @@ def test_sums_that_can_not_leave_out_filling_rows_are_refused_at_run_time() -> N
     with sharding.shard(make_batch(8)) as local:
         assert compiled(**local) == model(**local)
     with sharding.shard(make_batch(7)) as local, pytest.raises(ValueError, match="the 1 rows that fill up"):
+        compiled(**local)
+
+
+def test_what_the_inner_compiler_decides_by_the_plan_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo would fail over such a guard; a batch for which it does not hold is an error."""
+
+    def deciding(self: Any, gm: Any, example_inputs: Any, mode: Any) -> Callable[..., Any]:
+        sizes = [size for x in example_inputs if isinstance(x, Tensor) for size in x.shape]
+        assert all(size < 30 for size in sizes if isinstance(size, torch.SymInt))
+        return gm.forward  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Backend, "_inner", deciding)
+    model, sharding = Packed(), make_sharding()
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True, dynamic=True)
+    for lengths in ((5, 9), (2, 4, 3, 5)):
+        batch = make_batch(*lengths)
+        with sharding.shard(batch) as local:
+            torch.testing.assert_close(compiled(**local), model(**batch))
+    with sharding.shard(make_batch(20, 25)) as local, pytest.raises(ValueError, match=r"another graph .* < 30"):
         compiled(**local)
