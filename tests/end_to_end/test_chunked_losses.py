@@ -73,7 +73,6 @@ LOSSES: dict[str, Loss] = {
     "of_torchtune": of_torchtune,
     "of_hidden_states": of_hidden_states,
     "of_flat_rows": of_flat_rows,
-    "of_fewer": of_fewer,
     "back_in_place": back_in_place,
 }
 
@@ -115,6 +114,7 @@ def one_twice(m: Chunked, h: Tensor, y: Tensor) -> Any:
 
 BESIDE: dict[str, Loss] = {
     "mean_of_means": lambda m, h, y: of_hidden_states(m, h, y, "mean"),
+    "of_fewer": of_fewer,
     "weighted": weighted,
     "of_positions": of_positions,
     "attended": attended,
