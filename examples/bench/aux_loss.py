@@ -123,9 +123,7 @@ def main() -> None:
     for aux in (False, True):
         torch._dynamo.reset()
         found[aux] = step_ms(sharding, model_of(options, device, dtype, aux), lengths, options)
-    # The bytes are by layers and experts.
-    small, cpu = argparse.Namespace(**{**vars(options), "hidden": 512}), torch.device("cpu")
-    report = cp.explain(model_of(small, cpu, torch.float32, True), sharding)(**batch_of((64, 64), cpu))
+    report = cp.explain(model_of(options, device, dtype, True), sharding)(**batch_of((64, 64), torch.device("cpu")))
     sizes = [collective.bytes for collective in report.collectives if collective.bytes]
     alone = sums_ms(sizes, sharding, device)
     if dist.get_rank() == 0:

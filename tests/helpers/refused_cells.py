@@ -45,8 +45,8 @@ def cached_keys(x: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, keys, keys, is_causal=True)
 
 
-def one_head(x: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x[:, 0], x[:, 0], x[:, 0], attn_mask=mask[:, 0])
+def two_dims(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[0, 0], x[0, 0], x[0, 0], attn_mask=mask[0, 0])
 
 
 def biased(x: Tensor, mask: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def scores_used(x: Tensor, mask: Tensor) -> Any:
 REFUSED = (
     Refused("dropout 0.1", dropout, Reason.DROPOUT),
     Refused("q length ≠ k length (KV cache)", cached_keys, Reason.QK_LENGTH),
-    Refused("q, k, v without a head dim", one_head, Reason.SHAPE),
+    Refused("q, k, v of two dims", two_dims, Reason.SHAPE),
     Refused("ALiBi bias in the mask", biased, Reason.MASK_NOT_PACKED),
     Refused("ALiBi bias as a flex score_mod", biased_score, Reason.KERNEL),
     Refused("flex_attention's logsumexp used", scores_used, Reason.KERNEL),

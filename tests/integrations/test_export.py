@@ -32,8 +32,8 @@ def test_the_plain_model_is_exported_beside_the_compiled_one() -> None:
 
 def test_an_exported_model_is_not_compiled_and_says_what_is() -> None:
     exported = torch.export.export(build_model("tiny"), (), BATCH, dynamic_shapes=SIZES).module()
-    with pytest.raises(Unsupported) as raised, SHARDING.shard(BATCH) as local:
-        compiled(exported)(**local)
+    with pytest.raises(Unsupported) as raised:
+        cp.explain(exported, SHARDING)(**BATCH)
     assert "compile the model itself" in " ".join(raised.value.__notes__)
 
 

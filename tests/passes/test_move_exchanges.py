@@ -60,7 +60,8 @@ def travels(report: Report) -> list[int | None]:
     ("layer", "expected"),
     [
         (Latent, CUT),
-        (Mixed, CUT + 4 * HEADS * V),  # values behind the convolution, and what keys are made of
+        # Values behind the convolution, and what keys are made of.
+        pytest.param(Mixed, CUT + 4 * HEADS * V, marks=pytest.mark.slow),
         pytest.param(Dropped, KEYS + 4 * RANK, marks=pytest.mark.slow),
         pytest.param(Averaged, None, marks=pytest.mark.slow),  # keys of which nothing is this rank's alone
         pytest.param(Written, CUT, marks=pytest.mark.slow),
@@ -102,6 +103,7 @@ def test_what_can_not_be_moved_is_refused(options: dict[str, Any]) -> None:
     assert report_of(Tiny(), replace(sharding, exchange_at="auto")).ok
 
 
+@pytest.mark.slow
 def test_the_new_ops_pass_opcheck() -> None:
     schedule, _ = make_schedule([cp.Documents.from_lengths([5, 0, 7, 1], 15)], 1, "contiguous", cp.PackedMask())
     tables, route = tensors(schedule, 0, "local")

@@ -182,7 +182,9 @@ class LinearAttention(PackedModel):
 
 
 class ManualAttention(PackedModel):
-    reason, line = "TOKEN_MIXING", "h @ h.mT"
+    """One head over all tokens of the row: read as attention without a mask."""
+
+    reason, line = None, ""
 
     def mix(self, h: Tensor) -> Tensor:
         return (h @ h.mT).softmax(-1) @ h
