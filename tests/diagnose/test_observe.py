@@ -80,8 +80,8 @@ def test_log_shows_each_pass_with_time_and_ops(caplog: pytest.LogCaptureFixture)
         assert any(line.startswith(f"{name}: ") and " ms, " in line and line.endswith(" ops") for line in lines), lines
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("value", ["+cp_rewrite", pytest.param("+dynamo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["+cp_rewrite", "+dynamo"])
 def test_the_environment_variable_switches_the_log_on(value: str) -> None:
     environment = {**os.environ, "TORCH_LOGS": value, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     command = [sys.executable, "-c", "from tests.diagnose.test_observe import run; run()"]

@@ -120,6 +120,7 @@ def test_blocks_of_anything_else_are_refused() -> None:
     assert reasons(model, dynamic=False) == {Reason.MASK_OPAQUE}
 
 
+@pytest.mark.slow
 def test_blocks_of_another_mask_function_are_refused() -> None:
     """Where a row holds one document they would say the same; in another batch whole blocks would skip the function."""
 

@@ -188,6 +188,7 @@ def per_block(mesh: DeviceMesh, lie: bool) -> tuple[float, dict[str, Tensor]] | 
     return float(total), grads
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_with_an_assumed_mask(pool: Pool) -> None:
     model = build_model("llama")
     expected: Tensor = model(**make_batch(LENGTHS)).loss
