@@ -116,6 +116,7 @@ def save_under_cp(mesh: DeviceMesh, folder: str) -> dict[str, Tensor]:
     return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in plain.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_loads_into_one_process(pool: Pool, tmp_path: Path) -> None:
     saved = pool.run(4, save_under_cp, str(tmp_path))[0]
     model = copy.deepcopy(build_model("tiny"))

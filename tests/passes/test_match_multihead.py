@@ -132,6 +132,7 @@ def encoder_of_rank(mesh: DeviceMesh) -> Any:
     return out, {name: weight.grad for name, weight in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_an_encoder_on_two_ranks(pool: Pool) -> None:
     call, attention, _ = CASES[-1]
     for out, grads in pool.run(2, encoder_of_rank):
