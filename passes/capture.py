@@ -23,14 +23,14 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     copy = _copy(gm, copies)
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     part_multihead(copy)
+    tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked: tuple[fx.Node, ...] = ()
     if sharding.resolve:
         split_slices(copy)
-        tokens = TokenAxis.read(copy, sharding, plan.tokens)
         chunked = tuple(join_chunks(copy, tokens.counts, kept))
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
-    return State(copy, sharding, TokenAxis.read(copy, sharding, plan.tokens), device, plan, frame, chunked=chunked)
+    return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)
 
 
 def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:

@@ -9,12 +9,12 @@ from typing import Any
 
 import sympy
 import torch.fx as fx
-from torch import SymInt, Tensor
 
 from cp_rewrite.passes.values.size_conditions import SizeConditions
+from cp_rewrite.passes.values.sizes import size_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal, source_line
-from cp_rewrite.torch_internals import decide, expression, fake_mode_of, guards_of, simplified
+from cp_rewrite.torch_internals import decide, fake_mode_of, guards_of, simplified
 
 _DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
 """Names of torch's integer divisions."""
@@ -51,7 +51,8 @@ def check_size_conditions(state: State) -> State:
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
     if chunked:
         refusals.append(Refusal(Reason.TOKEN_COUNT, _in_chunks(chunked)))
-    found = SizeConditions(conditions, sizes, _places(state)) if conditions else None
+    places = size_places(state.graph_module.graph.find_nodes(op="placeholder"))
+    found = SizeConditions(conditions, sizes, places) if conditions else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
 
 
@@ -68,15 +69,3 @@ def _in_chunks(places: Sequence[str]) -> str:
         f"`{places[0]}`{more} cuts the row into chunks of tokens, as linear attention and state-space models do, and "
         "has one outcome for a shard's number of chunks and another for the row's"
     )
-
-
-def _places(state: State) -> dict[Any, tuple[int, int | None]]:
-    """Where each size symbol can be read off the graph's inputs."""
-    places: dict[Any, tuple[int, int | None]] = {}
-    for place, node in enumerate(state.graph_module.graph.find_nodes(op="placeholder")):
-        value = node.meta["example_value"]
-        sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
-        for dim, size in sizes:
-            if isinstance(size, SymInt) and expression(size).is_Symbol:
-                places.setdefault(expression(size), (place, dim))
-    return places

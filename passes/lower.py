@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_argumen
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 
-from .graph.new_nodes import call, position_of, traced
+from .graph.new_nodes import autocasts_open, call, position_of, traced
 from .graph.operands import value_of
 from .plan_inputs import Inputs
 from .values.resolution import Converted, Lowering, Ranks, Step, group_of
@@ -56,10 +55,7 @@ def _traced(
         assert not changes.steps, f"{node.name} runs other ops than before: {changes.steps} are missing"
         return out
 
-    with ExitStack() as stack:
-        for autocast in lowering.autocasts:
-            entered = torch.amp.autocast_mode._enter_autocast(*autocast)
-            stack.callback(torch.amp.autocast_mode._exit_autocast, entered)
+    with autocasts_open(lowering.autocasts):
         return traced(run, [value_of(n) for n in operands], mode)
 
 

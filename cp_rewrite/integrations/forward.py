@@ -17,7 +17,7 @@ from cp_rewrite.batch.active import batch_number, is_part
 
 from .inputs import global_batch
 from .sharded_forward import compile_segments
-from .twin import Twin, install_hooks
+from .twin import Twin
 
 LARGE = ("logits", "hidden_states", "attentions")
 """Outputs that a step which reads the loss alone does not need in full on every rank."""
@@ -52,7 +52,6 @@ class GlobalForward:
     """
 
     def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch, twin: Twin | None = None) -> None:
-        install_hooks(model)
         self.model, self.sharding, self.switch, self.twin = model, sharding, switch, twin
         self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward

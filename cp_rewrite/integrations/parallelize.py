@@ -27,6 +27,7 @@ from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 
+from .hooks import install_hooks
 from .sharded_forward import compile_segments, shard_weights
 from .twin import Twin
 
@@ -76,6 +77,7 @@ def parallelize(
             other weights.
     """
     _check(model, mesh, sharding, data_parallel)
+    install_hooks(model)
     agree.on_weights(sharding, dict(model.named_parameters()))
     if data_parallel == "ddp":
         if blocks or mp_policy is not None:

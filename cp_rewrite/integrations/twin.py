@@ -7,8 +7,6 @@ whole ones, and no memory. All else is shared with the model (buffers) or a copy
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ class Twin:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         """`dtype`: of weights in the forward, where that is not their own."""
-        install_hooks(model)
         stand_ins = {id(p): _without_memory(p, device, dtype) for p in model.parameters()}
         memo: dict[int, Any] = dict(stand_ins) | {id(buffer): buffer for buffer in model.buffers()}
         if (config := getattr(model, "config", None)) is not None:
@@ -48,15 +45,6 @@ class Twin:
             weight = module._parameters[name]
             if weight is not None and stand_in.requires_grad != weight.requires_grad:
                 stand_in.requires_grad_(weight.requires_grad)
-
-
-def install_hooks(model: nn.Module) -> None:
-    """What a model of `transformers` does in its first call that captures outputs (as those of experts' routers), with
-    a lock that can't be traced."""
-    models: Any = sys.modules.get("transformers.modeling_utils")
-    for module in model.modules() if models else ():
-        if isinstance(module, models.PreTrainedModel):
-            importlib.import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(module)
 
 
 def _without_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:

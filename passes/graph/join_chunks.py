@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
-from .new_nodes import fake_value, tracing
+from .new_nodes import place_by
 from .operands import op_name
 from .writes import written_nodes
 
@@ -270,12 +270,8 @@ class _Joiner:
     def _ran(self, new: fx.Node, like: fx.Node, made: list[fx.Node]) -> fx.Node:
         """A new node with the place in the source of one like it."""
         made.append(new)
-        new.meta = {name: value for name, value in like.meta.items() if name != "example_value"}
-        with tracing(self.mode):
-            value = fake_value(new, self.mode)
-        if isinstance(value, Tensor):
-            value = value.detach().requires_grad_(like.meta["example_value"].requires_grad)
-        new.meta["example_value"] = value
+        value = like.meta["example_value"]
+        place_by(new, like, self.mode, isinstance(value, Tensor) and value.requires_grad)
         return new
 
 

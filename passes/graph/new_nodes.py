@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -41,6 +41,25 @@ def insert(before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, 
             node.meta.update(position_of(before), cp_rewrite=why)
             node.meta["example_value"] = fake_value(node, mode)
     return result
+
+
+def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode, needs_gradient: bool) -> None:
+    """Give a new node what `like` says of its place in the source, and the fake value of its own operands."""
+    new.meta = {key: value for key, value in like.meta.items() if key != "example_value"}
+    with tracing(mode):
+        value = fake_value(new, mode)
+    new.meta["example_value"] = value.detach().requires_grad_(needs_gradient) if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def autocasts_open(autocasts: Iterable[Sequence[Any]]) -> Generator[None]:
+    """Inside of autocast regions, which decide on dtypes. Args: autocasts: the arguments of those that a node stands
+    in."""
+    with ExitStack() as stack:
+        for autocast in autocasts:
+            entered = torch.amp.autocast_mode._enter_autocast(*autocast)
+            stack.callback(torch.amp.autocast_mode._exit_autocast, entered)
+        yield
 
 
 def position_of(node: fx.Node) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_rewrite.torch_internals import fake_mode_of
 
-from .new_nodes import fake_value, tracing
+from .new_nodes import place_by
 
 _ALL = slice(None)
 
@@ -31,10 +31,7 @@ def split_slices(gm: fx.GraphModule) -> None:
                 continue
             with module.graph.inserting_before(node):
                 sliced = module.graph.call_function(operator.getitem, (source, parts[0]))
-            sliced.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
-            with tracing(mode):
-                value = fake_value(sliced, mode)
-            sliced.meta["example_value"] = value.detach().requires_grad_(source.meta["example_value"].requires_grad)
+            place_by(sliced, node, mode, source.meta["example_value"].requires_grad)
             node.args = (sliced, parts[1])
 
 

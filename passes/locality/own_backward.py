@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import nested_graphs
+from cp_rewrite.passes.graph.regions import nested_graphs, outputs_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Dims, fewer, name
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Partial, Rows
@@ -59,7 +59,7 @@ class _Call:
         if len(bodies) != 2 or list(bodies) != list(node.args[:2]):
             return None
         call = _Call(node, *bodies.values())
-        given, returned = _returned(call.forward), _returned(call.backward)
+        given, returned = outputs_of(call.forward), outputs_of(call.backward)
         pairs = len(given) == 2 and all(isinstance(part, list | tuple) for part in given)
         if not pairs or len(returned) != len(call.operands) or len(_inputs(call.forward)) != len(call.operands):
             return None
@@ -126,7 +126,7 @@ class OwnBackward:
         for node in body.graph.nodes:
             if any(memory_of(target) in inputs for target in written_nodes(node)):
                 self.findings.refuse(node, Reason.NO_LOCALITY_RULE, "a torch.autograd.Function writes into its input")
-        returned = _returned(body)
+        returned = outputs_of(body)
         parts = [returned, ()] if backward else returned
         return tuple([None if x is None else self._state(x) for x in part] for part in parts)
 
@@ -193,8 +193,3 @@ def _words(gradient: States) -> str:
 
 def _inputs(body: fx.GraphModule) -> list[fx.Node]:
     return body.graph.find_nodes(op="placeholder")
-
-
-def _returned(body: fx.GraphModule) -> Sequence[Any]:
-    output: Any = next(iter(body.graph.find_nodes(op="output"))).args[0]
-    return output if isinstance(output, list | tuple) else (output,)

@@ -6,15 +6,14 @@ Shapes: R local rows, E expanded rows, C columns of all rows of one dtype.
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from cp_rewrite.ops.narrow.exchange_tokens import padded_columns
-from cp_rewrite.passes.graph.new_nodes import insert
+from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert
 from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.values.cut import Cut, Number, TokenRows
 from cp_rewrite.planning.routes.by_exchange import Exchange
@@ -39,7 +38,7 @@ def copy_behind(
         site: in front of which new nodes are put. replaced: nodes that earlier rewrites put others in the place of.
         pieces, route: of the plan.
     """
-    with _autocasts(cut):
+    with autocasts_open(cut.autocasts):
         copies = _exchanged(cut, site, replaced, (pieces, route, exchange), mode)
         first = next(iter(copies.values()))
         token = next(rows.token for rows in cut.rows if copies[rows.node] is first)
@@ -120,13 +119,3 @@ def _unflat(x: Any, rows: TokenRows) -> Any:
     others = [size for dim, size in enumerate(shape) if dim != rows.token]
     x = x.unflatten(1, others) if others else x.squeeze(1)
     return x.movedim(0, rows.token).contiguous()
-
-
-@contextmanager
-def _autocasts(cut: Cut) -> Generator[None]:
-    """The autocasts that are open where the nodes of a cut stand: they decide on dtypes."""
-    with ExitStack() as stack:
-        for autocast in cut.autocasts:
-            entered = torch.amp.autocast_mode._enter_autocast(*autocast)
-            stack.callback(torch.amp.autocast_mode._exit_autocast, entered)
-        yield

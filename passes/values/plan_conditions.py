@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch.fx as fx
-from torch import SymInt, Tensor
 
-from cp_rewrite.torch_internals import expression, fake_mode_of, take_guards
+from cp_rewrite.torch_internals import fake_mode_of, take_guards
+
+from .sizes import first_wrong, size_places
 
 
 class PlanConditions:
@@ -24,8 +25,8 @@ class PlanConditions:
         Args:
             inputs: of the graph. plan: those of them that stand for the plan's tensors, which come behind the others.
         """
-        self.places = dict(_symbols([*inputs, *plan]))
-        own = self.places.keys() - dict(_symbols(inputs)).keys()
+        self.places = size_places([*inputs, *plan])
+        own = self.places.keys() - size_places(inputs).keys()
         mode = fake_mode_of(plan)
         self.conditions = [] if mode is None or not own else take_guards(mode.shape_env, own)
         self._wrong = lru_cache(maxsize=64)(self._find_wrong)
@@ -45,14 +46,4 @@ class PlanConditions:
 
     def _find_wrong(self, *values: int) -> Any:
         sizes = dict(zip(self.places, values, strict=True))
-        return next((condition for condition in self.conditions if condition.subs(sizes) != True), None)  # noqa: E712
-
-
-def _symbols(inputs: Sequence[fx.Node]) -> Iterator[tuple[Any, tuple[int, int | None]]]:
-    """Symbols of sizes -> (place among the inputs, dim; None: the input itself is the number)."""
-    for place, node in enumerate(inputs):
-        value = node.meta["example_value"]
-        sizes = enumerate(value.shape) if isinstance(value, Tensor) else [(None, value)]
-        for dim, size in sizes:
-            if isinstance(size, SymInt) and expression(size).is_Symbol:
-                yield expression(size), (place, dim)
+        return first_wrong(self.conditions, sizes)

@@ -72,6 +72,12 @@ class Ranks:
         """(B, T_l) int64: the place in the global row of each local row's token."""
         return self.plan[TOKEN_INDEX]
 
+    @property
+    def joined_index(self) -> Tensor:
+        """(B, T_l) int64: the same among the tokens of all rows of the batch, one behind another."""
+        rows = torch.arange(self.token_index.shape[0], device=self.token_index.device)
+        return self.token_index + (rows * self.row_tokens)[:, None]
+
     def local_rows(self, token: Tensor, row: Tensor | None, in_document: bool) -> Tensor:
         """The local rows of tokens of the global rows, -1 where another rank has them.
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from .sizes import first_wrong
+
 
 class SizeConditions:
     """Conditions on token counts under which a graph is right for the whole row.
@@ -38,4 +40,4 @@ class SizeConditions:
     def _find_wrong(self, total: int, *values: int) -> Any:
         known = {symbol: value for (symbol, *_), value in zip(self.others, values, strict=True)}
         sizes = known | dict.fromkeys(self.tokens, total)
-        return next((condition for condition in self.conditions if condition.subs(sizes) != True), None)  # noqa: E712
+        return first_wrong(self.conditions, sizes)

@@ -1,11 +1,13 @@
-"""Numbers of a graph that are made from its number of tokens."""
+"""Sizes of a graph: what is made from its number of tokens, and where its symbols stand."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
-from torch import SymInt
+import torch.fx as fx
+from torch import SymInt, Tensor
 
 from cp_rewrite.torch_internals import expression
 
@@ -18,3 +20,21 @@ def linear_in(value: Any, tokens: Any) -> tuple[int, int] | None:
     each = expr.coeff(size, 1)
     more = sympy.expand(expr - each * size)
     return (int(each), int(more)) if each.is_Integer and more.is_Integer else None
+
+
+def size_places(inputs: Iterable[fx.Node]) -> dict[Any, tuple[int, int | None]]:
+    """Symbols of a graph's sizes -> where each is read off its inputs, the first that has it: (place, dim); dim None:
+    the input itself is the number."""
+    places: dict[Any, tuple[int, int | None]] = {}
+    for place, node in enumerate(inputs):
+        value = node.meta["example_value"]
+        sizes = list(enumerate(value.shape)) if isinstance(value, Tensor) else [(None, value)]
+        for dim, size in sizes:
+            if isinstance(size, SymInt) and expression(size).is_Symbol:
+                places.setdefault(expression(size), (place, dim))
+    return places
+
+
+def first_wrong(conditions: Iterable[Any], sizes: Mapping[Any, int]) -> Any:
+    """The first condition that does not hold for these sizes; None: all do."""
+    return next((condition for condition in conditions if condition.subs(sizes) != True), None)  # noqa: E712

@@ -17,7 +17,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import as_rows, split_kv
-from cp_rewrite.ops.merge import add_sinks, fill_gaps, has_gaps, sinks_gradient
+from cp_rewrite.ops.merge import finished, sinks_gradient
 from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
@@ -45,8 +45,7 @@ def gathered_attention(
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     with nvtx("attention"):
         out, lse = load(kernel).forward(q, k, v, tables, Params(scale, softcap, deterministic))
-    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    return (fill_gaps(out, lse) if has_gaps(tables, q.shape[0]) else out), lse
+    return finished(out, lse, tables, sinks)
 
 
 @gathered_attention.register_fake

@@ -21,7 +21,7 @@ from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.locality.claims.dims import Dims, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Number, Rows
 from cp_rewrite.passes.locality.node.run import NodeRunner
-from cp_rewrite.passes.locality.rules.spread import can_spread, spread
+from cp_rewrite.passes.locality.rules.spread import can_spread, held_BT, spread
 from cp_rewrite.passes.values.insert import Insert
 
 WHY = "rows that fill a rank up are left out of this sum"
@@ -75,9 +75,5 @@ class FillRows:
     dims: Dims
     number: Number
 
-    def __call__(
-        self, x: Tensor, has_token_BT: Tensor, index_BT: Tensor | None = None, row_tokens: Tensor | None = None
-    ) -> Tensor:
-        if index_BT is not None and row_tokens is not None:
-            has_token_BT = has_token_BT & (index_BT < row_tokens - fewer(self.dims))
-        return torch.where(spread(has_token_BT, self.dims), x, self.number)
+    def __call__(self, x: Tensor, *plan: Tensor) -> Tensor:
+        return torch.where(spread(held_BT(self.dims, *plan), self.dims), x, self.number)

@@ -23,9 +23,17 @@ def can_spread(rows: Rows) -> bool:
 
 def has_row(ranks: Ranks, dims: Dims) -> Tensor:
     """Which local rows hold one of a tensor with these dims, as `spread`."""
-    by = fewer(dims)
-    held = ranks.has_token & (ranks.token_index < ranks.row_tokens - by) if by else ranks.has_token
-    return spread(held, dims)
+    more = (ranks.token_index, ranks.row_tokens) if fewer(dims) else ()
+    return spread(held_BT(dims, ranks.has_token, *more), dims)
+
+
+def held_BT(
+    dims: Dims, has_token_BT: Tensor, index_BT: Tensor | None = None, row_tokens: Tensor | None = None
+) -> Tensor:
+    """(B, T) which local rows hold one of a tensor with these dims; one of fewer tokens needs the last two."""
+    if index_BT is None or row_tokens is None:
+        return has_token_BT
+    return has_token_BT & (index_BT < row_tokens - fewer(dims))
 
 
 def reads_of(dims: Dims) -> tuple[PlanInput, ...]:

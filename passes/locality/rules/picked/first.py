@@ -52,9 +52,6 @@ class LargestPlace:
 
 def first_place(ranks: Ranks, chosen: Tensor, dims: Dims, reduced: Sequence[int], keepdim: bool) -> Tensor:
     """int64: the first place in the whole row of the tokens that are `chosen`, a tensor with these dims."""
-    index_BT = ranks.token_index
-    if any(dim == (B, T) for dim in dims):
-        rows = torch.arange(index_BT.shape[0], device=index_BT.device)
-        index_BT = index_BT + (rows * ranks.row_tokens)[:, None]
+    index_BT = ranks.joined_index if any(dim == (B, T) for dim in dims) else ranks.token_index
     places = torch.where(chosen, spread(index_BT, dims), _NOWHERE)
     return -ranks.most(-places.amin(reduced, keepdim=keepdim))

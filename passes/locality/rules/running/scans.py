@@ -65,6 +65,11 @@ class _Running:
     def reads(self) -> tuple[PlanInput, ...]:
         return PlanInput.of_scan(self.scan)
 
+    @property
+    def front(self) -> list[int]:
+        """The dims that make rows: that of the batch, where there is one, and that of the tokens."""
+        return [self.dims.index((B,)), self.dim] if (B,) in self.dims else [self.dim]
+
     def tables(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(order, place, piece), each (R,), ends (M,), before (M, P)."""
         order, place, piece, ends, before = (ranks.plan[key] for key in PlanInput.of_scan(self.scan))
@@ -72,16 +77,14 @@ class _Running:
 
     def rows(self, x: Tensor) -> Tensor:
         """(R, C) of `x`. Undone by `like`."""
-        front = [self.dims.index((B,)), self.dim] if (B,) in self.dims else [self.dim]
-        x = x.movedim(front, list(range(len(front))))
-        x = x.flatten(0, len(front) - 1)
+        x = x.movedim(self.front, list(range(len(self.front))))
+        x = x.flatten(0, len(self.front) - 1)
         return x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
 
     def like(self, rows: Tensor, x: Tensor) -> Tensor:
         """`rows` (R, C) in the shape of `x`."""
-        front = [self.dims.index((B,)), self.dim] if (B,) in self.dims else [self.dim]
-        moved = x.movedim(front, list(range(len(front))))
-        return rows.reshape(moved.shape).movedim(list(range(len(front))), front)
+        first = list(range(len(self.front)))
+        return rows.reshape(x.movedim(self.front, first).shape).movedim(first, self.front)
 
     def lines(self, ranks: Ranks, rows: Tensor) -> Tensor:
         """(L, W, C) the rows in the order of the row's tokens."""
@@ -206,10 +209,7 @@ class Largest(_Running):
 
     def tokens(self, ranks: Ranks, at: Tensor) -> Tensor:
         """(R, C) the token of the line of places (L, W, C) among this rank's own."""
-        index = ranks.token_index
-        if self.scan.joined:
-            rows = torch.arange(index.shape[0], device=index.device)
-            index = index + (rows * ranks.row_tokens)[:, None]
+        index = ranks.joined_index if self.scan.joined else ranks.token_index
         token = index.flatten().index_select(0, self.tables(ranks)[0])  # of each place of the lines
         first = torch.arange(at.shape[0], device=at.device).view(-1, 1, 1) * at.shape[1]
         return token.index_select(0, (at + first).flatten()).view(-1, at.shape[2])
