@@ -10,7 +10,7 @@ from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.join_chunks import join_chunks
 from cp_rewrite.passes.graph.multihead import part_multihead
-from cp_rewrite.passes.graph.regions import attribute_of
+from cp_rewrite.passes.graph.regions import attribute_of, region_calls
 from cp_rewrite.passes.graph.split_slices import split_slices
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
@@ -27,7 +27,8 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     chunked: tuple[fx.Node, ...] = ()
     if sharding.resolve:
         split_slices(copy)
-        chunked = tuple(join_chunks(copy, tokens.counts, kept))
+        bodies = [graph.owning_module for graph in region_calls(copy)]
+        chunked = tuple(node for body in (copy, *bodies) for node in join_chunks(body, tokens.counts, kept))
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
     return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)

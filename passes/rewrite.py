@@ -12,12 +12,13 @@ import torch
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX, PlanInput
+from cp_rewrite.batch.active import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
 from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
 from cp_rewrite.passes.graph.operands import needs_gradient
+from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.insert import Insert
@@ -28,7 +29,7 @@ from cp_rewrite.torch_internals import FakeTensorMode
 
 from .erase import erase_dead
 from .lower import lower_node
-from .moved.keep_rows import keep_rows, keep_sizes
+from .moved.keep_rows import enter_region, keep_rows, keep_sizes, leave_region
 from .moved.read_neighbours import read_neighbours
 from .narrow.copy_nodes import copy_behind
 from .plan_inputs import Inputs
@@ -43,6 +44,7 @@ def rewrite_sites(state: State) -> State:
     keys += [key for insert in state.inserts for key in insert.inputs]
     keys += [key for lowering in state.lowered for key in lowering.reads]
     keys += [key for read in state.reads for key in read.inputs]
+    keys += [HAS_TOKEN] * any(node.graph is not state.graph_module.graph for node in state.fewer)
     keys += [ROW_INDEX] * bool(state.positions) + [TOKEN_INDEX] * bool(state.row_positions)
     inputs = Inputs(state, keys)
     made: dict[Any, fx.Node] = {}
@@ -51,14 +53,8 @@ def rewrite_sites(state: State) -> State:
         table.replace_all_uses_with(table.args[0])  # type: ignore[arg-type]
         table.graph.erase_node(table)
     stale = [operand for read in state.reads for operand in read.node.all_input_nodes]
-    reads = {read.node: read for read in state.reads}
-    keep_sizes(state, inputs.mode)
-    graphs = [module.graph for module in state.graph_module.modules() if isinstance(module, fx.GraphModule)]
-    for node in [n for graph in graphs for n in graph.nodes]:
-        if node in reads:  # first: what they read may be replaced below
-            replaced[node] = _replace_read(reads[node], inputs, replaced)
-        elif node in state.fewer:
-            keep_rows(node, state, inputs.mode)
+    keep_sizes(state, inputs)
+    _move_rows(state.graph_module, state, inputs, replaced, set())  # first: what is read may be replaced below
     for insert in state.inserts:
         _insert_before(replace(insert, operand=replaced.get(insert.operand, insert.operand)), inputs, made)
     for lowering in state.lowered:
@@ -77,6 +73,25 @@ def rewrite_sites(state: State) -> State:
         if isinstance(module, fx.GraphModule):
             module.recompile()
     return replace(state, inputs=inputs.keys)
+
+
+def _move_rows(
+    gm: fx.GraphModule, state: State, inputs: Inputs, replaced: dict[fx.Node, fx.Node], entered: set[fx.Graph]
+) -> None:
+    """Replace reads of neighbours, and let nodes of fewer tokens keep all rows: in the order in which nodes run."""
+    entered.add(gm.graph)
+    reads = {read.node: read for read in state.reads}
+    for node in list(gm.graph.nodes):
+        call = region_call(node) if state.reads or state.fewer else None
+        if call is not None and call.body.graph not in entered:
+            enter_region(call, state)
+            _move_rows(call.body, state, inputs, replaced, entered)
+        if call is not None:
+            leave_region(call, state)
+        elif node in reads:
+            replaced[node] = _replace_read(reads[node], inputs, replaced)
+        elif node in state.fewer and node.op != "placeholder":
+            keep_rows(node, state, inputs)
 
 
 def _rewrite_site(decision: Decision, state: State, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -164,8 +164,8 @@ class _Walk:
         if node.target is operator.getitem and isinstance(self.env.get(parent), list):
             return self.env[parent][node.args[1]]
         call = region_call(node)
-        if (call is not None or is_function(node)) and any(fewer_of(self.env.get(n)) for n in node.all_input_nodes):
-            detail = "a nested graph is given fewer tokens than the row: leave them out in it, or behind it"
+        if is_function(node) and any(fewer_of(self.env.get(n)) for n in node.all_input_nodes):
+            detail = "a torch.autograd.Function is given fewer tokens than the row: leave them out behind it"
             return self.found.refuse(node, Reason.TOKEN_MIXING, detail)
         if call is not None:
             return self.visit_region(call.body, call.operands)
@@ -218,7 +218,7 @@ class _Walk:
         if refused is not None:
             return self.found.refuse(node, refused.reason, refused.detail)
         self.found.note(node, events)
-        why = why_not_kept(node, outcome.states, self.env, self.tokens, self.facts.nested)
+        why = why_not_kept(node, outcome.states, self.env, self.tokens)
         if why is not None:
             return self.found.refuse(node, Reason.TOKEN_MIXING, why)
         if events.unmasked:
@@ -260,13 +260,15 @@ class _Walk:
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
         if key not in self.regions:
-            if any(entered is body for entered, _ in self.regions):
+            again = any(entered is body for entered, _ in self.regions)
+            before = {node: fewer_of(self.env.get(node)) for node in body.graph.nodes if again}
+            if again:
                 self.several.add(body.graph)
             self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
-            nested, self.facts.nested = self.facts.nested, True
             orders = self.facts.orders
             output = self.walk_graph(body)
-            self.facts.nested = nested
+            if any(fewer_of(self.env.get(node)) != by for node, by in before.items()):
+                self.found.refuse(output, Reason.TOKEN_MIXING, _LENGTHS)
             result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
             result = list(result) if isinstance(result, list | tuple) else result
             if orders != self.facts.orders:  # the next call's rows are sorted in another order
@@ -280,5 +282,6 @@ def _fits(dims: Dims, wanted: Dims) -> bool:
     return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
 
 
+_LENGTHS = "a nested region is called with all tokens and with fewer: call it with one kind"
 _TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})
 """Functions that switch something on or off for the nodes behind them; they make no tensor."""

@@ -16,50 +16,68 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.new_nodes import fake_value
 from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.regions import RegionCall, outputs_of
+from cp_rewrite.passes.plan_inputs import Inputs
 from cp_rewrite.passes.values.sizes import linear_in
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.torch_internals import FakeTensorMode
 
 
-def keep_sizes(state: State, mode: FakeTensorMode) -> None:
+def keep_sizes(state: State, inputs: Inputs) -> None:
     """Let numbers that are read off such tensors be computed without them."""
     asked = [user for node in state.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
         if _is_number(node) and linear_in(value_of(node), state.tokens.inputs[0].tokens) is not None:
-            node.replace_all_uses_with(_number(node, 0, state, mode))
+            node.replace_all_uses_with(_number(node, 0, state, inputs))
 
 
-def keep_rows(node: fx.Node, state: State, mode: FakeTensorMode) -> None:
+def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
     """Run a node again on operands that keep all rows; sizes among its arguments are those of all rows."""
     tokens, by = state.tokens.inputs[0].tokens, state.fewer[node]
 
     def changed(given: fx.Node) -> fx.Node:
         found = linear_in(value_of(given), tokens) if _is_number(given) else None
-        return given if found is None or not found[0] else _number(given, found[0] * by, state, mode, node)
+        return given if found is None or not found[0] else _number(given, found[0] * by, state, inputs, node)
 
     node.args = fx.map_arg(node.args, changed)
     node.kwargs = fx.map_arg(node.kwargs, changed)
-    old, new = node.meta["example_value"], fake_value(node, mode)
-    node.meta["example_value"] = _with_gradients(old, new)
+    node.meta["example_value"] = _with_gradients(value_of(node), fake_value(node, inputs.mode))
 
 
-def _number(of: fx.Node, more: int, state: State, mode: FakeTensorMode, before: fx.Node | None = None) -> fx.Node:
+def enter_region(call: RegionCall, state: State) -> None:
+    """Let a nested region be given all rows."""
+    for placeholder, operand in call.filled.items():
+        if placeholder in state.fewer:
+            placeholder.meta["example_value"] = value_of(operand)
+
+
+def leave_region(call: RegionCall, state: State) -> None:
+    """Let a nested region's call give all rows; they are those that the region returns."""
+    if call.node in state.fewer:
+        returned = [value_of(x) if isinstance(x, fx.Node) else x for x in outputs_of(call.body)]
+        value = value_of(call.node)
+        new = type(value)(returned) if isinstance(value, list | tuple) else returned[0]
+        call.node.meta["example_value"] = _with_gradients(value, new)
+
+
+def _number(of: fx.Node, more: int, state: State, inputs: Inputs, before: fx.Node | None = None) -> fx.Node:
     """A node for a number a S + b, from the tokens S of an input, and `more`."""
     first = state.tokens.inputs[0]
     found = linear_in(value_of(of), first.tokens)
     assert found is not None
     each, added = found
     graph = of.graph
+    source = (first.node, first.dim) if graph is inputs.root.graph else (inputs.node(graph, HAS_TOKEN), 1)
     with graph.inserting_before(before or of):
-        steps = [graph.call_method("size", (first.node, first.dim))]
+        steps = [graph.call_method("size", source)]
         steps += [graph.call_function(operator.mul, (steps[-1], each))] if each != 1 else []
         steps += [graph.call_function(operator.add, (steps[-1], added + more))] if added + more else []
     for step in steps:
         step.meta["cp_rewrite"] = "sizes of all rows"
-        step.meta["example_value"] = fake_value(step, mode)
+        step.meta["example_value"] = fake_value(step, inputs.mode)
     return steps[-1]
 
 

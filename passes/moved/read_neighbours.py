@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.regions import region_call, region_calls
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.routes.neighbours import NEIGHBOURS
@@ -52,12 +53,15 @@ def _cut_off(read: NeighbourRead, x: Any) -> Any:
 def moved_arguments(state: State) -> set[str]:
     """Names of arguments of whole numbers whose tokens are moved, or go into what is moved."""
     pending = [read.source for read in state.reads if not value_of(read.source).is_floating_point()]
-    seen: set[fx.Node] = set()
+    seen, calls = set[fx.Node](), region_calls(state.graph_module)
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
             pending += node.all_input_nodes
+            given = (region_call(call) for call in calls.get(node.graph, ()))
+            operands = [call.filled.get(node) for call in given if call is not None]
+            pending += [operand for operand in operands if isinstance(operand, fx.Node)]
     return {state.tokens.names[node] for node in seen if node in state.tokens.names}
 
 

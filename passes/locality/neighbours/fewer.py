@@ -24,13 +24,11 @@ def fewer_of(state: Any) -> int:
     return next((by for leaf in rows if (by := fewer(leaf.dims))), 0)
 
 
-def why_not_kept(node: fx.Node, states: Any, env: Mapping[fx.Node, Any], tokens: TokenAxis, nested: bool) -> str | None:
+def why_not_kept(node: fx.Node, states: Any, env: Mapping[fx.Node, Any], tokens: TokenAxis) -> str | None:
     """Why a node that makes such tensors, or reads them, can't run on all rows."""
     operands = [n for n in node.all_input_nodes if fewer_of(env.get(n))]
     if not operands and not fewer_of(states):
         return None
-    if nested:
-        return "a nested graph makes a tensor of fewer tokens than the row: leave them out behind it"
     size = tokens.inputs[0].tokens
     value = value_of(node)
     asked = node.users if isinstance(value, torch.Size) else [] if isinstance(value, Tensor | list | tuple) else [node]

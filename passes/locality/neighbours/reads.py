@@ -40,7 +40,7 @@ class Reads:
         self.runner, self.env, self.group, self.findings = runner, runner.env, group_of(sharding), findings
         self.found: dict[fx.Node, NeighbourRead] = {}
         self._moved: dict[fx.Node, bool] = {}
-        """Whether nodes of nested regions moved tokens when they were walked before."""
+        """Whether nodes moved tokens when they were walked before, as those of nested regions may be."""
         self._written, self._without_gradients = _written_memory(gm), _without_gradients(gm)
 
     def visit(self, node: fx.Node, visit: Visit) -> States:
@@ -52,7 +52,7 @@ class Reads:
         if any(isinstance(leaf, Moved) for leaf in _leaves(state)) and not self._holds(node, state):
             return self._undo(node, visit)
         moved = isinstance(state, Moved)
-        if self.runner.facts.nested and self._moved.setdefault(node, moved) != moved:
+        if self._moved.setdefault(node, moved) != moved:
             return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
         return state
 
@@ -76,7 +76,7 @@ class Reads:
             if not isinstance(source, Rows) or not fewer(source.dims):  # all are where they were, on a rank too
                 return Rows(state.rows.dims, state.rows.pad, attended=state.rows.attended)
         by = _missing(state.pieces)
-        read = None if by is None or (by and self.runner.facts.nested) else self._read(node, state, by)
+        read = None if by is None else self._read(node, state, by)
         if by is None or read is None:
             return self._undo(node, visit)
         if self.found.setdefault(node, read) != read:

@@ -74,8 +74,8 @@ class NodeFacts:
 
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
-        self.nested = False
-        """The node stands in a nested region."""
+        self.in_function = False
+        """The node stands in a `torch.autograd.Function`, which can't read the plan."""
         self.orders = 0
         """How many sorts were seen: each is an order of its own."""
         self.fixed_sizes = False

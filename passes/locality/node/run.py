@@ -210,7 +210,7 @@ class NodeRunner:
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
-        flags = self.facts.nested, self.trace.moves
+        flags = self.facts.in_function, self.trace.moves
         key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), *flags, own)
         try:
             hash(key)

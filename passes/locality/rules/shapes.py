@@ -122,7 +122,7 @@ def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
     """The first T rows of a table are the rows of positions 0, 1, 2, …"""
     facts = call.facts
     start, step = call.arg("start"), call.arg("step")
-    if start not in (None, 0) or step not in (None, 1) or id(table) not in facts.operands or facts.nested:
+    if start not in (None, 0) or step not in (None, 1) or id(table) not in facts.operands or facts.in_function:
         raise Mixes(TABLE_HINT, Reason.POSITION_GENERATOR)
     facts.events.table = dim
     facts.operands[id(call.outs[0])] = call.outs[0]
@@ -225,8 +225,8 @@ def _note_positions(call: Call, dims: Dims) -> Any:
         why = "arange runs over the flattened rows of the batch"
     elif facts.node.target is not torch.arange:
         why = f"{facts.node.name} makes positions inside: pass position_ids to the model"
-    elif facts.nested:
-        why = "positions are made inside a nested region: make them outside and pass them in"
+    elif facts.in_function:
+        why = "positions are made inside a torch.autograd.Function: make them outside and pass them in"
     if why is not None:
         facts.fixed_positions[facts.node] = why
     return facts.node
