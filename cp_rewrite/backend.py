@@ -204,7 +204,9 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
     tables = [(place, state.tables[node]) for place, node in enumerate(inputs) if node in state.tables]
     whole = packing_args(sharding.packing) if isinstance(sharding.packing, CuSeqlens) else ()
     named = [(place, state.tokens.names.get(node, "")) for place, node in enumerate(inputs)]
-    offsets = [(place, name) for place, name in named if name in whole]
+    offsets = [(place, name, name) for place, name in named if name in whole]
+    equal = [(place, state.offsets[node]) for place, node in enumerate(inputs) if node in state.offsets]
+    offsets += [(place, name, sharding.packing.arg) for place, name in equal]
     live = live_nodes(state.graph_module, ())
     places = {state.tokens.names.get(node, ""): place for place, node in enumerate(inputs) if node in live}
     moved = moved_arguments(state)
@@ -218,8 +220,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
             plan.check_mask(argument, args[place])
         for place, table in tables:
             table.check(args[place])
-        for place, name in offsets:
-            plan.check_offsets(name, args[place])
+        for place, name, of in offsets:
+            plan.check_offsets(name, args[place], of)
         if sums:
             plan.check_full(sums)
         plan.check_padding(readers)

@@ -64,7 +64,8 @@ def match_attention(state: State) -> State:
     """Find every attention node and prove what its mask means."""
     found = match_sites(state.graph_module, state.sharding, state.tokens)
     refusals = (*state.refusals, *found.refusals)
-    return replace(state, sites=tuple(found.sites), refused=found.refused, refusals=refusals, tables=found.tables)
+    also = {"refused": found.refused, "tables": found.tables, "offsets": found.offsets}
+    return replace(state, sites=tuple(found.sites), refusals=refusals, **also)
 
 
 def check_token_locality(state: State) -> State:

@@ -7,9 +7,10 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.passes.graph.attention.flash_attn import part_flash_attn
+from cp_rewrite.passes.graph.attention.multihead import part_multihead
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.join_chunks import join_chunks
-from cp_rewrite.passes.graph.multihead import part_multihead
 from cp_rewrite.passes.graph.regions import attribute_of, region_calls
 from cp_rewrite.passes.graph.split_slices import split_slices
 from cp_rewrite.passes.graph.tokens import TokenAxis
@@ -23,6 +24,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     copy = _copy(gm, copies)
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     part_multihead(copy)
+    part_flash_attn(copy)
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked: tuple[fx.Node, ...] = ()
     if sharding.resolve:

@@ -187,13 +187,15 @@ class ActivePlan:
                 "batch's: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
             )
 
-    def check_offsets(self, name: str, value: Tensor) -> None:
-        """Raise unless a call's cu_seqlens are those that documents were read from. On a GPU, which the host does not
-        wait for, an assertion there."""
-        given = self.offsets.get(name, value)
+    def check_offsets(self, name: str, value: Tensor, of: str) -> None:
+        """Raise unless an argument of a call holds the cu_seqlens that documents were read from, those of argument
+        `of`. On a GPU, which the host does not wait for, an assertion there."""
+        given = self.offsets.get(of, value)
         if value is given:
             return
-        wrong = f"{name} of this call are not those of the batch: its documents were read from batch[{name!r}]"
+        wrong = f"{name} of this call are not those of the batch: its documents were read from batch[{of!r}]"
+        if value.device.type == "cpu" != given.device.type:  # `shard` moved what it knows to tell documents apart
+            given = torch.as_tensor(self.batch[of])
         if value.shape != given.shape or value.device != given.device:
             raise ValueError(wrong)
         if value.is_cuda:

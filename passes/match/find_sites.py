@@ -4,7 +4,7 @@
     scaled_dot_product_attention(q, k, v, mask)         this file
     softmax(q @ k.mT * scale + mask) @ v                written_out
     flex_attention(q, k, v, score_mod, block_mask)      flex
-    varlen_attn(q, k, v, cu_seqlens, …)                 varlen_attn
+    varlen_attn(q, k, v, cu_seqlens, …), flash-attn     varlen_attn
 
 `prove_masks` says what the mask means, `grouped_heads` which heads keys and values had before they were repeated.
 """
@@ -37,7 +37,7 @@ from cp_rewrite.sharding import Sharding
 from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .grouped_heads import ungroup
 from .prove_masks import Prover
-from .varlen_attn import is_varlen, match_varlen
+from .varlen_attn import is_varlen, mask_of, read_varlen
 from .written_out import is_softmax, read_written
 from .written_products import Differs, common_form
 
@@ -65,12 +65,14 @@ class Matched:
         refused: those other nodes -> the Site that each would be, with a mask that means nothing, where its operands
             fit.
         tables: buffers whose numbers masks were proven by.
+        offsets: arguments that tell documents of keys apart, and must hold what the packing's own does.
     """
 
     sites: list[Site]
     refusals: list[Refusal]
     refused: dict[fx.Node, Site | None]
     tables: dict[fx.Node, Table]
+    offsets: dict[fx.Node, str]
 
 
 def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Matched:
@@ -93,7 +95,8 @@ def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Ma
             matcher.refused.setdefault(node, None)
             refusals |= {(r.reason, r.detail, r.node, node if r.node is None else None): r for r in found}
     refusals |= {(r.reason, r.detail, r.node): r for r in matcher.unreachable}
-    return Matched(list(sites.values()), list(refusals.values()), matcher.refused, matcher.prover.tables)
+    prover = matcher.prover
+    return Matched(list(sites.values()), list(refusals.values()), matcher.refused, prover.tables, prover.offsets)
 
 
 def is_sdpa(node: fx.Node) -> bool:
@@ -154,7 +157,7 @@ class _Matcher:
         if is_flex(node):
             return self._match_flex(scope, node)
         if is_varlen(node):
-            return match_varlen(scope, node, self.prover)
+            return self._match_varlen(scope, node)
         return self._match_written(scope, node) if is_softmax(node) else self._match_sdpa(scope, node)
 
     def _match_sdpa(self, scope: Scope, node: fx.Node) -> Found:
@@ -180,6 +183,15 @@ class _Matcher:
         mask, assumed = self._mask(scope, mask_node, reader, args, logits, written.form)
         more = {"softcap": written.softcap, "sinks": written.sinks, "logits": logits}
         return self._site(scope, written.output, args, mask, written.form, mask_node=mask_node, assumed=assumed, **more)
+
+    def _match_varlen(self, scope: Scope, node: fx.Node) -> Found:
+        read, output = read_varlen(node), output_of(node)
+        refusals = [*read.refusals, *([output] if isinstance(output, Refusal) else [])]
+        mask = mask_of(scope, node, read, self.prover)
+        found = self._site(
+            scope, node if isinstance(output, Refusal) else output, read.args, mask, read.form, softcap=read.softcap
+        )
+        return found if not refusals else refusals + (found if isinstance(found, list) else [])
 
     def _match_flex(self, scope: Scope, node: fx.Node) -> Found:
         args = flex_arguments(node)

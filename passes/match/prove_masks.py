@@ -25,13 +25,15 @@ from cp_rewrite.torch_internals import is_parameter
 class Prover:
     """Proves what masks of one graph mean for the row that the annotation describes.
 
-    `local_tokens`: what counts a shard's tokens. `tables`: the buffers that masks were found to read.
+    `local_tokens`: what counts a shard's tokens. `tables`: the buffers that masks were found to read. `offsets`: the
+    arguments that must hold what the packing's own does.
     """
 
     def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
         self.sharding, self.tokens = sharding, tokens
         self.local_tokens = tokens.counts
         self.tables: dict[fx.Node, Table] = {}
+        self.offsets: dict[fx.Node, str] = {}
         self._masks: dict[Any, PackedMask | list[Refusal]] = {}
         self._weighed: dict[tuple[Scope, fx.Node], bool] = {}
 
@@ -99,6 +101,15 @@ class Prover:
             if not leaf.trouble and leaf.shape == values.shape and leaf.function(*index) == value:
                 return leaf.name
         return f"%{source.name}, which changes in place" if canonical.updated else f"%{source.name}"
+
+    def must_equal(self, name: str) -> bool:
+        """Note that an argument must hold the packing's offsets in every batch; False: it is no argument, or is cut, or
+        is not compared, since a step that is replayed compares nothing."""
+        found = [node for node, known in self.tokens.names.items() if known == name and self.tokens.input(node) is None]
+        if self.sharding.capacity is not None:
+            return name == self.sharding.packing.arg
+        self.offsets |= dict.fromkeys(found, name)
+        return bool(found)
 
     def trace(
         self, scope: Scope, mask: fx.Node, logits: Sequence[fx.Node] = (), before: fx.Node | None = None

@@ -1,77 +1,103 @@
-"""Read `torch.nn.attention.varlen.varlen_attn`, whose `cu_seqlens` tell documents apart.
+"""Read operators that have no mask: torch's `varlen_attn`, and those of flash-attn, which libraries call.
 
-It has no mask: documents, `is_causal` and `window_size` are the same as a PackedMask.
+Documents are told apart by running sums of lengths, `cu_seqlens`, or rows are whole; `is_causal` and the window are the
+same as a PackedMask.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import CuSeqlens
-from cp_rewrite.passes.graph.operands import check_operands, check_options, constant
+from cp_rewrite.passes.graph.attention.flash_attn import arguments_of, is_flash_attn, schema_of
+from cp_rewrite.passes.graph.operands import constant
 from cp_rewrite.passes.graph.regions import Scope
-from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason, Refusal
 
-from .flex import output_of
 from .prove_masks import Prover
 
 _OP = "torch_attn::_varlen_attn"
-_DEFAULTS = {"is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0, "attn_mask": None}
-_READ = (
-    frozenset("query key value cu_seq_q cu_seq_k max_q max_k enable_gqa num_splits backend".split()) | _DEFAULTS.keys()
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
+    "causal": "is_causal", "softmax_scale": "scale",
+}  # fmt: skip
+"""What flash-attn calls what torch has another name for."""
+_DEFAULTS = {
+    "cu_seq_q": None, "cu_seq_k": None, "is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0,
+    "attn_mask": None, "softcap": 0.0,
+}  # fmt: skip
+_READ = _DEFAULTS.keys() | {"query", "key", "value", "enable_gqa"}
+_NO_MATTER = frozenset(
+    "max_q max_k max_seqlen_q max_seqlen_k num_splits backend return_softmax zero_tensors pack_gqa sm_margin "
+    "rotary_interleaved".split()
 )
-"""Arguments that are read, or make no difference. Versions of torch have others, as for caches: those must be None."""
+"""Arguments that make no difference to the output. Versions have others, as for caches: those must be None or 0."""
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Such a node's operands by torch's names. form: "THD", documents of one packed row, or "BTHD", whole rows."""
+
+    args: dict[str, Any]
+    form: str
+    softcap: float
+    refusals: list[Refusal]
 
 
 def is_varlen(node: fx.Node) -> bool:
-    """Whether a node is variable-length attention. It returns (out, logsumexp, random state)."""
-    return node.op == "call_function" and _schema(node) is not None
+    """Whether a node is such an operator. It returns (out, logsumexp, …)."""
+    if node.op != "call_function":
+        return False
+    schema = schema_of(node)
+    return schema is not None and (schema.name == _OP or is_flash_attn(node))
 
 
-def match_varlen(scope: Scope, node: fx.Node, prover: Prover) -> Site | list[Refusal]:
-    """The node as a Site of rows: (T, heads, D) operands of one packed row."""
-    args = _arguments(node)
-    output, mask = output_of(node), _mask(scope, node, args, prover)
-    refusals = check_operands(node, args, prover.local_tokens, form="THD") + check_options(node, args)
-    refusals += [
-        Refusal(Reason.KERNEL, f"{name} is given: context parallelism is for self-attention over a row", node)
-        for name, value in args.items()
-        if name not in _READ and value is not None
-    ]
-    if refusals or isinstance(output, Refusal) or isinstance(mask, Refusal):
-        return refusals + [r for r in (output, mask) if isinstance(r, Refusal)]
-    operands = (args["query"], args["key"], args["value"])
-    return Site(output, scope.gm, *operands, mask, scale=constant(args["scale"]), form="THD")
+def read_varlen(node: fx.Node) -> Varlen:
+    """What such a node is called with, and why that is not read."""
+    given = {_NAMES.get(name, name): value for name, value in arguments_of(node).items()}
+    if "window_size_left" in given:
+        given["window_size"] = [given.pop(f"window_size_{side}") for side in ("left", "right")]
+    args = _DEFAULTS | given | {"enable_gqa": True}  # kernels take grouped heads anyway
+    unread = [name for name, value in args.items() if name not in _READ | _NO_MATTER and value not in (None, 0)]
+    refusals = [Refusal(Reason.KERNEL, f"{name} is given, which attention over a row has not", node) for name in unread]
+    softcap = constant(args["softcap"])
+    if softcap is None or softcap < 0:
+        refusals.append(Refusal(Reason.KERNEL, "the soft cap is computed in the graph, or negative", node))
+    return Varlen(args, "THD" if args["cu_seq_q"] is not None else "BTHD", softcap or 0.0, refusals)
 
 
-def _schema(node: fx.Node) -> Any:
-    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
-    return schema if schema is not None and schema.name == _OP else None
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Operands by name; versions of torch order them differently."""
-    declared = _schema(node).arguments
-    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    given |= dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
-    return _DEFAULTS | given | {"enable_gqa": True}  # its kernels take grouped heads anyway
-
-
-def _mask(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> PackedMask | Refusal:
-    packing = prover.sharding.packing
-    named = {prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")}
-    if not isinstance(packing, CuSeqlens) or packing.padded_arg is not None or named != {packing.arg}:
-        names = " and ".join(sorted(map(str, named)))
-        told = packing.arg if not isinstance(packing, CuSeqlens) or packing.padded_arg is None else "with padding"
-        detail = f"documents of varlen_attn are told apart by {names}, the packing is {type(packing).__name__} {told}"
-        return Refusal(Reason.MASK_WRONG_SOURCE, detail, node)
+def mask_of(scope: Scope, node: fx.Node, found: Varlen, prover: Prover) -> PackedMask | list[Refusal]:
+    """What such a node means over its row, or why it is not read."""
+    args = found.args
+    if found.form == "THD" and (wrong := _other_documents(scope, node, args, prover)):
+        return [wrong]
     window: list[Any] = list(args["window_size"] or (-1, -1))
     if not all(isinstance(side, int) for side in window) or not isinstance(args["is_causal"], bool):
-        return Refusal(Reason.MASK_OPAQUE, "is_causal or the window is computed in the graph", node)
+        return [Refusal(Reason.MASK_OPAQUE, "is_causal or the window is computed in the graph", node)]
     left, right = (None if side < 0 else side for side in window)
     right = 0 if args["is_causal"] else right
-    return PackedMask(causal=right == 0, window=(left, right), packed=True)
+    return PackedMask(causal=right == 0, window=(left, right), packed=found.form == "THD")
+
+
+def _other_documents(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> Refusal | None:
+    """A refusal unless documents of queries and keys are those that the packing tells."""
+    packing = prover.sharding.packing
+    if isinstance(packing, CuSeqlens) and packing.padded_arg is None:
+        given = [prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")]
+        if packing.arg in given and all(name == packing.arg or prover.must_equal(name) for name in given):
+            return None
+        told = packing.arg
+    else:
+        given = [prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")]
+        told = "with padding" if isinstance(packing, CuSeqlens) else packing.arg
+    names = " and ".join(sorted(set(given)))
+    detail = f"documents of {_name(node)} are told apart by {names}, the packing is {type(packing).__name__} {told}"
+    return Refusal(Reason.MASK_WRONG_SOURCE, detail, node)
+
+
+def _name(node: fx.Node) -> str:
+    return "varlen_attn" if schema_of(node).name == _OP else "flash-attn"

@@ -91,7 +91,8 @@ class State:
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
-        tables: buffers whose numbers masks were proven by.
+        tables: buffers whose numbers masks were proven by. offsets: arguments that must hold what the packing's
+            cu_seqlens do.
         looked_up: nodes that take the first rows of a table, which stays whole.
         row_positions: positions that are made for each row of the batch by itself; None: none, or not so.
         parts: whether each output is this rank's part of a sum.
@@ -115,6 +116,7 @@ class State:
     sites: tuple[Site, ...] = ()
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     tables: Mapping[fx.Node, Table] = field(default_factory=dict[fx.Node, Table])
+    offsets: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     positions: tuple[PositionGenerator, ...] = ()
     looked_up: tuple[fx.Node, ...] = ()
     row_positions: RowPositions | None = None

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_map_only
 
+from cp_rewrite.passes.graph.new_nodes import insert
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
-
-from .new_nodes import insert
 
 
 def part_multihead(gm: fx.GraphModule) -> None:

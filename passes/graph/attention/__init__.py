@@ -1,0 +1,1 @@
+"""Attention that is joined with other things in one node, taken apart."""
