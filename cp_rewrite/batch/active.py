@@ -211,7 +211,7 @@ class ActivePlan:
         if key.read is not None:
             if (key.read, rank) not in self._reads:
                 make: Any = scan_tables if isinstance(key.read, Scan) else neighbours_route
-                self._reads[key.read, rank] = make(self.plan, key.read, rank)
+                self._reads[key.read, rank] = make(self.plan, key.read, rank, self.sharding.capacity)
             return self._reads[key.read, rank][key.name]
         return self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange, rank)[key.name]
 

@@ -108,11 +108,10 @@ class _Walk:
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        ways = {"draws": sharding.random == "per_rank", "moves": sharding.resolve and sharding.capacity is None}
+        ways = {"draws": sharding.random == "per_rank", "moves": sharding.resolve}
         trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, **ways)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
-        self.facts.fixed_sizes = sharding.capacity is not None
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(trace, mode, self.env)
         self.found = Findings()

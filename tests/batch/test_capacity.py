@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import PlanInput, active_plan
+from cp_rewrite.batch.active import PlanInput, active_plan, is_part
 from cp_rewrite.batch.buffers import buffers_of
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
@@ -29,7 +29,9 @@ from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fits, fixed_tables
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
+from tests.end_to_end import test_fewer_tokens, test_neighbours, test_scans
 from tests.end_to_end.test_end_to_end import LIMIT, TOKENS, make_batch, plain_step
+from tests.helpers import packed_model
 from tests.helpers.models import build_model
 from tests.helpers.packed import make_schedule
 from tests.helpers.packs import batches
@@ -192,6 +194,63 @@ def test_steps_match_one_process(pool: Pool) -> None:
         expected, wanted = plain_step("tiny", batch)
         assert abs(loss - expected) <= LIMIT * abs(expected)
         assert all(relative_error(grads[name], wanted[name]) <= LIMIT for name in wanted)
+
+
+def other_documents(lengths: list[list[int]]) -> dict[str, Tensor]:
+    """Rows of 24 tokens with documents of these lengths."""
+    batch = packed_model.packed_batch(len(lengths), 24)
+    rows = [torch.tensor(row) for row in lengths]
+    batch["doc_ids"] = torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in rows])
+    batch["position_ids"] = torch.stack([torch.cat([torch.arange(int(n)) for n in row]) for row in rows])
+    return batch
+
+
+MOVING = {
+    "neighbours": (test_neighbours.Neighbours, ["short_conv", "roll", "turned", "dilated_conv", "of_transformers"]),
+    "fewer": (test_fewer_tokens.Fewer, ["silu_before_slice", "differences", "dpo", "two"]),
+    "scans": (test_scans.model_of, ["cumsum", "of_equal_ones", "joined", "from_behind"]),
+}
+
+
+def run_moving(mesh: DeviceMesh, case: str, batches_: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
+    room = Capacity(documents=16, pieces=24, rows=400)
+    sharding = cp.Sharding(
+        mesh, packed_model.TOKENS, cp.DocumentIds("doc_ids"), "balanced", inner="aot_eager", capacity=room
+    )
+    torch._dynamo.reset()
+    make, names = MOVING[case]
+    model = make(names).double()
+    compiled: Any = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    results, addresses = [], set()
+    for batch in batches_:
+        model.zero_grad()
+        with sharding.shard(batch) as local:
+            loss = compiled(**local)
+            addresses.add(tuple(active_plan(sharding).tensor(key).data_ptr() for key in buffers_of(sharding).keys
+                                if isinstance(key, PlanInput)))  # fmt: skip
+        loss.backward()
+        cp.sum_gradients(model.parameters(), sharding)
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.item() / (1 if is_part(loss) else mesh.size()), grads))
+    assert len(addresses) == 1
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MOVING)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_moved_tokens_and_running_sums_match_one_process(pool: Pool, case: str, ranks: int) -> None:
+    rows = [[[9, 8, 7], [24]], [[24], [3] * 8], [[1, 1, 20, 2], [12, 12]]]
+    found = pool.run(ranks, run_moving, case, [*map(other_documents, rows)])
+    make, names = MOVING[case]
+    for i, lengths in enumerate(rows):
+        model = make(names).double()
+        loss = model(**other_documents(lengths))
+        loss.backward()
+        assert sum(results[i][0] for results in found) == pytest.approx(loss.item(), rel=1e-9)
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(found[0][i][1][name], p.grad, rtol=1e-7, atol=1e-9, msg=name)
 
 
 def test_masks_and_exchanges_that_need_the_host_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
@@ -46,14 +47,23 @@ def entries_of(read: Neighbours, tokens: int) -> list[int]:
     return found
 
 
+def lists_of(route: Any, name: str) -> list[list[int]]:
+    """Undoes `sum_lists`."""
+    ptr, rows = route[f"{name}_ptr"], route[f"{name}_rows"]
+    pairs = rows[: 2 * (len(ptr) - 1)].reshape(-1, 2)
+    return [[*pair[pair >= 0], *rows[ptr[i] : ptr[i + 1]]] for i, pair in enumerate(pairs)]
+
+
 @pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "turned", "state", "conv"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_each_token_reads_its_entries(read: Neighbours, layout: str) -> None:
+@pytest.mark.parametrize("capacity", [None, Capacity(9, 9, 99)])
+def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: Capacity | None) -> None:
     ranks = 3
     plan = plan_of(layout, ranks)
     size, tokens, entries = 2 * plan.local_size, plan.rows[0].total, entries_of(read, plan.rows[0].total)
     held = [(np.arange(2)[:, None] * 1000 + plan.filled_indices(rank)).reshape(-1) for rank in range(ranks)]
-    routes = [neighbours_route(plan, read, rank) for rank in range(ranks)]
+    routes = [neighbours_route(plan, read, rank, capacity) for rank in range(ranks)]
+    assert capacity is None or len({str({name: x.shape for name, x in route.items()}) for route in routes}) == 1
     extras = np.concatenate([-1 - b * 1000 - np.arange(read.extras) for b in range(2)])
     for rank, route in enumerate(routes):
         sent: list[Any] = []
@@ -69,12 +79,30 @@ def test_each_token_reads_its_entries(read: Neighbours, layout: str) -> None:
             fill = plan.local_indices(rank).reshape(-1)[row] < 0 and read.keeps_fill
             assert list(found[at : at + read.span]) == ([b * 1000 + token] if fill else expected)
         assert len(held[rank]) == size
+        # Back: each expanded row once to the row it names, and each of those that travelled once to its owner's.
+        used = route["out_rows"].max() + read.span
+        number = np.concatenate([np.arange(size), 10_000 + np.arange(sum(map(len, sent))), -1 - np.arange(len(extras))])
+        named = [number[i] for i, rows in enumerate(lists_of(route, "sum")) for _ in rows]
+        assert sorted(named) == sorted(number[route["rows"].reshape(-1)[:used]])
+        returned = lists_of(route, "return")
+        assert [rows[0] for rows in returned] == list(range(size))
+        assert sorted(i for rows in returned for i in rows) == list(range(size + route["splits"][0].sum()))
+        for row, rows in enumerate(returned):
+            assert all(route["send_rows"][i - size] == row for i in rows[1:])
 
 
 def test_only_rows_that_a_rank_lacks_travel() -> None:
     plan = plan_batch([Documents.from_lengths([16])], 2, "contiguous")
     splits = [neighbours_route(plan, CONV, rank)["splits"].tolist() for rank in range(2)]
     assert splits == [[[0, 2], [0, 1]], [[1, 0], [2, 0]]]
+
+
+def test_with_a_capacity_as_many_travel_as_its_pieces_could_need() -> None:
+    plan, room = plan_batch([Documents.from_lengths([160])], 2, "contiguous"), Capacity(4, 5, 99)
+    routes = [neighbours_route(plan, CONV, rank, room) for rank in range(2)]
+    assert [route["splits"].tolist() for route in routes] == [[[0, 19], [0, 19]], [[19, 0], [19, 0]]]
+    with pytest.raises(ValueError, match=r"capacity\.pieces is 2, but this batch needs 4 on some rank"):
+        neighbours_route(plan_of("balanced", 3), CONV, 0, Capacity(2, 2, 2))
 
 
 def test_rows_that_are_too_short_are_refused() -> None:

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
@@ -20,9 +21,10 @@ def values(plan: BatchPlan, rank: int) -> np.ndarray:
     return np.where(indices >= 0, token**2 + 1, 10**6).reshape(-1)
 
 
-def followed(plan: BatchPlan, scan: Scan) -> list[np.ndarray]:
+def followed(plan: BatchPlan, scan: Scan, capacity: Capacity | None) -> list[np.ndarray]:
     """What each rank has in the end, (B T_l,)."""
-    tables = [scan_tables(plan, scan, rank) for rank in range(plan.world_size)]
+    tables = [scan_tables(plan, scan, rank, capacity) for rank in range(plan.world_size)]
+    assert capacity is None or all(len(t["scan_ends"]) % capacity.pieces == 0 for t in tables)
     lines = 1 if scan.joined else len(plan.rows)
     own = [values(plan, r)[t["scan_order"].reshape(lines, -1)].cumsum(1).reshape(-1) for r, t in enumerate(tables)]
     reached = np.concatenate([x[t["scan_ends"]] for x, t in zip(own, tables, strict=True)])
@@ -43,7 +45,7 @@ def test_tables_give_the_rows_running_sum(layout: str, ranks: int) -> None:
         for joined in (False, True):
             expected = (token**2 + 1).reshape(-1 if joined else rows, *[total] * (not joined)).cumsum(-1)
             expected = expected.reshape(rows, total)
-            for rank, found in enumerate(followed(plan, Scan(joined))):
+            for rank, found in enumerate(followed(plan, Scan(joined), Capacity(9, 20, 9) if ranks > 1 else None)):
                 there, filled = plan.local_indices(rank) >= 0, plan.filled_indices(rank)
                 wanted = np.take_along_axis(expected, filled, 1)
                 held = there | (np.take_along_axis(plan.local_rows(rank), filled, 1) >= 0)

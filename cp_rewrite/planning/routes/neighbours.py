@@ -11,6 +11,9 @@ Tokens that stand side by side on a rank read their entries in one run:
 
     rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
     rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
+
+With a capacity all ranks send each other equally many rows, as many as its pieces could need, and have equally many
+expanded rows.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 
-from .route import Arrays, PlanTensor, row_index
+from .route import Arrays, PlanTensor, filled, row_index
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,15 @@ NEIGHBOURS = (
 OUT_ROWS = PlanTensor("out_rows")
 
 
-def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int) -> Arrays:
+@dataclass(frozen=True)
+class _Room:
+    """The sizes that a capacity gives. sent: rows from each rank to each other. entries: E."""
+
+    sent: int
+    entries: int
+
+
+def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int, capacity: Capacity | None = None) -> Arrays:
     """The tables of one rank. B rows, P ranks, R = B T_l local rows, V rows received, S rows sent, M extras.
 
     Returns:
@@ -111,8 +124,10 @@ def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int) -> Arrays:
         send_rows, splits, return_ptr, return_rows: as of `needed_route`.
         sum_ptr (R + V + B M + 1,), sum_rows: int32, which of `rows` name each row, see `intervals.sum_lists`.
     Raises:
-        ValueError: a row is too short, or a token of a document reads one of none against `apart`.
+        ValueError: a row is too short, a token of a document reads one of none against `apart`, or the batch needs more
+            than the capacity has.
     """
+    room = None if capacity is None else _room(plan, read, capacity)
     size, total = len(plan.rows) * plan.local_size, plan.rows[0].total
     batch, source, kept, out_rows = _expanded(plan, read, rank)
     slots = _slots(plan)
@@ -120,18 +135,27 @@ def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int) -> Arrays:
     slot = np.where(kept >= 0, rank * size + kept, slot)
     foreign = (slot >= 0) & (slot // size != rank)
     received = np.unique(slot[foreign])
-    rows = np.where(slot >= 0, slot - rank * size, size + len(received) + batch * read.extras + source - total)
-    rows[foreign] = size + np.searchsorted(received, slot[foreign])
-    sent = [_foreign_slots(plan, read, slots, reader, rank) for reader in range(plan.world_size)]
-    send_rows = np.concatenate(sent) - rank * size
-    ptr, members = sum_lists(rows, size + len(received) + len(plan.rows) * read.extras)
+    place, arriving = _places(received // size, rank, plan.world_size, room)
+    others = size + int(arriving.sum())
+    rows = np.where(slot >= 0, slot - rank * size, others + batch * read.extras + source - total)
+    rows[foreign] = size + place[np.searchsorted(received, slot[foreign])]
+    sent = [_foreign_slots(plan, read, slots, reader, rank) - rank * size for reader in range(plan.world_size)]
+    if room is not None:  # what is sent in vain is not read, so that it returns no gradient
+        vain = np.arange(room.sent) % size
+        sent = [np.append(s, vain[: (reader != rank) * room.sent - len(s)]) for reader, s in enumerate(sent)]
+    send_rows = np.concatenate(sent)
+    ptr, members = sum_lists(rows, others + len(plan.rows) * read.extras)
     return_ptr, return_rows = sum_lists(np.concatenate([np.arange(size), send_rows]), size)
+    if room is not None:
+        rows = filled(rows, room.entries, 0)
+        members = filled(members, 2 * (len(ptr) - 1) + room.entries, 0)
+        return_rows = filled(return_rows, 3 * size + len(send_rows), 0)
     shape = len(plan.rows), plan.local_size
     return {
         "rows": rows.astype(np.int32).reshape(shape) if read.span == 1 else row_index(rows),
         "out_rows": out_rows.astype(np.int32).reshape(shape),
         "send_rows": row_index(send_rows),
-        "splits": np.stack([[len(slots) for slots in sent], np.bincount(received // size, minlength=plan.world_size)]),
+        "splits": np.stack([[len(rows) for rows in sent], arriving]),
         "sum_ptr": row_index(ptr),
         "sum_rows": row_index(members),
         "return_ptr": row_index(return_ptr),
@@ -149,10 +173,7 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
         source = read.sources(tokens.reshape(-1) + read.first, plan.rows[0].total)
         _check_apart(plan, read, batch, tokens.reshape(-1), source)
         return batch, source, kept, np.arange(tokens.size)
-    # A run begins where a token does not follow the one before it; fill is a run by itself.
-    starts = np.ones(tokens.shape, dtype=np.bool_)
-    starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
-    begin = np.flatnonzero(starts)
+    begin = np.flatnonzero(_run_starts(plan, rank))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
     token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
@@ -161,6 +182,47 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     for tap in range(read.span if read.apart else 0):
         _check_apart(plan, read, batch, token, source[out_rows + tap])
     return row, source, np.full(len(source), -1), out_rows
+
+
+def _run_starts(plan: BatchPlan, rank: int) -> NDArray[np.bool_]:
+    """(B, T_l): a run begins where a token does not follow the one before it; fill is a run by itself."""
+    tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
+    starts = np.ones(tokens.shape, dtype=np.bool_)
+    starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
+    return starts
+
+
+def _places(owners: Int, rank: int, world_size: int, room: _Room | None) -> tuple[Int, Int]:
+    """Where rows that are received from these owners, ascending, stand; how many come from each rank."""
+    counts = np.bincount(owners, minlength=world_size)
+    if room is None:
+        return np.arange(len(owners)), counts
+    within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    arriving = np.full(world_size, room.sent)
+    arriving[rank] = 0
+    return within + room.sent * (owners - (owners > rank)), arriving
+
+
+def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
+    """Sizes that serve every batch of as many tokens whose ranks have no more runs of tokens than the capacity pieces.
+
+    A run of tokens p … q reads of a part the tokens p + d … q + d + span - 1: of others no more than those before p and
+    behind q. All fill of a row of the batch reads what one token does.
+    """
+    size, tokens, batch = len(plan.rows) * plan.local_size, plan.rows[0].total, len(plan.rows)
+    fill = batch * (plan.local_size * plan.world_size - tokens)
+    each = [_run_starts(plan, rank) & (plan.local_indices(rank) >= 0) for rank in range(plan.world_size)]
+    runs = max(int(starts.sum()) for starts in each)
+    if runs > capacity.pieces:
+        raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {runs} on some rank: raise it")
+    sent, entry = 0, 0
+    for part in read.parts:
+        first, length = part.start.of(tokens) - entry + read.first, part.length.of(tokens)
+        reach = length if part.back else max(0, -first) + max(0, first + read.span - 1)
+        sent += min(batch * length, capacity.pieces * reach + batch * read.span) * (part.extra is None)
+        entry += length
+    most = min(size, capacity.pieces + fill)
+    return _Room(min(size, sent), size + (read.span - 1) * most)
 
 
 def _check_apart(plan: BatchPlan, read: Neighbours, batch: Int, token: Int, source: Int) -> None:

@@ -78,8 +78,6 @@ class NodeFacts:
         """The node stands in a `torch.autograd.Function`, which can't read the plan."""
         self.orders = 0
         """How many sorts were seen: each is an order of its own."""
-        self.fixed_sizes = False
-        """The plan's tensors have the sizes of a capacity."""
         self.fixed_positions: dict[fx.Node, str] = {}
         """Nodes that make positions which can't be replaced by the plan's, and why."""
         self.shifted: set[fx.Node] = set()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges
 from cp_rewrite.planning.routes.route import Arrays, PlanTensor
@@ -60,7 +61,7 @@ class _Line:
     sources: Int
 
 
-def scan_tables(plan: BatchPlan, scan: Scan, rank: int) -> Arrays:
+def scan_tables(plan: BatchPlan, scan: Scan, rank: int, capacity: Capacity | None = None) -> Arrays:
     """The tables of one rank, all int64.
 
     Returns:
@@ -70,12 +71,15 @@ def scan_tables(plan: BatchPlan, scan: Scan, rank: int) -> Arrays:
         scan_ends: (N L,) where each piece of this rank ends, among the places of its lines.
         scan_before: (N L, P) the last piece of each rank before it, among P N L; -1: there is none, or it is this rank.
     Raises:
-        ValueError: a token of no document stands before one of a document, against `apart`.
+        ValueError: a token of no document stands before one of a document, against `apart`; a line has more pieces
+            than the capacity.
     """
     _check_apart(plan, scan)
     lines = _lines(plan, scan)
     most = max(int(np.bincount(line.owners, minlength=plan.world_size).max()) for line in lines)
-    count, size = max(most, 2), len(plan.rows) * plan.local_size // len(lines)
+    if capacity is not None and most > capacity.pieces:
+        raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {most} on some rank: raise it")
+    count, size = max(most, 2) if capacity is None else capacity.pieces, len(plan.rows) * plan.local_size // len(lines)
     order = np.empty((len(lines), size), dtype=np.int64)
     piece = np.zeros(order.size, dtype=np.int64)
     ends = np.zeros((count, len(lines)), dtype=np.int64)

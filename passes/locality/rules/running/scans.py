@@ -44,8 +44,6 @@ def scanned(call: Call) -> tuple[States, Whole]:
         raise Mixes(f"{call.name} of tokens that are not in a dim of their own")
     if not joined and (B,) not in others and call.extents.batch != 1:
         raise Mixes(f"{call.name} of what all rows of the batch share")
-    if call.facts.fixed_sizes:
-        raise Mixes(f"{call.name} over tokens: how many pieces a row has differs from batch to batch")
     return Rows(rows.dims), _RUNS[call.name](rows.dims, dim, Scan(joined, rows.attended))
 
 
