@@ -11,8 +11,8 @@ from cp_rewrite.passes.graph.attention.flash_attn import part_flash_attn
 from cp_rewrite.passes.graph.attention.multihead import part_multihead
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.join_chunks import join_chunks
+from cp_rewrite.passes.graph.part_moves import part_moves
 from cp_rewrite.passes.graph.regions import attribute_of, region_calls
-from cp_rewrite.passes.graph.split_slices import split_slices
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
@@ -28,7 +28,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked: tuple[fx.Node, ...] = ()
     if sharding.resolve:
-        split_slices(copy)
+        part_moves(copy)
         bodies = [graph.owning_module for graph in region_calls(copy)]
         chunked = tuple(node for body in (copy, *bodies) for node in join_chunks(body, tokens.counts, kept))
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)

@@ -113,7 +113,8 @@ def slice_(call: Call) -> TensorState:
         if call.extents.label([1] * dim + [after]) is not None:
             return _table_rows(call, x, dim)
     else:
-        call.refuse_axis(state, dim, "takes a slice of")
+        step = call.arg("step") or 1
+        call.refuse_axis(state, dim, "takes a slice of" if step == 1 else f"takes one entry in {step} of")
     call.check_numbers()
     return state
 

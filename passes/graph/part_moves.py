@@ -1,0 +1,116 @@
+"""What moves tokens and does more at once, as nodes that each do one of both.
+
+x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
+x.diff(dim=1)               x[:, 1:] - x[:, :-1]
+x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import SymInt, Tensor
+
+from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
+
+from .new_nodes import place_by
+from .operands import op_name
+from .writes import memory_of, written_nodes
+
+_ALL = slice(None)
+_New = Callable[..., fx.Node]
+"""Makes a node of a function and its arguments."""
+
+
+def part_moves(gm: fx.GraphModule) -> None:
+    """Do so in a graph and its nested regions."""
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
+    for node in [node for m in modules for node in m.graph.nodes]:
+        if node.target is operator.getitem:
+            _split(node, mode)
+        elif op_name(node) in ("diff", "unfold") and isinstance(node.args[0], fx.Node):
+            part = _diff if op_name(node) == "diff" else _unfold
+            if memory_of(node.args[0]) not in written:  # what unfold gives is a view
+                part(node, mode)
+
+
+def _split(node: fx.Node, mode: FakeTensorMode) -> None:
+    source: Any
+    source, index = node.args
+    parts = _parts(index) if isinstance(source.meta.get("example_value"), Tensor) else None
+    if parts is not None:
+        with node.graph.inserting_before(node):
+            sliced = node.graph.call_function(operator.getitem, (source, parts[0]))
+        place_by(sliced, node, mode, source.meta["example_value"].requires_grad)
+        node.args = (sliced, parts[1])
+
+
+def _parts(index: Any) -> tuple[Any, Any] | None:
+    """(the slices, the rest) of an index; None where it has but one of them, or is no basic one."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    basic = all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in entries)
+    slices = [i for i in entries if isinstance(i, slice) and i != _ALL]
+    if not basic or not slices or not any(i is None or isinstance(i, int) for i in entries):
+        return None
+    first = tuple(_ALL if isinstance(i, int) else i for i in entries if i is not None)
+    return first, tuple(_ALL if isinstance(i, slice) else i for i in entries)
+
+
+def _diff(node: fx.Node, mode: FakeTensorMode) -> None:
+    given = dict(zip(("input", "n", "dim", "prepend", "append"), node.args, strict=False)) | node.kwargs
+    x, times, dim = given["input"], given.get("n", 1), given.get("dim", -1)
+    shape = x.meta["example_value"].shape
+    if not isinstance(times, int) or times < 1 or not isinstance(dim, int) or not isinstance(shape[dim], SymInt):
+        return
+    less = torch.logical_xor if x.meta["example_value"].dtype is torch.bool else operator.sub
+    new = _maker(node, mode)
+    ends = [given.get("prepend"), x, given.get("append")]
+    if any(end is not None for end in ends[::2]):
+        x = new(torch.cat, [end for end in ends if end is not None], dim)
+    for _ in range(times):
+        x = new(less, _sliced(new, x, dim, 1, None), _sliced(new, x, dim, None, -1))
+    _take_place(node, x)
+
+
+def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
+    given = dict(zip(("self", "dimension", "size", "step"), node.args, strict=False)) | node.kwargs
+    x, dim, size = given["self"], given["dimension"], given["size"]
+    shape = x.meta["example_value"].shape
+    if (
+        given["step"] != 1
+        or not isinstance(size, int)
+        or not isinstance(dim, int)
+        or not isinstance(shape[dim], SymInt)
+    ):
+        return
+    new = _maker(node, mode)
+    taps = [_sliced(new, x, dim, i or None, i - size + 1 or None) for i in range(size)]
+    _take_place(node, new(torch.stack, taps, -1))
+
+
+def _maker(node: fx.Node, mode: FakeTensorMode) -> _New:
+    def new(target: Any, *args: Any) -> fx.Node:
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(target, args)
+        place_by(made, node, mode, node.meta["example_value"].requires_grad)
+        return made
+
+    return new
+
+
+def _sliced(new: _New, x: fx.Node, dim: int, start: int | None, stop: int | None) -> fx.Node:
+    dim %= x.meta["example_value"].ndim
+    return x if start is stop is None else new(operator.getitem, x, (*[_ALL] * dim, slice(start, stop)))
+
+
+def _take_place(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
