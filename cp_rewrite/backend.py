@@ -37,7 +37,7 @@ from . import passes
 from .arguments import untaken
 from .batch import agree
 from .diagnose import observe
-from .packing import CuSeqlens, packing_args
+from .packing import packing_args, whole_args
 from .refusal import RewriteRefused, source_line
 from .sharding import Sharding, require_sharding
 from .torch_internals import hint
@@ -202,7 +202,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
     inputs = state.graph_module.graph.find_nodes(op="placeholder")
     masks = [(place, state.tokens.masks[node]) for place, node in enumerate(inputs) if node in state.tokens.masks]
     tables = [(place, state.tables[node]) for place, node in enumerate(inputs) if node in state.tables]
-    whole = packing_args(sharding.packing) if isinstance(sharding.packing, CuSeqlens) else ()
+    whole = whole_args(sharding.packing)
     named = [(place, state.tokens.names.get(node, "")) for place, node in enumerate(inputs)]
     offsets = [(place, name, name) for place, name in named if name in whole]
     equal = [(place, state.offsets[node]) for place, node in enumerate(inputs) if node in state.offsets]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -38,9 +38,11 @@ class PackedMask:
         chunk_of: where chunks are counted from: each `document`'s start, or the `row`'s.
         spans: tokens of one span of a document (`Sharding.spans`) see each other, whatever causality and window say.
         tree: of its document, a tree (`packing=Tree(...)`), a query sees its own node and that one's ancestors only.
+        levels: in a tree, only so many ancestors. None: all.
     Raises:
         TypeError, ValueError: a flag that is no bool, a window that is no pair, a side that is no number >= -1, a chunk
-            that is no number >= 1; spans or trees of a mask that is not causal, or has chunks; trees with a window.
+            that is no number >= 1, levels that are none >= 0; spans or trees of a mask that is not causal, or has
+            chunks; trees with a window.
     """
 
     causal: bool = True
@@ -50,6 +52,7 @@ class PackedMask:
     chunk_of: Literal["document", "row"] = "document"
     spans: bool = False
     tree: bool = False
+    levels: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("causal", "packed", "spans", "tree"):
@@ -74,6 +77,8 @@ class PackedMask:
         object.__setattr__(self, "window", None if (left is None and right in (None, 0)) else (left, right))
         if (self.spans or self.tree) and (right != 0 or self.chunk is not None):
             raise ValueError("masks with spans or trees are causal, and have no chunks")
+        if self.levels is not None:
+            object.__setattr__(self, "levels", whole_number("levels", self.levels, 0) if self.tree else None)
         if self.tree and (self.spans or left is not None or not self.packed):
             raise ValueError("masks of trees have neither a window nor spans, and are packed")
 
@@ -120,7 +125,7 @@ class PackedMask:
         """The nodes of a row's trees. Raises a ValueError where it has none."""
         if documents.nodes is None:
             raise ValueError(f"the mask '{self}' needs trees: pack rows by packing=Tree(...)")
-        return documents.nodes
+        return documents.nodes if self.levels is None else replace(documents.nodes, levels=self.levels)
 
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
@@ -156,7 +161,7 @@ class PackedMask:
         if self.chunk is not None:
             parts.append(f"chunks of {self.chunk}{' of the row' if self.chunk_of == 'row' and self.packed else ''}")
         if self.tree:
-            parts.append("own path of the tree")
+            parts.append("own path of the tree" + ("" if self.levels is None else f", {self.levels} levels up"))
         if self.causal:
             parts.append("causal, or of one span" if self.spans and self.window is None else "causal")
         if self.window is not None:

@@ -92,11 +92,15 @@ class Tree:
                                                             it and its descendants have, in depth-first order
         Tree("tout")                                        the same, numbers being tokens' places in the row: tout is
                                                             the place behind the node's last descendant
+        Tree("segment_ids", parents="parents")              the number of each token's node, and of each node, (N,) or
+                                                            (B, N), its parent's, which is handed over whole; a root
+                                                            is its own parent
     """
 
     arg: str
     tin: str | None = None
     completion: str | None = None
+    parents: str | None = None
 
 
 PerToken = PositionIds | DocumentIds | EndOfDocument | StartOfDocument | PaddingMask
@@ -123,13 +127,20 @@ def packing_args(packing: Packing) -> tuple[str, ...]:
     match packing:
         case CuSeqlens(arg, padded):
             others = (padded,)
-        case Tree(arg, tin, completion):
-            others = (tin, completion)
+        case Tree(arg, tin, completion, parents):
+            others = (tin, completion, parents)
         case WholeRows():
             return ()
         case _:
             arg, others = packing.arg, ()
     return (arg, *(other for other in others if other is not None))
+
+
+def whole_args(packing: Packing) -> tuple[str, ...]:
+    """Those of them that are handed over whole; others have one value per token."""
+    if isinstance(packing, Tree):
+        return () if packing.parents is None else (packing.parents,)
+    return packing_args(packing) if isinstance(packing, CuSeqlens) else ()
 
 
 def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
@@ -146,15 +157,15 @@ def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:
         raise ValueError(f"padding must be 0 or less, got {packing.padding}: ids up to it are padding")
     if isinstance(packing, EndOfDocument | StartOfDocument):
         whole_number("token_id", packing.token_id, 0)
-    if isinstance(packing, Tree) and packing.tin is not None and packing.completion is not None:
-        raise ValueError("a Tree has tin, or completion, not both")
-    if isinstance(packing, CuSeqlens):
-        sharded = sorted(set(args) & set(tokens))
-        if sharded:
-            raise ValueError(f"tokens names {sharded}, but cu_seqlens are global and are not sharded")
-        return
+    if isinstance(packing, Tree) and [packing.tin, packing.completion, packing.parents].count(None) < 2:
+        raise ValueError("a Tree has one of tin, completion and parents")
+    whole = whole_args(packing)
+    sharded = sorted(set(whole) & set(tokens))
+    if sharded:
+        what = "cu_seqlens" if isinstance(packing, CuSeqlens) else "parents of nodes"
+        raise ValueError(f"tokens names {sharded}, but {what} are global and are not sharded")
     for arg in args:
-        if arg not in tokens:
+        if arg not in whole and arg not in tokens:
             raise ValueError(f"packing reads {arg!r}, which has one value per token: name it in tokens too")
 
 

@@ -26,6 +26,7 @@ class Nodes:
     Args:
         starts, ends: (N,) int64, disjoint and ascending; no node is empty.
         parents: (N,) int64, each before its node; -1 of a root.
+        levels: a path holds the node and so many above it. None: all.
     Raises:
         ValueError: empty or overlapping nodes, or a parent that does not stand before its node.
     """
@@ -33,6 +34,7 @@ class Nodes:
     starts: Int
     ends: Int
     parents: Int
+    levels: int | None = None
 
     def __post_init__(self) -> None:
         if not self.starts.shape == self.ends.shape == self.parents.shape:
@@ -45,11 +47,11 @@ class Nodes:
 
     @cached_property
     def ancestors(self) -> tuple[Int, Int]:
-        """All pairs of a node and one of its ancestors, both (M,) int64: by node, the root first."""
+        """All pairs of a node and one of the ancestors on its path, both (M,) int64: by node, the root first."""
         nodes = [np.zeros(0, dtype=np.int64)]
         above = [np.zeros(0, dtype=np.int64)]
         node, at = np.arange(len(self.parents)), self.parents
-        while (at >= 0).any():
+        while (at >= 0).any() and (self.levels is None or len(above) <= self.levels):
             node, at = node[at >= 0], at[at >= 0]
             nodes.append(node)
             above.append(at)
@@ -64,14 +66,6 @@ class Nodes:
         node, ancestor = self.ancestors
         return np.bincount(node, (self.ends - self.starts)[ancestor], len(self.parents)).astype(np.int64)
 
-    @cached_property
-    def roots(self) -> Int:
-        """(N,) int64: the root of each node's tree, of a root itself."""
-        node, ancestor = self.ancestors
-        roots = np.arange(len(self.parents))
-        roots[node[::-1]] = ancestor[::-1]  # the last one written is the root
-        return roots
-
     def clipped(self, start: int, stop: int) -> Nodes:
         """Those of tokens [start, stop), counted from there; what is above them must be there too."""
         real = (self.ends > start) & (self.starts < stop)
@@ -80,6 +74,7 @@ class Nodes:
             np.maximum(self.starts[real], start) - start,
             np.minimum(self.ends[real], stop) - start,
             number[self.parents[real]],
+            self.levels,
         )
 
     def of_tokens(self, total: int) -> Int:
@@ -144,6 +139,34 @@ class Nodes:
                 parents[i] = stack[-1]
             stack.append(i)
         return cls(starts, ends, parents)
+
+    @classmethod
+    def from_parents(cls, segments: ArrayLike, parents: ArrayLike) -> Nodes:
+        """`segments` (T,): of each token the number of its node, negative for padding. `parents` (M,): of each such
+        number that of the node's parent, a root's its own; those that no token has may be anything.
+
+        tokens    a a a b b c c       b and c continue a
+        segments  0 0 0 1 1 2 2       parents 0 0 0
+        """
+        segment, above = whole_numbers("numbers of nodes", segments), whole_numbers("parents of nodes", parents)
+        change = np.flatnonzero(np.diff(segment, prepend=-1, append=-1))
+        starts, ends = change[:-1], change[1:]
+        starts, ends = starts[segment[starts] >= 0], ends[segment[starts] >= 0]
+        numbers = segment[starts]
+        if numbers.size and numbers.max() >= above.size:
+            raise ValueError(f"a token has node {numbers.max()}, parents are given of {above.size} nodes")
+        order = np.argsort(numbers, kind="stable")
+        twice = numbers[order][1:][np.diff(numbers[order]) == 0]
+        if twice.size:
+            raise ValueError(f"node {twice[0]} stands in two runs of tokens: they must be contiguous")
+        place = np.full(above.size + 1, -1, dtype=np.int64)
+        place[numbers] = np.arange(len(numbers))
+        told = above[numbers]
+        found = place[np.clip(told, -1, above.size)]
+        if (lost := np.flatnonzero(found < 0)).size:
+            of, is_ = numbers[lost[0]], told[lost[0]]
+            raise ValueError(f"the parent of node {of} is {is_}, which no token has: a root is its own parent")
+        return cls(starts, ends, np.where(told == numbers, -1, found))
 
     @classmethod
     def from_completions(cls, prompts: ArrayLike, completions: ArrayLike) -> Nodes:

@@ -108,7 +108,7 @@ class ActivePlan:
     masks: Collection[str] = ()
     """The arguments that are masks of whole rows."""
     offsets: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """What `shard` handed over of the arguments that tell documents apart for the whole row: cu_seqlens."""
+    """What `shard` handed over of the arguments that tell documents apart for the whole row."""
     copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
     """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
     one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
@@ -188,8 +188,8 @@ class ActivePlan:
             )
 
     def check_offsets(self, name: str, value: Tensor, of: str) -> None:
-        """Raise unless an argument of a call holds the cu_seqlens that documents were read from, those of argument
-        `of`. On a GPU, which the host does not wait for, an assertion there."""
+        """Raise unless an argument of a call holds what documents were read from, argument `of`. On a GPU, which the
+        host does not wait for, an assertion there."""
         given = self.offsets.get(of, value)
         if value is given:
             return

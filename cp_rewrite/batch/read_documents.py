@@ -114,6 +114,9 @@ def _read(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -
     table = _per_token(sharding, packing.arg, values, rows, total)
     if not isinstance(packing, Tree):
         return [_read_row(packing, row) for row in table]
+    if packing.parents is not None:
+        parents = _parents(batch, packing.parents, rows)
+        return [_read_parents(row, above) for row, above in zip(table, parents, strict=True)]
     second = packing.completion or packing.tin
     if second is None:
         return [_read_ranges(np.where(row < 0, -1, np.arange(total)), row) for row in table]
@@ -154,15 +157,37 @@ def _read_completions(prompts: NDArray[Any], completions: NDArray[Any]) -> Docum
     return replace(Documents.from_document_ids(prompts), nodes=Nodes.from_completions(prompts, completions))
 
 
+def _parents(batch: Mapping[str, Any], name: str, rows: int) -> NDArray[Any]:
+    """(rows, nodes) parents of a batch's nodes."""
+    value = _host_array(batch, name)
+    table = np.atleast_2d(value)
+    if table.ndim != 2 or len(table) not in (1, rows) or table.shape[1] > MAX_TOKENS:
+        raise ValueError(f"batch[{name!r}] has shape {value.shape}, not (nodes,) or ({rows}, nodes)")
+    return np.broadcast_to(table, (rows, table.shape[1]))
+
+
+def _read_parents(segments: NDArray[Any], parents: NDArray[Any]) -> Documents:
+    """Documents of one row: trees by the parents of their nodes."""
+    return _trees(Nodes.from_parents(segments, parents), segments.size)
+
+
 def _read_ranges(tin: NDArray[Any], tout: NDArray[Any]) -> Documents:
     """Documents of one row: trees by the ranges of their nodes."""
-    nodes = Nodes.from_ranges(tin, tout)
+    return _trees(Nodes.from_ranges(tin, tout), tin.size)
+
+
+def _trees(nodes: Nodes, total: int) -> Documents:
+    """Documents of one row: trees, one behind another."""
     roots = np.flatnonzero(nodes.parents < 0)
     last = np.append(roots[1:], len(nodes.starts))[: len(roots)] - 1
     starts, lengths = nodes.starts[roots], nodes.ends[last] - nodes.starts[roots]
     if int(lengths.sum()) != int((nodes.ends - nodes.starts).sum()):
         raise ValueError("padding (negative numbers) stands inside of a tree: put it behind")
-    return Documents(starts, lengths, tin.size, nodes=nodes)
+    node, above = nodes.ancestors
+    apart = np.flatnonzero(above < roots[np.searchsorted(roots, node, side="right") - 1])
+    if apart.size:
+        raise ValueError(f"the node at token {nodes.starts[node[apart[0]]]} stands behind another tree than its own")
+    return Documents(starts, lengths, total, nodes=nodes)
 
 
 def _spans_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int) -> Sequence[SpanRuns | None]:

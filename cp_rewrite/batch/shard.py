@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
-from cp_rewrite.packing import CuSeqlens, packing_args
+from cp_rewrite.packing import packing_args, whole_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
 
@@ -177,8 +177,8 @@ def _cut_batch(
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
     active.masks = frozenset(masks)
-    if isinstance(sharding.packing, CuSeqlens) and sharding.capacity is None:
-        names = packing_args(sharding.packing)
+    if sharding.capacity is None:
+        names = whole_args(sharding.packing)
         active.offsets = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
     active.counted = label_arg if shift_labels and COUNT not in given else None
     if sharding.capacity is not None:

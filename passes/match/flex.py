@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
 from cp_rewrite.passes.graph.dynamo_internals import FLEX_OPERANDS, FlexBlocks
 from cp_rewrite.passes.graph.operands import op_name, shape_of, times_constant
@@ -64,8 +65,7 @@ def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prov
     """
     if _stands_in(scope, args, prover):
         return []
-    packing = prover.sharding.packing
-    known = {*prover.sharding.tokens, packing.arg, getattr(packing, "padded_arg", None)}
+    known = {*prover.sharding.tokens, *packing_args(prover.sharding.packing)}
     for outer, source in (resolve(scope, x) for x in FlexBlocks.read(args["block_mask"]).lists):
         try:
             canonical = prover.trace(outer, source, before=reader_of(scope, node, outer))

@@ -137,7 +137,7 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     points = {0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value)))
     chunks = reader.chunks  # known once all relations were read
     spans = distances(points if chunks is None else points | {chunks.size, -chunks.size})
-    spread_out = partial(spread, marks=reader.marks, **_tree_of(reader.sharding))
+    spread_out = partial(spread, marks=reader.marks, levels=reader.levels, **_tree_of(reader.sharding))
     table = [cell for world in _PAIRS for cell in spread_out(cells(world, spans, chunks))]
     kept = {cell: _kept(reader, value, cell) for cell in table}
     undecided = [answer for answer in kept.values() if not isinstance(answer, bool)]
@@ -152,7 +152,8 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     )
     plain = {cell: answer for cell, answer in kept.items() if cell.world is World.SAME and cell.plain}
     window = _window(sorted({cell.span for cell, answer in plain.items() if answer}))
-    form = Form(window, packed, chunk, *(_differs(kept, plain, of) for of in ("held", "kin")))
+    of_span, of_tree = (_differs(kept, plain, of) for of in ("held", "kin"))
+    form = Form(window, packed, chunk, of_span, of_tree, _levels(kept))
     detail = _odd_cell(kept, form)
     if not detail and reader.marks is not None and not form.spans:
         # What is known of spans here, batches are held to under masks with spans alone.
@@ -166,7 +167,7 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
     cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
     try:
-        return PackedMask(window[1] == 0, window, packed, *cut, spans=form.spans, tree=form.tree)
+        return PackedMask(window[1] == 0, window, packed, *cut, form.spans, form.tree, form.levels)
     except ValueError as error:
         return [Refusal(Reason.MASK_NOT_PACKED, str(error), mask)]
 
@@ -178,6 +179,7 @@ class Form:
     Args:
         window: (left, right) inside of a document; None: there is none.
         spans, tree: keys of the query's span, and of other nodes, are treated otherwise than plain ones.
+        levels: how many levels above the query's node; None: all.
     """
 
     window: tuple[int | None, int | None] | None
@@ -185,6 +187,7 @@ class Form:
     chunk: Chunks | None
     spans: bool
     tree: bool
+    levels: int | None
 
     def reaches_span(self, low: float, high: float) -> bool:
         """Whether a key of the query's span may be so far: spans are not longer than the window."""
@@ -200,12 +203,19 @@ def _tree_of(sharding: Sharding) -> dict[str, bool]:
 
 def _differs(kept: Kept, plain: Kept, of: str) -> bool:
     """Whether keys of the query's span (`held`), or of other nodes (`kin`), are treated otherwise than plain ones."""
-    own = {"held": {"held": Held.NONE}, "kin": {"kin": Kin.NODE}}[of]
+    own = {"held": {"held": Held.NONE}, "kin": {"kin": Kin.NODE, "depth": None}}[of]
     for cell, answer in kept.items():
         other = cell.held is Held.ONE if of == "held" else cell.kin not in (None, Kin.NODE)
         if cell.world is World.SAME and other and plain.get(replace(cell, **own), answer) != answer:
             return True
     return False
+
+
+def _levels(kept: Kept) -> int | None:
+    """How many levels of nodes above its own a query sees, by the last one; None: all, or the mask reads no parents."""
+    last = max((cell.depth for cell, answer in kept.items() if cell.depth is not None and answer), default=0)
+    read = next((cell.levels for cell in kept if cell.levels is not None), None)
+    return last if read is not None and last <= read else None
 
 
 def _chunk(kept: Kept) -> Chunks | None:
@@ -234,9 +244,9 @@ def _expected(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
     if form.spans and cell.held is Held.ONE:
         return True if form.reaches_span(*cell.span) else None
     if form.tree and cell.kin not in (None, Kin.NODE):
-        return cell.kin is Kin.ABOVE
+        return cell.kin is Kin.ABOVE and (form.levels is None or (cell.depth or 0) <= form.levels)
     kin = Kin.NODE if any(each.kin for each in kept) else None
-    alike = replace(cell, world=World.SAME, kin=kin, held=None if cell.held is None else Held.NONE)
+    alike = replace(cell, world=World.SAME, kin=kin, depth=None, held=None if cell.held is None else Held.NONE)
     if form.chunk is None and cell.chunks is not None:
         alike = replace(alike, together=False if cell.span != (0, 0) else True)
     return kept.get(alike, False)

@@ -2,6 +2,8 @@
 
 SQ, SK      the spans' argument at query and key, less `Marks.base`. By ids: above 0 in a span. By a value: 0 there.
 CNQ, CNK    numbers of completions: 0 on the prompt.
+NODEi       the number of the node i levels above the query's, that of its own for 0, where nodes tell their parents.
+            A root is its own parent. NODEi of the key alike.
 TIN, TOUT   ranges of nodes. Nodes are numbered along the row, so that [TIN, TOUT) of two nodes lie inside of one
             another where one is above the other, and apart otherwise. Without an argument `tin`, numbers are places.
 """
@@ -48,6 +50,16 @@ class Kin(Enum):
     APART = " of another branch"
 
 
+def node_above(level: int, query: bool) -> sympy.Symbol:
+    """NODEi of the query or of the key."""
+    return sympy.Symbol(f"NODE{level}{'q' if query else 'k'}", integer=True)
+
+
+def _nodes_apart(level: int) -> sympy.Symbol:
+    """NODEi of the query - NODE0 of the key."""
+    return sympy.Symbol(f"nodes{level}", integer=True)
+
+
 @dataclass(frozen=True)
 class Marks:
     """What a mask reads spans by. base: taken off the argument's values. outside: what a bool argument holds, less
@@ -68,6 +80,9 @@ class Relation:
         kin: their nodes, in one tree; None: it has none, or there are two.
         held, marks: their spans; None: the mask reads none.
         places: ranges of nodes count places in the row.
+        levels: how many the mask reads nodes' parents up; None: it reads none. depth: the key's node is so many above
+            the query's.
+        padding: the query may be padding.
     """
 
     low: float
@@ -78,6 +93,9 @@ class Relation:
     held: Held | None
     marks: Marks | None
     places: bool
+    levels: int | None
+    depth: int | None
+    padding: bool
 
     @property
     def _by_order(self) -> Span:
@@ -109,6 +127,7 @@ class Relation:
                 pairs[SQ] = (SK, sympy.S.Zero)
             elif self.held is Held.TWO and linear.get(SQ) == -linear.get(SK, sympy.S.Zero):
                 pairs[SQ] = (SK, _SPANS)
+        pairs |= self._nodes(linear)
         if self.kin is not None or self.other:
             if linear.get(TOUT_Q) == -linear.get(TOUT_K, sympy.S.Zero):
                 pairs[TOUT_Q] = (TOUT_K, _TOUTS)
@@ -127,6 +146,33 @@ class Relation:
                 for part, factor in _sum_of(*parts):
                     add(part, factor * linear[term])
         return done
+
+    def _nodes(self, linear: dict[Expr, Expr]) -> dict[Expr, tuple[Expr, Expr]]:
+        """NODEi of the query, less the key's node, as that one and a difference."""
+        key = node_above(0, query=False)
+        for level in self._levels:
+            term = node_above(level, query=True)
+            if linear.get(term, sympy.S.Zero) == -linear.get(key, sympy.S.Zero) != 0:
+                own = self.kin is Kin.NODE and level == 0
+                equal = own or (self.kin is Kin.ABOVE and level == self.depth)
+                return {term: (key, sympy.S.Zero if equal else _nodes_apart(level))}
+        return {}
+
+    @property
+    def _levels(self) -> range:
+        return range(0 if self.levels is None else self.levels + 1)
+
+    def _is_another_node(self, level: int) -> bool:
+        """Whether the node `level` levels above the query's is never the key's. A root is above itself."""
+        match self.kin:
+            case Kin.NODE:
+                return False
+            case Kin.ABOVE:
+                return self.depth is not None and level < self.depth
+            case None:
+                return self.other and not self.padding
+            case _:
+                return True
 
     def bounds(self) -> dict[Expr, Span]:
         """Bounds of the symbols."""
@@ -150,6 +196,7 @@ class Relation:
             found |= {_TINS: self._by_order, _TOUTS: self._by_order}
             found |= {_KEYS_END: _UP_TO_0 if first else _ABOVE_0, _QUERYS_END: _ABOVE_0 if first else _UP_TO_0}
         if self.kin is not None:
+            found |= {node_above(level, query): _FROM_0 for level in self._levels for query in (True, False)}
             found |= {TIN_Q: _FROM_0, TIN_K: _FROM_0, TOUT_Q: _ABOVE_0, TOUT_K: _ABOVE_0}
         return found
 
@@ -170,6 +217,7 @@ class Relation:
     def nonzero(self) -> set[Expr]:
         """Symbols that are never 0."""
         found = {_COMPLETIONS} if self.kin is Kin.APART else set[Expr]()
+        found |= {_nodes_apart(level) for level in self._levels if self._is_another_node(level)}
         if self.held is Held.TWO:
             found.add(_SPANS)
         if self.marks is not None and self.marks.kind != "ids":

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 
 import sympy
 
@@ -83,7 +84,7 @@ class Chunks:
 @dataclass(frozen=True)
 class Cell:
     """A world and a range of distances d = Q - K; where a mask knows chunks, also whether one chunk holds both; where
-    it knows spans or trees, how these hold them."""
+    it knows spans or trees, how these hold them. levels, depth: as of `Relation`."""
 
     world: World
     span: Span
@@ -93,19 +94,26 @@ class Cell:
     held: Held | None = None
     places: bool = False
     kin: Kin | None = None
+    levels: int | None = None
+    depth: int | None = None
 
     def __str__(self) -> str:
         low, high = self.span
         away = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         chunk = {None: "", True: ", of its chunk,", False: ", of other chunks,"}[self.together]
+        deep = "" if self.depth is None else f", {self.depth} levels up"
+        deep += " or more" if self.depth is not None and self.levels is not None and self.depth > self.levels else ""
         kin, held = "" if self.kin is None else self.kin.value, "" if self.held is None else self.held.value
-        return f"{self.world.value}{kin}{chunk}{held} at query - key = {away}"
+        return f"{self.world.value}{kin}{deep}{chunk}{held} at query - key = {away}"
 
     @property
     def relation(self) -> Relation:
         """What it says beyond documents and chunks."""
         other = self.world in (World.DIFFERENT, World.ADJACENT)
-        return Relation(*self.span, self.world is World.SAME, other, self.kin, self.held, self.marks, self.places)
+        padding = self.world in (World.ADJACENT, World.IN_PADDING)
+        tree = (self.levels, self.depth, padding)
+        same = self.world is World.SAME
+        return Relation(*self.span, same, other, self.kin, self.held, self.marks, self.places, *tree)
 
     @property
     def plain(self) -> bool:
@@ -113,10 +121,13 @@ class Cell:
         return self.kin in (None, Kin.NODE) and self.held in (None, Held.NONE)
 
 
-def spread(cells: Iterable[Cell], marks: Marks | None, tree: bool, places: bool) -> list[Cell]:
+def spread(
+    cells: Iterable[Cell], marks: Marks | None, tree: bool, places: bool, levels: int | None = None
+) -> list[Cell]:
     """The cells, each for every way in which spans and nodes may hold its query and key.
 
-    What is above a node comes before it. The tokens of a prefix come before all others of its document.
+    What is above a node comes before it; where a mask reads parents, by each of the levels that it reads, and all
+    further ones. The tokens of a prefix come before all others of its document.
     """
     out: list[Cell] = []
     for cell in cells:
@@ -128,8 +139,10 @@ def spread(cells: Iterable[Cell], marks: Marks | None, tree: bool, places: bool)
             if cell.world is World.SAME:
                 held = tuple(h for h in held if not (h is Held.KEY and high < 0) and not (h is Held.QUERY and low > 0))
         for kin in kins if tree and cell.world is World.SAME else (None,):
-            for each in held if marks is not None else (None,):
-                out.append(replace(cell, marks=marks, held=each, places=places, kin=kin))
+            depths = range(1, levels + 2) if kin is Kin.ABOVE and levels is not None else (None,)
+            for each, depth in product(held if marks is not None else (None,), depths):
+                ways = replace(cell, marks=marks, held=each, places=places)
+                out.append(replace(ways, kin=kin, levels=levels, depth=depth))
     return out
 
 

@@ -75,6 +75,17 @@ def places(_: Tensor, end: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
     return mask, mask
 
 
+def chains(_: Tensor, node: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Two levels up; all there are, and one more."""
+    mask, above = of_query(node) == of_key(node), node
+    masks: list[Tensor] = []
+    for _level in range(3):
+        above = parents[above]
+        mask = mask | (of_query(above) == of_key(node))
+        masks.append(mask & causal(node))
+    return masks[0], masks[2]
+
+
 def begun(_: Tensor, positions: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
     """Of rows that begin inside of a document."""
     numbers, chunks = (positions == 0).cumsum(1), positions // 4
@@ -98,6 +109,7 @@ CASES = {
     "completions": Case(completions, cp.Tree("first", completion="second")),
     "ranges": Case(ranges, cp.Tree("first", tin="second")),
     "places": Case(places, cp.Tree("first")),
+    "parents": Case(chains, cp.Tree("first", parents="parents")),
     "begun": Case(begun, cp.PositionIds("first")),
 }
 
@@ -124,10 +136,13 @@ class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         old_logp: Tensor,
         advantages: Tensor,
         num_items: Tensor,
+        parents: Tensor | None = None,
     ) -> Tensor:
         h = self.embed(input_ids)
         angles = position_ids[:, None, :, None] * 0.3
-        for layer, mask in zip(self.qkv, self.masks(doc_ids, first, second), strict=True):
+        for layer, mask in zip(
+            self.qkv, self.masks(doc_ids, first, second if parents is None else parents), strict=True
+        ):
             q, k, v = layer(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
             q, k = q * angles.cos(), k * angles.sin()
             h = h + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
@@ -171,6 +186,7 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
             "completions": doc * 3 + 2,
             "ranges": np.array(behind)[number],
             "places": np.append(begins, 61)[np.array(behind)][number],
+            "parents": 3 * number % 7 + 1,
         }[name]
         second = np.repeat([0, 1, 2, 3, 0, 5, 4], sizes) if name == "completions" else number
     # What padding holds; positions know none.
@@ -184,6 +200,8 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
     # Near those of a fresh model, so that some ratios are clipped and others not.
     old = torch.from_numpy(rng.normal(-np.log(VOCAB), 0.3, (1, 67))).float()
     targets = {"labels": labels, "old_logp": old, "advantages": advantages, "num_items": torch.tensor(60.0)}
+    if name == "parents":  # of nodes 0, 3, 6, 2, 5, 1 and 4 of numbers 1 to 7; no token has number 0
+        targets["parents"] = torch.tensor([9, 1, 6, 1, 1, 2, 6, 1])
     return {**batch, "input_ids": ids, **targets}
 
 
@@ -244,6 +262,9 @@ def test_masks_are_read_as_what_they_are(name: str) -> None:
     assert report.ok, report
     if name == "begun":
         assert {site.mask for site in report.sites} == {str(cp.PackedMask()), str(cp.PackedMask(chunk=4))}
+        return
+    if name == "parents":
+        assert {site.mask for site in report.sites} == {str(cp.PackedMask(tree=True, levels=n)) for n in (1, 3)}
         return
     expected = cp.PackedMask(spans=True) if CASES[name].spans is not None else cp.PackedMask(tree=True)
     masks = {site.mask for site in report.sites}

@@ -18,6 +18,7 @@ def test_every_source_of_nodes_tells_the_same() -> None:
         Nodes.from_ranges([0, 0, 0, 1, 1, 2, 2, -1], [3, 3, 3, 2, 2, 3, 3, -1]),
         Nodes.from_ranges([0, 1, 2, 3, 4, 5, 6, -1], [7, 7, 7, 5, 5, 7, 7, -1]),
         Nodes.from_completions([4, 4, 4, 4, 4, 4, 4, -1], [0, 0, 0, 1, 1, 2, 2, 0]),
+        Nodes.from_parents([3, 3, 3, 0, 0, 2, 2, -1], [3, 9, 3, 3]),
     ]
     for nodes in sources:
         assert nodes.starts.tolist() == [0, 3, 5]
@@ -34,6 +35,11 @@ def test_every_source_of_nodes_tells_the_same() -> None:
         (lambda: Nodes.from_ranges([0, 1, 0], [2, 2, 2]), "tin must grow"),
         (lambda: Nodes.from_ranges([0, -1], [2, 2]), "both are negative in padding"),
         (lambda: Nodes.from_completions([1, 1, 1], [0, 2, 0]), "they must be contiguous"),
+        (lambda: Nodes.from_parents([0, 1, 0], [0, 0]), "they must be contiguous"),
+        (lambda: Nodes.from_parents([0, 1], [0]), "are given of 1 nodes"),
+        (lambda: Nodes.from_parents([0, 1], [0, -1]), "a root is its own parent"),
+        (lambda: Nodes.from_parents([0, 1], [0, 2, 2]), "which no token has"),
+        (lambda: Nodes.from_parents([0, 1], [1, 1]), "must stand behind its parent"),
         (lambda: Nodes.from_completions([1, 1], [1, 0]), "behind a completion of its own"),
         (lambda: Nodes.from_completions([1, 1], [0, -1]), "they count from 1"),
     ],

@@ -31,6 +31,7 @@ class CellValues:
         troubles: the terms that can't be read, each with the reason.
         chunks: the chunks whose numbers were read.
         marks: what spans were read by.
+        levels: how many levels up the parents of nodes were read; None: nodes do not tell their parents.
         skips_end: marks of document starts, or the key's start, were read with the last document's end left out.
     """
 
@@ -42,6 +43,7 @@ class CellValues:
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
     chunks: Chunks | None = None
     marks: Marks | None = None
+    levels: int | None = None
     skips_end: bool = False
     _linears: dict[Expr, Linear] = field(default_factory=dict)
 

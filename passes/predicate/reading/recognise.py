@@ -10,6 +10,7 @@
     SumOver(cu_seqlens(i) <= q)            CuSeqlens    an Ordinal
     cu_seqlens(the token's document)       CuSeqlens    Q - WQ, the index of its first token
     prompt_ids(b, k), completion_ids(b, k)  Tree        IK, CNK; tin and tout: TIN_K, TOUT_K, see `within`
+    segment_ids(b, k), parents(b, segment_ids(b, q))  Tree  NODE0 of the key, NODE1 of the query
     span_ids(b, q)                         any          SQ; a running sum of spans' first tokens: an Ordinal of spans
     RunningMax(j where a document starts)  any          the same
 
@@ -35,11 +36,12 @@ from cp_rewrite.packing import (
     StartOfDocument,
     Tree,
     packing_args,
+    whole_args,
 )
 from cp_rewrite.passes.predicate.context import Leaf
-from cp_rewrite.passes.predicate.symbolic import ONE, TOKENS, Expr
+from cp_rewrite.passes.predicate.symbolic import ONE, TOKENS, Expr, Select
 from cp_rewrite.passes.predicate.terms import GENERATORS, Trouble, maximal_terms
-from cp_rewrite.passes.predicate.within import CNK, CNQ, SK, SQ, TIN_K, TIN_Q, TOUT_K, TOUT_Q
+from cp_rewrite.passes.predicate.within import CNK, CNQ, SK, SQ, TIN_K, TIN_Q, TOUT_K, TOUT_Q, node_above
 from cp_rewrite.passes.predicate.worlds import (
     BOTH,
     CK,
@@ -114,6 +116,8 @@ class Reader(Numberings):
             self.skips_end |= start is not None and WK in start and self._offsets.merges_padding(term)
             detail = f"`{term}` reads {leaf.name!r} at no document's start or end"
             return start or self._trouble(term, Trouble(Reason.MASK_NOT_PACKED, detail))
+        if isinstance(packing, Tree) and leaf.name == packing.parents:
+            return self._node_above(packing, term, leaf)
         spans = self.sharding.spans
         if leaf.name in self._per_token:
             side = self._token_of(term, leaf)
@@ -145,7 +149,7 @@ class Reader(Numberings):
     def _per_token(self) -> set[str]:
         """The arguments that tell documents, nodes or spans apart by a value per token."""
         packing, spans = self.sharding.packing, self.sharding.spans
-        named = set[str]() if isinstance(packing, CuSeqlens) else set(packing_args(packing))
+        named = {*packing_args(packing)} - {*whole_args(packing)}
         return named if spans is None else named | {spans.arg}
 
     def _mark_at(self, spans: Spans, side: tuple[Expr, ...], leaf: Leaf) -> Linear:
@@ -156,6 +160,9 @@ class Reader(Numberings):
     def _node_at(self, tree: Tree, side: tuple[Expr, ...], leaf: Leaf) -> Linear:
         """What a tree's argument holds at a token."""
         query = side[0] == Q
+        if tree.parents is not None:
+            self.levels = self.levels or 0
+            return {node_above(0, query): sympy.S.One}
         if leaf.name == tree.completion:
             return {CNQ if query else CNK: sympy.S.One}
         if leaf.name == tree.tin:
@@ -163,6 +170,33 @@ class Reader(Numberings):
         if tree.completion is None:
             return {TOUT_Q if query else TOUT_K: sympy.S.One}
         return {side[2]: sympy.S.One}
+
+    def _node_above(self, tree: Tree, term: Any, leaf: Leaf) -> Linear:
+        """The parent of a node that is the query's or the key's, or above it: `parents[parents[segment_ids]]`."""
+        query, level = self._level_of(tree, term, leaf)
+        if level is None:
+            detail = f"`{term}` reads {leaf.name!r}, (nodes,) or (rows, nodes), at no node of the query or the key"
+            return self._trouble(term, Trouble(Reason.MASK_WRONG_DIM, detail))
+        self.levels = max(self.levels or 0, level)
+        return {node_above(level, query): sympy.S.One}
+
+    def _level_of(self, tree: Tree, term: Any, leaf: Leaf) -> tuple[bool, int | None]:
+        """(whether it is the query's, how many levels up); None where a term is no node."""
+        if leaf.name == tree.arg:
+            side = self._token_of(term, leaf)
+            return (False, None) if side is None else (side[0] == Q, 0)
+        *rows, node = cast(tuple[Any, ...], term.args)
+        if leaf.name != tree.parents or len(rows) > 1:
+            return False, None
+        at_row = all(leaf.shape[0] == 1 or row == self.pair.batch for row in rows)
+        parts: tuple[Any, ...] = node.args
+        if node.func is Select and parts[0] == sympy.Ge(parts[1], 0, evaluate=False):
+            node = parts[1]  # as `clamp` makes it: nodes of documents' tokens count from 0
+        inner = self.leaves.get(node.func) if at_row else None
+        if inner is None or inner.trouble:
+            return False, None
+        query, level = self._level_of(tree, node, inner)
+        return query, None if level is None else level + 1
 
     def _value_at(self, side: tuple[Expr, ...]) -> Linear:
         """What the packing's argument holds at a token, one number per token."""

@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .expressions import Batch
 
+Int = NDArray[np.int64]
 TOKENS = 13
 MARK = 9
+SEGMENTS = 15
+"""Numbers that nodes may have where they tell their parents."""
 PER_TOKEN: tuple[str, ...] = (
     "input_ids", "doc_ids", "counted_ids", "position_ids", "ended_ids", "started_ids", "span_ids", "types", "flags",
-    "prompt", "completion", "tin", "tout", "end",
+    "prompt", "completion", "tin", "tout", "end", "segment",
 )  # fmt: skip
 
 
@@ -22,7 +26,8 @@ def draw_batch(rng: np.random.Generator, rows: int = 2, tokens: int = TOKENS) ->
     made = [_row(rng, tokens) for _ in range(rows)]
     batch = {name: torch.from_numpy(np.stack([row[name] for row in made])) for name in PER_TOKEN}
     batch = {name: x.bool() if name == "flags" else x.long() for name, x in batch.items()}
-    return batch | {"cu_seqlens": torch.from_numpy(made[0]["cu_seqlens"])}
+    parents = torch.from_numpy(np.stack([row["parents"] for row in made]))
+    return batch | {"cu_seqlens": torch.from_numpy(made[0]["cu_seqlens"]), "parents": parents}
 
 
 def _row(rng: np.random.Generator, tokens: int) -> dict[str, Any]:
@@ -35,11 +40,12 @@ def _row(rng: np.random.Generator, tokens: int) -> dict[str, Any]:
         position[: lengths[0]] += int(rng.integers(1, 8))
     spans, types, flags = _spans(rng, lengths)
     prompt, completion, tin, tout, end = _trees(rng, lengths)
-    tail = {"doc_ids": -1, "prompt": -1, "tin": -1, "tout": -1, "end": -1}
+    segment, parents = _parents(rng, lengths)
+    tail = {"doc_ids": -1, "prompt": -1, "tin": -1, "tout": -1, "end": -1, "segment": -1}
     counted = np.repeat(np.arange(len(lengths)) + 1, lengths)
     columns = {"input_ids": rng.integers(0, 9, real), "doc_ids": doc, "counted_ids": counted, "position_ids": position,
                "span_ids": spans, "types": types, "flags": flags, "prompt": prompt, "completion": completion,
-               "tin": tin, "tout": tout, "end": end}  # fmt: skip
+               "tin": tin, "tout": tout, "end": end, "segment": segment}  # fmt: skip
     odd = int(rng.integers(-1, 3))  # what padding holds where it may hold anything
     ends = {"counted_ids": 0, "position_ids": 0, **tail}
     row = {name: np.array([*values, *[ends.get(name, odd)] * pad], dtype=np.int64) for name, values in columns.items()}
@@ -49,7 +55,7 @@ def _row(rng: np.random.Generator, tokens: int) -> dict[str, Any]:
     started = np.where(first & (np.arange(tokens) > 0), MARK, text)
     ended = np.where(np.append(first[1:], rng.random() < 0.5), MARK, text)
     cu = np.cumsum([0, *lengths])  # may end early
-    return row | {"ended_ids": ended, "started_ids": started, "cu_seqlens": cu}
+    return row | {"ended_ids": ended, "started_ids": started, "cu_seqlens": cu, "parents": parents}
 
 
 def _cut(rng: np.random.Generator, total: int, most: int) -> list[int]:
@@ -102,3 +108,21 @@ def _trees(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], ...
         number += len(parts)
     first = [tin.index(n) if n in tin else len(tin) for n in range(number + 1)]
     return prompt, completion, tin, ends, [first[e] for e in ends]
+
+
+def _parents(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], Int]:
+    """Of each document a tree of any shape, in any order that has parents first: the nodes of tokens, and the parent
+    of each number that a node may have."""
+    numbers = rng.permutation(SEGMENTS)
+    parents = rng.integers(0, SEGMENTS, SEGMENTS)
+    segments: list[int] = []
+    used = 0
+    for n in lengths:
+        parts = _cut(rng, n, int(rng.integers(1, 6)))
+        mine = numbers[used : used + len(parts)]
+        used += len(parts)
+        for k, part in enumerate(parts):
+            deep = rng.random() < 0.5
+            parents[mine[k]] = mine[0 if k == 0 else k - 1 if deep else int(rng.integers(0, k))]
+            segments += [int(mine[k])] * part
+    return segments, parents

@@ -273,6 +273,14 @@ def spans() -> list[Kind]:
     ]
 
 
+def level_up(levels: int, b: Batch) -> Tensor:
+    """The node so many levels above each token's, by the parents that nodes tell."""
+    node, rows = b["segment"], torch.arange(len(b["segment"]))[:, None]
+    for level in range(levels):
+        node = b["parents"].gather(1, node.clamp(min=0)) if level == 0 else b["parents"][rows, node]
+    return node
+
+
 def trees() -> list[Kind]:
     prompt, completion, tin, tout, end = (arg(n) for n in ("prompt", "completion", "tin", "tout", "end"))
     own = either(equal(completion, "k", 0), same(completion))
@@ -282,8 +290,12 @@ def trees() -> list[Kind]:
     parts = (same(prompt), own, equal(completion, "k", 0), same(completion), within, nested, up_to, *ORDER)
     terms = (prompt, completion, tin, tout, end, I, *STRANGE)
 
-    def kind(name: str, packing: cp.Tree, mine: Sequence[Mask], *whole: Mask) -> Kind:
-        return Kind(name, annotate(packing), tuple(both(w, CAUSAL) for w in whole), (*mine, *mine, *parts), terms)
+    nodes = [made(f"{n} levels up", partial(level_up, n)) for n in range(4)]
+    chain = [Relation(node, "q", "==", nodes[0], "k") for node in nodes]
+
+    def kind(name: str, packing: cp.Tree, mine: Sequence[Mask], *whole: Mask, more: Sequence[Term] = ()) -> Kind:
+        every = (*more, *more, *terms)
+        return Kind(name, annotate(packing), tuple(both(w, CAUSAL) for w in whole), (*mine, *mine, *parts), every)
 
     ranges = [within, nested, Relation(tin, "k", "<=", tin, "q"), Relation(tin, "q", "<", tout, "k")]
     return [
@@ -292,6 +304,16 @@ def trees() -> list[Kind]:
         ),
         kind("tree of ranges", cp.Tree("tout", tin="tin"), ranges, within, nested),
         kind("tree of places", cp.Tree("end"), [up_to], up_to, replace(up_to, op="<")),
+        kind(
+            "tree of parents",
+            cp.Tree("segment", parents="parents"),
+            chain,
+            chain[0],
+            either(*chain[:2]),
+            either(*chain[:3]),
+            either(*chain),
+            more=nodes,
+        ),
     ]
 
 
