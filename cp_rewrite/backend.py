@@ -66,6 +66,7 @@ class Backend:
         except Exception as error:
             raise unwrapped(error) from error.__cause__
         if state.refusals:
+            passes.guard_size_conditions(state)
             refused = RewriteRefused(state.refusals)
             if self.sharding.strict:
                 return _raiser(refused)

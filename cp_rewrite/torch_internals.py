@@ -156,9 +156,15 @@ def fixed_number(size: SymInt | SymFloat) -> float | None:
     return float(fixed) if fixed.is_number else None
 
 
-def decide(shape_env: Any, condition: sympy.Basic) -> bool:
-    """What a condition on sizes is in the example that is traced; a guard makes sure that it stays so."""
-    return bool(shape_env.evaluate_expr(condition))
+def holds(shape_env: Any, condition: sympy.Basic) -> bool:
+    """What a condition on sizes is in the example that is traced, without a guard."""
+    named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # up to torch 2.12
+    return condition.xreplace(getattr(shape_env, named)) == True  # noqa: E712
+
+
+def guard(shape_env: Any, condition: sympy.Basic) -> None:
+    """Have a batch for which a condition on sizes is not what it is in the example compiled anew."""
+    shape_env.evaluate_expr(condition)
 
 
 # -- process groups ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
     plan_sites             plan_sites.py             exchange and kernel of each site
     move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
     record_masks           record_masks.py           masks that the first call compares, as they were
+    guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite.py                exchange and packed attention in the place of each site, with
                                                      the plan's tensors (plan_inputs.py), without dead masks (erase.py)
     verify_graph           verify.py                 the new graph is whole
@@ -36,7 +37,7 @@ from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
 from .check_frame import check_frame
-from .check_size_conditions import check_size_conditions
+from .check_size_conditions import check_size_conditions, guard_size_conditions
 from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
@@ -110,7 +111,7 @@ FIND = (
 )
 """What only reads the graph: after these all refusals are known."""
 
-CHANGE = (rewrite_sites, verify_graph)
+CHANGE = (guard_size_conditions, rewrite_sites, verify_graph)
 """What runs on a graph that nothing stands against."""
 
 PIPELINE = FIND + CHANGE
@@ -128,4 +129,4 @@ def run_passes(state: State) -> State:
     return state
 
 
-__all__ = ["PIPELINE", "State", "run_passes"]
+__all__ = ["PIPELINE", "State", "guard_size_conditions", "run_passes"]

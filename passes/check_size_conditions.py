@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +14,7 @@ from cp_rewrite.passes.values.size_conditions import SizeConditions
 from cp_rewrite.passes.values.sizes import size_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal, source_line
-from cp_rewrite.torch_internals import decide, fake_mode_of, guards_of, simplified
+from cp_rewrite.torch_internals import fake_mode_of, guard, guards_of, holds, simplified
 
 _DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
 """Names of torch's integer divisions."""
@@ -23,8 +23,7 @@ _DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
 def check_size_conditions(state: State) -> State:
     """Every condition on token counts that Dynamo recorded must hold for the whole row as it does for the shard.
 
-    The condition for the whole row becomes a guard of its own: a batch for which it turns out otherwise is compiled,
-    and checked, anew. Runs before any pass puts guards of its own on sizes.
+    Runs before any pass puts guards of its own on sizes.
     """
     world_size, mode = state.sharding.world_size, fake_mode_of(state.graph_module.graph.nodes)
     sizes = {symbol for count in state.tokens.counts for symbol in count.free_symbols}
@@ -43,7 +42,7 @@ def check_size_conditions(state: State) -> State:
         if divides and any(line in where for line in joined):
             continue
         conditions[condition] = where
-        if not decide(mode.shape_env, condition.subs({size: world_size * size for size in tokens})):
+        if not holds(mode.shape_env, _of_row(condition, tokens, world_size)):
             if divides:
                 chunked.append(where)
                 continue
@@ -54,6 +53,22 @@ def check_size_conditions(state: State) -> State:
     places = size_places(state.graph_module.graph.find_nodes(op="placeholder"))
     found = SizeConditions(conditions, sizes, places) if conditions else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
+
+
+def guard_size_conditions(state: State) -> State:
+    """Have a batch for which a condition turns out otherwise for the whole row compiled, and checked, anew.
+
+    Torch takes long to prove and guard what is written with divisions: a dry run that is refused goes without.
+    """
+    found, mode = state.size_conditions, fake_mode_of(state.graph_module.graph.nodes)
+    for condition in () if found is None or mode is None else found.conditions:
+        guard(mode.shape_env, _of_row(condition, condition.free_symbols & found.tokens, state.sharding.world_size))
+    return state
+
+
+def _of_row(condition: Any, tokens: Iterable[Any], world_size: int) -> Any:
+    """A condition on a shard's tokens, said of the whole row's."""
+    return condition.xreplace({size: world_size * size for size in tokens})
 
 
 def _line(node: fx.Node) -> str:

@@ -249,7 +249,7 @@ def test_symbolic_sizes() -> None:
     assert ours.expression(x) == 6
 
 
-@canary("ShapeEnv.guards, replace and evaluate_expr", "torch_internals.guards_of, simplified and decide")
+@canary("ShapeEnv.guards, replace, evaluate_expr and backed_var_to_val", "torch_internals.guards_of, simplified, guard")
 def test_guards() -> None:
     def model(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 4 else x
@@ -263,9 +263,11 @@ def test_guards() -> None:
     assert len(ours.take_guards(env, {ours.expression(size)})) == 1
     assert not [line for condition, line in ours.guards_of(env) if ours.expression(size) in condition.free_symbols]
     assert "x.shape[0] > 4" in where
-    assert ours.decide(env, ours.expression(size) < 8)
+    assert ours.holds(env, ours.expression(size) < 7)
+    assert not ours.holds(env, ours.expression(size) < 6)
+    assert not ours.guards_of(env)
     assert ours.simplified(env, ours.expression(size) + 1) == ours.expression(size) + 1
-    assert ours.decide(env, ours.sympy.Eq(ours.expression(size), 6))
+    ours.guard(env, ours.sympy.Eq(ours.expression(size), 6))
     assert ours.simplified(env, ours.expression(size)) == 6
 
 

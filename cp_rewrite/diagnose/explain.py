@@ -135,6 +135,8 @@ def explain(
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             found.append(_report(capture(gm, sharding, active_plan(sharding))))
+            if not found[-1].ok:
+                raise _Captured  # what guards a graph that nobody runs would take torch long to make
             return _stop
 
         unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
@@ -143,8 +145,10 @@ def explain(
                 # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.
                 with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                     torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
-            except _Captured:
-                return found[0]
+            except Exception as error:
+                if isinstance(getattr(error, "inner_exception", error), _Captured):
+                    return found[0]
+                raise
         raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")
 
     return dry_run

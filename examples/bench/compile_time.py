@@ -2,6 +2,7 @@
 
     python examples/bench/compile_time.py [--layers 32 64] [--inductor-layers 4] [--attention eager]
 
+`explain` and the passes in seconds of CPU, the compile with Inductor, which uses more processes, in seconds.
 Bars: explain on 32 layers under 2 s (after one warm-up on 1 layer), passes on 64 layers under 3 s, passes under 5% of
 the compile with Inductor.
 """
@@ -72,9 +73,9 @@ class Stopwatch:
         passes.run_passes = self._run
 
     def _timed(self, state: passes.State) -> passes.State:
-        start = time.perf_counter()
+        start = time.process_time()
         state = self._run(state)
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.process_time() - start
         return state
 
 
@@ -84,9 +85,9 @@ def explain(layers: int, attention: str) -> tuple[float, float]:
     sharding = cp.Sharding(4, TOKENS, cp.PositionIds("position_ids"))
     torch._dynamo.reset()
     with Stopwatch() as watch:
-        start = time.perf_counter()
+        start = time.process_time()
         report = cp.explain(model, sharding)(**batch)
-        total = time.perf_counter() - start
+        total = time.process_time() - start
     assert report.ok, str(report)
     return total, watch.seconds
 

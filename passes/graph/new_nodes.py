@@ -32,14 +32,14 @@ def fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 def insert(before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, why: str) -> fx.Node:
     """Run `emit` on proxies in front of a node; the new nodes get its source position and fake values."""
-    graph = before.graph
-    old = set(graph.nodes)
-    with graph.inserting_before(before):
+    last = before.prev
+    with before.graph.inserting_before(before):
         result = emit().node
-    for node in graph.nodes:
-        if node not in old:
-            node.meta.update(position_of(before), cp_rewrite=why)
-            node.meta["example_value"] = fake_value(node, mode)
+    node = last.next
+    while node is not before:
+        node.meta.update(position_of(before), cp_rewrite=why)
+        node.meta["example_value"] = fake_value(node, mode)
+        node = node.next
     return result
 
 

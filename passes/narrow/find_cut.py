@@ -12,8 +12,9 @@ is taken.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch.fx as fx
@@ -48,11 +49,12 @@ def find_cut(site: Site, way: Way, costs: Costs) -> Cut | None:
     steps = nodes_before(way, wanted)
     if any(way.rows_of(node) is None for node in wanted):
         return None
-    behind = _behind(steps, wanted, costs)
+    behind = _cheapest(tuple(_edges(steps, wanted, costs)))
     if behind is None:
         return None
-    again = [step for step in dict.fromkeys(steps.values()) if ("in", step) in behind]
-    sent = [step for step in dict.fromkeys(steps.values()) if ("in", step) not in behind and ("out", step) in behind]
+    numbered = list(enumerate(dict.fromkeys(steps.values())))
+    again = [step for n, step in numbered if _in(n) in behind]
+    sent = [step for n, step in numbered if _in(n) not in behind and _out(n) in behind]
     nodes = sorted((node for step in again for node in step.nodes), key=way.place.__getitem__)
     rows = [step.rows for step in sent if step.rows is not None]
     if not nodes or len(rows) < len(sent):
@@ -71,30 +73,46 @@ def _numbers(nodes: list[fx.Node], way: Way) -> dict[fx.Node, Any]:
     return {n: tuple(map(way.number, x)) if isinstance(x, tuple) else way.number(x) for n, x in plain.items()}
 
 
-def _behind(steps: Mapping[fx.Node, Step], wanted: list[fx.Node], costs: Costs) -> set[Any] | None:
-    """("in", step) of the steps that run on rows that came; ("out", step) of those and of the rows that travel. None:
-    no cut there is possible."""
-    graph = _networkx.DiGraph()
-    graph.add_node("first")
-    for step in dict.fromkeys(steps.values()):
-        if step.rows is not None and not _others_read(step, steps):
-            graph.add_edge(("in", step), ("out", step), capacity=_cost(costs.byte * _row_bytes(step.rows)))
-        else:
-            graph.add_edge(("in", step), ("out", step))
+_FIRST, _LAST = -1, -2
+_Edge = tuple[int, int, int | None]
+"""From, to, and what it costs to cut between them; None: no cut can be there."""
+
+
+def _in(step: int) -> int:
+    """Behind the cut: the step of this number runs on rows that came."""
+    return 2 * step
+
+
+def _out(step: int) -> int:
+    """Behind the cut: that, or the step's rows travel."""
+    return 2 * step + 1
+
+
+def _edges(steps: Mapping[fx.Node, Step], wanted: list[fx.Node], costs: Costs) -> Iterator[_Edge]:
+    number = {step: n for n, step in enumerate(dict.fromkeys(steps.values()))}
+    for step, n in number.items():
+        travels = step.rows is not None and not _others_read(step, steps)
+        yield _in(n), _out(n), _cost(costs.byte * _row_bytes(step.rows)) if travels and step.rows else None
         operands = [steps[node] for node in step.operands if node in steps]
         if not step.again or len(operands) < len(step.operands):
-            graph.add_edge("first", ("in", step))
+            yield _FIRST, _in(n), None
             continue
-        graph.add_edge("first", ("in", step), capacity=_cost(sum(_seconds(node, costs) for node in step.nodes)))
-        for operand in operands:
-            graph.add_edge(("out", operand), ("in", step))
-    for node in wanted:
-        graph.add_edge(("out", steps[node]), "last")
+        yield _FIRST, _in(n), _cost(sum(_seconds(node, costs) for node in step.nodes))
+        yield from ((_out(number[operand]), _in(n), None) for operand in operands)
+    yield from ((_out(number[steps[node]]), _LAST, None) for node in wanted)
+
+
+@lru_cache(maxsize=256)
+def _cheapest(edges: tuple[_Edge, ...]) -> frozenset[int] | None:
+    """What is behind the cheapest cut, which layers that look alike share; None: no cut is possible."""
+    graph = _networkx.DiGraph()
+    for start, end, cost in edges:
+        graph.add_edge(start, end, **({} if cost is None else {"capacity": cost}))
     try:
-        _, (_, behind) = _networkx.minimum_cut(graph, "first", "last")
+        _, (_, behind) = _networkx.minimum_cut(graph, _FIRST, _LAST)
     except _networkx.NetworkXUnbounded:
         return None
-    return behind
+    return frozenset(behind)
 
 
 def _others_read(step: Step, steps: Mapping[fx.Node, Step]) -> bool:

@@ -3,8 +3,9 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import torch.fx as fx
 
@@ -27,7 +28,7 @@ from cp_rewrite.sharding import speeds_of
 from cp_rewrite.torch_internals import fake_mode_of
 
 from .find_cut import Costs, find_cut
-from .read_way import Way, modes_of
+from .read_way import GraphOrder, Way, modes_of
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
@@ -37,19 +38,28 @@ _GAIN = 0.9
 
 def move_exchanges(state: State) -> State:
     """A cut for each decision that gains by one."""
-    if state.sharding.exchange_at == "attention" or state.refusals:
-        return state
-    return replace(state, decisions=tuple(_moved(decision, state) for decision in state.decisions))
-
-
-def _moved(decision: Decision, state: State) -> Decision:
-    site, sharding = decision.site, state.sharding
     mode = fake_mode_of(state.graph_module.graph.nodes)
     extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
+    if state.sharding.exchange_at == "attention" or state.refusals or extents is None:
+        return state
+    changed, order_of = frozenset(_changed(state)), cache(GraphOrder)
+    outside_autocast = cache(partial(_outside_autocast, root=state.graph_module))
+
+    def way_to(node: fx.Node) -> Way | None:
+        """None: nothing can be computed again where an autocast is open around the graph."""
+        if not outside_autocast(node.graph):
+            return None
+        return Way(node, order_of(node.graph), state.states, extents, changed)
+
+    return replace(state, decisions=tuple(_moved(decision, state, way_to) for decision in state.decisions))
+
+
+def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], Way | None]) -> Decision:
+    site, sharding = decision.site, state.sharding
     movable = _movable(decision, state)
-    if movable is None or extents is None or not _outside_autocast(site.node.graph, state.graph_module):
+    way = None if movable is None else way_to(site.node)
+    if movable is None or way is None:
         return decision
-    way = Way(site.node, state.states, extents, set(_changed(state)))
     device = sharding.device_speeds or speeds_of(state.device)
     load, model = load_for(site, state), _model_of(decision)
     forced = sharding.exchange_at == "narrowest"

@@ -49,42 +49,63 @@ class Step:
     rows: TokenRows | None
 
 
+class GraphOrder:
+    """What the ways of one graph share: each node's place, the modes that are open there, and who writes memory.
+
+    Args (read off the graph):
+        shown: memory -> nodes that hold it or write into it, in order. written_at: memory -> where it is first written.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place: dict[fx.Node, int] = {}
+        self.modes: dict[fx.Node, Any] = {}
+        self.shown: dict[int, list[fx.Node]] = {}
+        self.written_at: dict[int, int] = {}
+        for number, (node, mode) in enumerate(modes_of(graph)):
+            self.place[node], self.modes[node] = number, mode
+            written = {memory_of(target) for target in written_nodes(node)}
+            for memory in {memory_of(node), *written}:
+                if memory is not None:
+                    self.shown.setdefault(memory, []).append(node)
+            for memory in written:
+                if memory is not None:
+                    self.written_at.setdefault(memory, number)
+
+
 class Way:
     """Steps on the way to some nodes of one graph.
 
     Args:
-        end: the attention node. states: what the locality check knows of each node. changed: nodes that a rewrite
-            changes or replaces.
+        end: the attention node. order: its graph's. states: what the locality check knows of each node. changed: nodes
+            that a rewrite changes or replaces.
     """
 
     def __init__(
-        self, end: fx.Node, states: Mapping[fx.Node, Any], extents: Extents, changed: Collection[fx.Node]
+        self,
+        end: fx.Node,
+        order: GraphOrder,
+        states: Mapping[fx.Node, Any],
+        extents: Extents,
+        changed: Collection[fx.Node],
     ) -> None:
-        self.states, self.extents, self.changed = states, extents, changed
-        self.place: dict[fx.Node, int] = {}
-        self.modes: dict[fx.Node, Any] = {}
-        self.members: dict[int, list[fx.Node]] = {}
-        for number, (node, mode) in enumerate(modes_of(end.graph)):
-            self.modes[node] = mode
-            if node is end:
-                break
-            self.place[node] = number
-        self.mode = self.modes[end]
-        self._find_written(end)
+        self.end, self.order, self.states, self.extents, self.changed = end, order, states, extents, changed
+        self.place, self.mode = order.place, order.modes[end]
 
-    def _find_written(self, end: fx.Node) -> None:
-        """Memory that nodes before the end write into -> these, and all that shows it."""
-        written = {memory_of(target) for node in self.place for target in written_nodes(node)} - {None}
-        for node in self.place:
-            shown = {memory_of(node), *(memory_of(target) for target in written_nodes(node))} & written
-            for memory in shown:
-                assert memory is not None
-                self.members.setdefault(memory, []).append(node)
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether a node before the end writes into the memory of this one."""
+        memory = memory_of(node)
+        return memory is not None and self.order.written_at.get(memory, math.inf) < self.place[self.end]
+
+    def _sharers(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes before the end that hold a node's memory, where one of them writes into it; else the node alone."""
+        memory = memory_of(node)
+        if memory is None or not self._is_written(node):
+            return [node]
+        return [other for other in self.order.shown[memory] if self.place[other] < self.place[self.end]]
 
     def step(self, node: fx.Node, read_at_end: bool) -> Step:
         """The step that makes a node. `read_at_end`: attention reads it, so that it may travel as it is then."""
-        memory = memory_of(node)
-        nodes = self.members.get(memory, [node]) if memory is not None else [node]
+        nodes = self._sharers(node)
         inside = set(nodes)
         operands = [n for x in nodes for n in x.all_input_nodes if n not in inside and self._carries_tokens(n)]
         again = all(map(self._again, nodes)) and any(map(self._carries_tokens, nodes))
@@ -99,7 +120,9 @@ class Way:
 
     def _again(self, node: fx.Node) -> bool:
         """Whether a node can be computed of rows that came from other ranks, as far as it alone says."""
-        if node.op not in ("call_function", "call_method") or node in self.changed or self.modes[node] != self.mode:
+        if node.op not in ("call_function", "call_method") or node in self.changed:
+            return False
+        if self.order.modes[node] != self.mode:
             return False
         if isinstance(node.target, HigherOrderOperator) or collective_group(node) or is_transformed(node):
             return False
@@ -120,7 +143,7 @@ class Way:
         states = tree_leaves(self.states.get(node, REPLICATED))
         if not all(state is REPLICATED or (isinstance(state, Rows) and _is_plain(state)) for state in states):
             return False
-        if memory_of(node) in self.members and states[0] is REPLICATED:
+        if states[0] is REPLICATED and self._is_written(node):
             return False
         sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
         return isinstance(states[0], Rows) or not any(map(self.extents.counts_tokens, sizes))
@@ -151,7 +174,7 @@ class Way:
         value, state = value_of(node), self.states.get(node)
         if not isinstance(value, Tensor) or not isinstance(state, Rows) or not _is_plain(state):
             return None
-        if not value.is_floating_point() or node in self.changed or node.graph is not next(iter(self.place)).graph:
+        if not value.is_floating_point() or node in self.changed or node.graph is not self.end.graph:
             return None
         token = state.token_dim
         sizes = [size for dim, size in enumerate(value.shape) if dim != token]

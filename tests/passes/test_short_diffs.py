@@ -148,6 +148,7 @@ plan_sites
 move_exchanges
 record_masks
     masks to compare: [] -> ['same document & causal']
+guard_size_conditions
 rewrite_sites
     plan inputs: 0 -> 13
     nodes: 26 -> 50
