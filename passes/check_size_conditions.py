@@ -61,8 +61,10 @@ def guard_size_conditions(state: State) -> State:
     Torch takes long to prove and guard what is written with divisions: a dry run that is refused goes without.
     """
     found, mode = state.size_conditions, fake_mode_of(state.graph_module.graph.nodes)
-    for condition in () if found is None or mode is None else found.conditions:
-        guard(mode.shape_env, _of_row(condition, condition.free_symbols & found.tokens, state.sharding.world_size))
+    if found is not None and mode is not None:
+        for condition in found.conditions:
+            tokens = condition.free_symbols & found.tokens
+            guard(mode.shape_env, _of_row(condition, tokens, state.sharding.world_size))
     return state
 
 
