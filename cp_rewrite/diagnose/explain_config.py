@@ -30,18 +30,19 @@ def explain_config(
         ValueError: `layers` is no whole number from 1 to the config's, or what `Sharding` and `explain` raise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # late: only this command needs it
+    from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
     config.use_cache = False
     _keep_layers(config.get_text_config(), layers)
-    with torch.device("meta"):
+    with no_init_weights():  # weights are memory that nothing writes; buffers, which masks are read off, hold numbers
         model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cpu").train()  # memory that nothing writes, since nothing of the model runs
+    model.tie_weights()
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     tokens = torch.zeros_like(position_ids)
     batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens.clone()}
     sharding = Sharding(world_size, dict.fromkeys(batch, 1), PositionIds("position_ids"), **options)
-    return explain(model, sharding, shift_labels=True)(**batch)
+    return explain(model.train(), sharding, shift_labels=True)(**batch)
 
 
 def _keep_layers(config: Any, layers: int | None) -> None:

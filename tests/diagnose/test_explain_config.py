@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from cp_rewrite.__main__ import main
+from cp_rewrite.diagnose.explain_config import explain_config
 
+CAUSAL = "same document & causal"
 transformers = pytest.importorskip("transformers")
 
 
@@ -38,6 +40,17 @@ def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.Capt
     assert out.startswith("4 attention sites, 0 refusals")  # the last layer is the first without a window
     assert "same document & causal & window (6, 0) | needed" in out
     assert "+packed_attention_default" in out
+
+
+def test_masks_in_buffers_are_read_off_what_the_model_writes_there(tmp_path: Path):
+    """GPT-Neo keeps its triangles in buffers."""
+    transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=7, max_position_embeddings=256,
+        attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=2, architectures=["GPTNeoForCausalLM"]
+    ).save_pretrained(tmp_path)  # fmt: skip
+    report = explain_config(str(tmp_path), [13, 1, 7], 2)
+    assert report.ok, str(report)
+    assert [site.mask for site in report.sites] == [CAUSAL, f"{CAUSAL} & window (6, 0)"]
 
 
 @pytest.mark.parametrize("layers", ["0", "5"])
