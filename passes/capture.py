@@ -26,11 +26,12 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     part_multihead(copy)
     part_flash_attn(copy)
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
-    chunked: tuple[fx.Node, ...] = ()
+    chunked: dict[fx.Node, Any] = {}
     if sharding.resolve:
         part_moves(copy)
         bodies = [graph.owning_module for graph in region_calls(copy)]
-        chunked = tuple(node for body in (copy, *bodies) for node in join_chunks(body, tokens.counts, kept))
+        for body in (copy, *bodies):
+            chunked |= join_chunks(body, tokens.counts, kept)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
     return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)

@@ -15,20 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .new_nodes import place_by
-from .operands import op_name
+from .operands import op_name, value_of
 from .writes import written_nodes
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
 
 
-def join_chunks(gm: fx.GraphModule, symbols: Collection[Any], kept: Collection[fx.Node]) -> list[fx.Node]:
-    """Join such loops of a graph; returns the nodes that worked on chunks, which are gone.
+def join_chunks(gm: fx.GraphModule, symbols: Collection[Any], kept: Collection[fx.Node]) -> dict[fx.Node, Any]:
+    """Join such loops of a graph; returns the nodes that worked on chunks, which are gone -> of those that cut, how
+    many chunks there are, as a number made from the tokens.
 
     Args:
         symbols: of the number of tokens. kept: nodes that something reads beside the graph.
@@ -36,19 +37,20 @@ def join_chunks(gm: fx.GraphModule, symbols: Collection[Any], kept: Collection[f
     cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, symbols)) is not None}
     mode = fake_mode_of(gm.graph.nodes)
     if not cuts or mode is None:
-        return []
+        return {}
+    numbers = {cut: _count(cut, dim) for cut, dim in cuts.items()}
     chunks = _Chunks(cuts, dict.fromkeys(symbols, next(iter(symbols))))
     try:
         for node in gm.graph.nodes:
             chunks.visit(node)
         ends = chunks.ends()
     except (_NotAlike, TypeError):
-        return []
+        return {}
     gone = {*cuts, *(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
     if gone & {*kept}:
-        return []
-    lines = [*cuts, *gone]
-    return lines if _Joiner(gm.graph, chunks, mode).join(ends, gone) else []
+        return {}
+    found = dict.fromkeys(gone) | numbers
+    return found if _Joiner(gm.graph, chunks, mode).join(ends, gone) else {}
 
 
 class _NotAlike(Exception):
@@ -286,6 +288,17 @@ def _cut_dim(node: fx.Node, symbols: Collection[Any]) -> int | None:
     dim = given[0] % source.ndim
     counts = expression(source.shape[dim]).free_symbols & {s for symbol in symbols for s in symbol.free_symbols}
     return dim if counts and len(node.meta["example_value"]) > 1 else None
+
+
+def _count(cut: fx.Node, dim: int) -> Any:
+    """How many chunks a node makes; None: as many of any number of tokens."""
+    given = [*cut.args[1:2], *(v for name, v in cut.kwargs.items() if name not in ("dim", "axis", "input"))]
+    each: Any = value_of(given[0]) if given and isinstance(given[0], fx.Node) else given[0] if given else None
+    if op_name(cut) == "tensor_split" or not isinstance(each, int | SymInt):
+        return None
+    tokens = cut.args[0].meta["example_value"].shape[dim]  # type: ignore[union-attr]
+    size = each if op_name(cut) == "split" else -(-tokens // each)
+    return -(-tokens // size)
 
 
 def _is_dead(node: fx.Node) -> bool:

@@ -157,7 +157,7 @@ class OwnBackward:
                     return ()
                 if can_spread(state) and not fewer(state.dims):
                     return (Insert(node, operand, KeepGradient(state.dims), _WHY, (HAS_TOKEN,)),)
-        elif gradient == (Partial() if state is REPLICATED else REPLICATED):
+        elif gradient == Partial() if state is REPLICATED else gradient in (REPLICATED, WHOLE):
             return ()
         what = "tokens" if isinstance(state, Rows) else "a sum" if isinstance(state, Partial) else "a weight"
         detail = f"the backward of a torch.autograd.Function gives {what} a gradient that is {_words(gradient)}"

@@ -71,7 +71,7 @@ two_results = function(
     lambda x, w: ((x * w, x.sin(), (x > 0).int()), (x, w)),
     lambda s, a, b, _: (a * s[1] + b * s[0].cos(), (a * s[0]).flatten(0, 1).sum(0)),
 )
-auxiliary = function(lambda x, loss: (x * 1, (loss,)), lambda s, g: (g, torch.ones_like(s[0]) * 0.1))
+auxiliary = function(lambda x, loss: (x * 1, (loss,)), lambda s, g: (g, torch.ones_like(s[0])))
 clipped = function(lambda x: (x * 1, ()), lambda s, g: g.clamp(-1e-3, 1e-3))
 raised = function(lambda x: (x * 1, ()), lambda s, g: g + 0.01)
 scaled = function(lambda x: (x * 1, ()), lambda s, g: g * 3)
@@ -147,20 +147,27 @@ def decayed(saved: Any, g: Tensor) -> Any:
     return g * saved[0], 0.1 * saved[0]
 
 
+# Made here: torch can't trace what makes a class.
+_flipped = function(lambda x: (x * 2, ()), lambda s, g: g.flip(1))
+_rolled = function(lambda x: (x * 2, ()), lambda s, g: g.roll(1, 1))
+_centered = function(lambda x: (x * 2, ()), lambda s, g: g - g.mean(1, keepdim=True))
+_normed = function(lambda x: (x * 2, ()), lambda s, g: g / g.norm())
+_summed_forward = function(lambda x: (x * x.cumsum(1), ()), lambda s, g: g)
+_fill_is_summed = function(lambda x, w: (x * w, ()), lambda s, g: (g, (g + 1).sum((0, 1))))
+_decayed = function(lambda x, w: (x * w, (w,)), decayed)
+_not_summed = function(lambda x, w: (x * w, (x,)), lambda s, g: (g, (g * s[0]).sum((0, 1)) / s[0].shape[1]))
+_norm_of_a_sum = function(lambda x, w: (x * w, (x,)), lambda s, g: (g, F.normalize((g * s[0]).sum((0, 1)), dim=0)))
+
 BESIDE: dict[str, Mix] = {
-    "flipped": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g.flip(1))(h),
-    "rolled": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g.roll(1, 1))(h),
-    "centered": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g - g.mean(1, keepdim=True))(h),
-    "normed": lambda m, h: function(lambda x: (x * 2, ()), lambda s, g: g / g.norm())(h),
-    "summed_forward": lambda m, h: function(lambda x: (x * x.cumsum(1), ()), lambda s, g: g)(h),
-    "fill_is_summed": lambda m, h: function(lambda x, w: (x * w, ()), lambda s, g: (g, (g + 1).sum((0, 1))))(h, m.w),
-    "decayed": lambda m, h: function(lambda x, w: (x * w, (w,)), decayed)(h, m.w),
-    "not_summed": lambda m, h: function(
-        lambda x, w: (x * w, (x,)), lambda s, g: (g, (g * s[0]).sum((0, 1)) / s[0].shape[1])
-    )(h, m.w),
-    "norm_of_a_sum": lambda m, h: function(
-        lambda x, w: (x * w, (x,)), lambda s, g: (g, F.normalize((g * s[0]).sum((0, 1)), dim=0))
-    )(h, m.w),
+    "flipped": lambda m, h: _flipped(h),
+    "rolled": lambda m, h: _rolled(h),
+    "centered": lambda m, h: _centered(h),
+    "normed": lambda m, h: _normed(h),
+    "summed_forward": lambda m, h: _summed_forward(h),
+    "fill_is_summed": lambda m, h: _fill_is_summed(h, m.w),
+    "decayed": lambda m, h: _decayed(h, m.w),
+    "not_summed": lambda m, h: _not_summed(h, m.w),
+    "norm_of_a_sum": lambda m, h: _norm_of_a_sum(h, m.w),
 }
 
 

@@ -90,7 +90,7 @@ LOCAL: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "complex rotation": lambda m, h: torch.view_as_real(
         torch.view_as_complex(h.unflatten(-1, (-1, 2))) * torch.polar(m.table[0, :12], m.table[1, :12])
     ).flatten(2),
-    "swiglu": lambda m, h: F.glu(torch.cat([h, h], -1)) + F.silu(h) * F.gelu(h, approximate="tanh"),
+    "swiglu": lambda m, h: F.glu(torch.cat([h, h], -1)) + F.silu(h) * F.gelu(h, approximate="tanh") + F.logsigmoid(h),
     "constants": lambda m, h: h + torch.ones(h.shape[0], h.shape[1], 1) + torch.full_like(h, 2.0) + h.new_zeros(()),
     "experts by index": picked_experts,
     "dropout of zero": lambda m, h: F.dropout(h, 0.0) + F.dropout(h, 0.5, training=False),

@@ -79,6 +79,13 @@ def _is_linear(call: Call, parts: Sequence[Partial]) -> bool:
     return call.name in ("neg", "clone", "detach") or (call.name == "mul" and len(parts) == 1)
 
 
+def log_sigmoid(call: Call) -> Sequence[TensorState]:
+    """The result, and what its backward reads: as large on a CPU, of no entries on a GPU."""
+    state = pointwise(call)
+    result, buffer = map(call.sizes, call.outs)
+    return state, state if buffer == result else REPLICATED
+
+
 def padding(call: Call) -> Number | None:
     """The value that padding rows have in the result, where it follows from what the operands have there.
 

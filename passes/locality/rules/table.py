@@ -30,7 +30,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes, wholes
-from .elementwise import cast, pointwise
+from .elementwise import cast, log_sigmoid, pointwise
 from .picked import entries as picked
 from .picked import first, looked_up, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
@@ -77,6 +77,7 @@ FILLED = (
 # Each entry is made of those at its place: all operands have their tokens in one dim, and so has the result. Every op
 # that torch tags as pointwise has this rule.
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
+LOG_SIGMOID = Rule("log_sigmoid_forward", log_sigmoid)
 # With a number made from the token count: that of the whole row in its place.
 SCALED = Rule("mul div", pointwise, SUMS | UNCUT, wholes.counted)
 CAST = Rule("_to_copy", cast, SUMS | UNCUT | GROUPS)
@@ -169,7 +170,7 @@ MIXING = (
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 
-RULES = (*VIEWS, *FILLED, POINTWISE, SCALED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
+RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, SCALED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
 _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 
 
