@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +60,8 @@ def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], extras
     """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer."""
     with launched(mesh):
         extras = {"train_dataset": packed_rows(8), "eval_dataset": packed_rows(3), **extras}
-        model, resumed = build_model(extras.pop("model", "llama"), called=False), extras.pop("resume", None)
+        made, resumed = extras.pop("model", "llama"), extras.pop("resume", None)
+        model = build_model(made, called=False) if isinstance(made, str) else made()
         args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
         if mesh is None:
             trainer: Any = Trainer(model, args, **extras)
@@ -279,3 +282,40 @@ def test_reading_processes_of_a_group_draw_alike(pair: Pool, tmp_path: Path) -> 
 def test_no_sharding_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="sharding must be"):
         ContextParallelTrainer(build_model("llama"), TrainingArguments(str(tmp_path)), sharding=2)  # type: ignore[arg-type]
+
+
+HALF = {"bf16": True, "max_grad_norm": 0.0, "learning_rate": 0.03}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_half_precision(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Master weights are fp32. What changed of each weight is compared, to the rounding of bf16: FSDP rounds the
+    weights themselves, autocast products alone."""
+    expected = train(None, tmp_path / "one", HALF, {})
+    before = dict(build_model("llama", called=False).named_parameters())
+    for found in pair.run(2, as_rank, tmp_path / "two", {**HALF, **options}, {}):
+        assert found.logs[0]["loss"] == pytest.approx(expected.logs[0]["loss"], rel=1e-2)
+        assert found.logs[0]["grad_norm"] == pytest.approx(expected.logs[0]["grad_norm"], rel=2e-2)
+        for name, weight in expected.weights.items():
+            assert found.weights[name].dtype == torch.float32
+            change = (weight - before[name].detach()).norm()
+            error = float((found.weights[name] - weight).norm() / change)
+            assert error < 0.1, f"{name}: {error:.1e}"
+
+
+def with_adapters(options: dict[str, Any]) -> Any:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(1)
+    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **options)
+    return peft.get_peft_model(build_model("llama", called=False), targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "lora and the head"])
+def test_adapters_under_fsdp(pair: Pool, tmp_path: Path, adapters: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    options, extras = {"gradient_accumulation_steps": 2}, {"model": partial(with_adapters, adapters)}
+    expected = train(None, tmp_path / "one", options, dict(extras))
+    for found in pair.run(2, as_rank, tmp_path / "two", {**options, **FSDP}, dict(extras)):
+        compare(expected, found)
