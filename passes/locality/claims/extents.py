@@ -44,14 +44,19 @@ class Extents:
         expr = self.size(value)
         return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
 
-    def label(self, sizes: Sequence[Size]) -> Dims | None:
-        """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim."""
+    def label(self, sizes: Sequence[Size], several: bool = False) -> Dims | None:
+        """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim.
+
+        several: it may have several rows for each token, (B, T, k) in its first dim.
+        """
+        if several and sizes and (axis := self.several_per_token(sizes[0])) and not self._counts(sizes[1:]):
+            return (axis, *[None] * (len(sizes) - 1))
         rows = [i for i, size in enumerate(sizes) if size == self.tokens and size != 1]
         flat = [i for i, size in enumerate(sizes) if size == self.tokens * self.batch and self.batch != 1]
         if len(rows) + len(flat) > 1:
             raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has the token count in two dims")
         if not rows and not flat:
-            if any(isinstance(size, sympy.Expr) and self.tokens in size.free_symbols for size in sizes):
+            if self._counts(sizes):
                 raise Mixes(f"a tensor of shape ({', '.join(map(short, sizes))}) has a size made from the token count")
             return None
         dims: list[Dim] = [None] * len(sizes)
@@ -63,6 +68,17 @@ class Extents:
         if batch:
             dims[batch[-1]] = (B,)
         return tuple(dims)
+
+    def several_per_token(self, size: Size) -> Dim:
+        """(B, T, k) of a dim with k entries for each token; None of others."""
+        each: Any = size / (self.tokens * self.batch)  # type: ignore[operator]
+        if each in (0, 1) or not each.is_Integer:
+            return None
+        axis: Sequence[Any] = (T,) if self.batch == 1 else (B, T)
+        return (*axis, int(each))
+
+    def _counts(self, sizes: Sequence[Size]) -> bool:
+        return any(isinstance(size, sympy.Expr) and self.tokens in size.free_symbols for size in sizes)
 
 
 def regroup(dims: Dims, sizes: Sequence[Size], target: Sequence[Size], extents: Extents) -> Dims:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -31,6 +31,8 @@ class Call:
     kwargs: Mapping[str, Any]
     outs: Sequence[Tensor]
     facts: NodeFacts
+    named: set[int] = field(default_factory=set[int])
+    """By `id`: indices that only name the shard's rows, which its rule has taken so."""
 
     @property
     def extents(self) -> Extents:

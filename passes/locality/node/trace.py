@@ -256,7 +256,7 @@ def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
     kept = [state for state in results if isinstance(state, Rows)]
     for tensor in call.tensors:
         rows = call.rows(tensor)
-        if rows is None:
+        if rows is None or id(tensor) in call.named:
             continue
         if rows.table is not None and all(state.table is not rows.table for state in kept):
             call.facts.events.in_turn.append(rows.table)

@@ -102,6 +102,7 @@ def _conversions(call: Call) -> Iterator[Attempt]:
     wholes = [x for x in call.tensors if call.state(x) == WHOLE]
     own = [x for x in call.tensors if call.state(x) is REPLICATED]
     terms = call.name in ("add", "sub") and all(x.is_floating_point() for x in call.tensors)
+    terms = terms and not any(_outlives_call(call, x) for x in call.written)
     if parts and own and terms and _entries(own) <= _entries(parts):
         yield _attempt(call, own, (Conversion.DIVIDE,), _PART)
     summed = _attempt(call, parts, (Conversion.SUM,), WHOLE)
@@ -115,6 +116,12 @@ def _conversions(call: Call) -> Iterator[Attempt]:
             _attempt(call, parts, (Conversion.SUM, Conversion.SUM_GRADIENT), REPLICATED),
             _attempt(call, wholes, (Conversion.SUM_GRADIENT,), REPLICATED),
         )
+
+
+def _outlives_call(call: Call, x: Tensor) -> bool:
+    """Whether a tensor is a buffer, or another input of the graph."""
+    source = call.facts.sources.get(id(x))
+    return source is not None and source.op in ("placeholder", "get_attr")
 
 
 def _attempt(call: Call, tensors: list[Tensor], conversions: tuple[Conversion, ...], state: TensorState) -> Attempt:

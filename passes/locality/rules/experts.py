@@ -3,6 +3,7 @@
     expert     1 0 1 0            sort -> 0 0 1 1, perm 1 3 0 2
     x[perm]    rows 1 3 0 2       each row times its expert's weight (grouped_mm by running group sizes)
     y[inverse] rows 0 1 2 3       inverse[perm] = arange
+    zeros.index_add(0, perm, y)   the same; with perm // k the k rows of each token are added up
 
 The order depends on the shard's other rows, but each row's value does not, and in the end every row is back in place.
 """
@@ -99,6 +100,50 @@ def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tenso
         return None
     call.facts.events.indexed.append(arange)
     return Rows((perm.places,), places=perm.dims[0])
+
+
+def read_in_order(call: Call) -> Rows | None:
+    """gather and index_select of dim 0 by an order's places; None for others.
+
+    x (T,) ·    index sorted rows ·    ->    sorted rows ·
+    """
+    x, index = call.first, call.arg("index")
+    rows, places = call.rows(x), _places(call, index)
+    if rows is None or places is None or call.arg("dim") % x.ndim or index.ndim not in (1, x.ndim):
+        return None
+    if rows.dims != (places.places, *[None] * (x.ndim - 1)):
+        return None
+    call.use_positions(x)
+    call.named.add(id(index))
+    return Rows((places.dims[0], *rows.dims[1:]))
+
+
+def added_in_order(call: Call) -> Rows | None:
+    """index_add and scatter_add of sorted rows to the tokens that they are of; None for others.
+
+    x (T,) ·    index, source sorted rows ·    ->    (T,) ·
+    """
+    x, index, source = call.first, call.arg("index"), call.arg("src", "source")
+    back, written, places = call.rows(x), call.rows(source), _places(call, index)
+    if back is None or written is None or places is None or call.arg("dim") % x.ndim:
+        return None
+    kept = back.dims == (places.places, *[None] * (x.ndim - 1)) and written.dims == (places.dims[0], *back.dims[1:])
+    if not kept or call.name == "scatter_reduce" or index.ndim not in (1, source.ndim):
+        return None
+    if index.ndim > 1 and call.sizes(index) != call.sizes(source):
+        return None
+    call.use_positions(source)
+    call.named.add(id(index))
+    return Rows(back.dims)
+
+
+def _places(call: Call, index: Tensor) -> Rows | None:
+    """An index that holds the place of every token equally often, in an order, and the same in each column."""
+    rows = call.rows(index)
+    if rows is None or rows.places is None or rows.dims[0] is None or any(dim is not None for dim in rows.dims[1:]):
+        return None
+    order = rows.dims[0][0]
+    return rows if isinstance(order, Order) and order.axis[: len(rows.places)] == rows.places else None
 
 
 def _is_permutation(rows: Rows) -> bool:

@@ -11,7 +11,7 @@ from cp_rewrite.passes.locality.claims.dims import Dim, Mixes, Size, T, broadcas
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
 
-from .experts import put_by_order
+from .experts import added_in_order, put_by_order, read_in_order
 
 ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"
 
@@ -32,6 +32,9 @@ def gather(call: Call) -> TensorState:
     x (T,) ·    index (T,) ·    dim 1    ->    (T,) ·
     x · ·       index · (T,)    dim 1    ->    · (T,)    of a table that all ranks have
     """
+    found = read_in_order(call) if call.name == "gather" else added_in_order(call) if "add" in call.name else None
+    if found is not None:
+        return found
     x, index = call.arg("self"), call.arg("index")
     table = call.rows(index) if call.name == "gather" and call.state(x) is REPLICATED else None
     if table is not None and has(table.dims[call.arg("dim")], T):
@@ -70,6 +73,9 @@ def looked_up(call: Call) -> TensorState:
 
 def index_select(call: Call) -> TensorState:
     """x · ·    index (T,)    dim 0    ->    (T,) ·"""
+    found = read_in_order(call)
+    if found is not None:
+        return found
     x, index = call.arg("self"), call.arg("index")
     dim = call.arg("dim") % x.ndim
     rows, picked = call.rows(x), call.rows(index)
@@ -79,6 +85,13 @@ def index_select(call: Call) -> TensorState:
     dims = list(rows.dims) if rows else [None] * x.ndim
     dims[dim] = chosen
     return Rows(checked(dims))
+
+
+def index_add(call: Call) -> TensorState:
+    found = added_in_order(call)
+    if found is None:
+        raise Mixes("index_add writes token rows by place")
+    return found
 
 
 def index(call: Call) -> TensorState:

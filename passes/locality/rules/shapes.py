@@ -5,14 +5,13 @@ The drawings show `Rows.dims`, with · for an ordinary dim, as `(B,) (T,) ·` of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Order, Size, T, checked, has, merge
+from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Order, T, checked, has, merge
 from cp_rewrite.passes.locality.claims.extents import regroup
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, TABLE_HINT, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
@@ -183,7 +182,7 @@ def filled(call: Call) -> TensorState:
     value, out = call.arg("fill_value", "s"), call.outs[0]
     _check_number(call, value)
     number: Any = {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_"), value)
-    dims = call.extents.label(call.sizes(out))
+    dims = call.extents.label(call.sizes(out), several=True)
     call.facts.numbers[id(out)] = number
     return REPLICATED if dims is None else Rows(dims, pad=number if isinstance(number, int | float) else None)
 
@@ -208,7 +207,8 @@ def _check_number(call: Call, value: Any) -> None:
 def arange(call: Call) -> TensorState:
     """`arange` over all tokens stands for positions; its node is noted, to be made global if its values are used."""
     sizes = call.sizes(call.outs[0])
-    dims = _several_per_token(call, sizes[0]) or call.extents.label(sizes)
+    several = call.extents.several_per_token(sizes[0])  # such indices are never positions
+    dims = (several,) if several else call.extents.label(sizes)
     if dims is None:
         call.check_numbers()
         return REPLICATED
@@ -231,13 +231,3 @@ def _note_positions(call: Call, dims: Dims) -> Any:
     if why is not None:
         facts.fixed_positions[facts.node] = why
     return facts.node
-
-
-def _several_per_token(call: Call, size: Size) -> Dims | None:
-    """Dims of `arange` over k entries of each token, (B, T, k) in one dim; such indices are never positions."""
-    extents = call.extents
-    several: Any = size / (extents.tokens * extents.batch)  # type: ignore[operator]
-    if several in (0, 1) or not several.is_Integer:
-        return None
-    axis: Sequence[Any] = (T,) if extents.batch == 1 else (B, T)
-    return ((*axis, int(several)),)

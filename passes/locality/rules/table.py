@@ -139,6 +139,8 @@ INDEXED = (
     Rule("gather", indexing.gather, whole=picked.gather),
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part
     Rule("scatter_add scatter_reduce", indexing.gather, whole=segments.added),
+    # sorted rows are added to their tokens; or token rows are added up in a tensor without tokens -> a per-rank part
+    Rule("index_add", indexing.index_add, whole=segments.added),
     # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
     Rule("index_select", indexing.index_select, whole=looked_up.index_select),
     # indexed dims without tokens, or all rows of a shard in turn, or the first T rows of a table -> in their place the
@@ -151,7 +153,8 @@ INDEXED = (
 # Rows are sorted by a key, worked on in groups, and put back in place by index_put: see `experts`.
 SORTED = (
     Rule("sort", experts.sort),
-    Rule("histc", experts.group_sizes),
+    # of sorted keys -> sizes of their groups; of others -> per-rank counts
+    Rule("histc", experts.group_sizes, whole=wholes.histc),
     Rule("cumsum", experts.cumsum, GROUPS, scans.scanned),
     Rule("_grouped_mm transformers::grouped_mm_fallback", experts.grouped_product, GROUPS),
 )
@@ -164,8 +167,6 @@ MIXING = (
     ),
     # with minlength -> per-rank counts
     replace(refused("bincount", "counts over all tokens"), whole=wholes.bincount),
-    # token rows added up in a tensor without tokens -> a per-rank part
-    replace(refused("index_add", "writes token rows by place"), whole=segments.added),
     refused("index_copy index_fill masked_scatter put", "writes token rows by place"),
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )

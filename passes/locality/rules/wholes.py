@@ -106,6 +106,14 @@ def bincount(call: Call) -> tuple[States, Whole]:
     return Partial(), BinCount(rows.dims)
 
 
+def histc(call: Call) -> tuple[States, Whole]:
+    """Between bounds that are given: a part of the counts of all."""
+    rows = call.rows(call.first)
+    if rows is None or not can_spread(rows) or not call.arg("min") < call.arg("max"):
+        raise Mixes("histc without bounds counts between the shard's least number and its largest")
+    return Partial(), Histogram(rows.dims)
+
+
 @dataclass(frozen=True)
 class Counted:
     """each: how often the number has the tokens of a row. more: what is added."""
@@ -275,6 +283,11 @@ class BinCount(_OverTokens):
         x: Tensor = args["self"]
         ones = self.keep(ranks, torch.ones_like(x, dtype=torch.int64), 0)
         return x.new_zeros(args["minlength"], dtype=torch.int64).scatter_add(0, x.to(torch.int64), ones)
+
+
+class Histogram(_OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        return func(**{**args, "self": self.keep(ranks, args["self"], args["max"] + 1)})
 
 
 _REDUCED: dict[str, Any] = {

@@ -22,7 +22,7 @@ class LastTokenLogits(PackedModel):
     reason, line = "TOKEN_MIXING", "logits[:, -1]"
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
-        return logits[:, -1]
+        return logits[:, -1].sum()
 
 
 class EveryOtherToken(PackedModel):
