@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +43,9 @@ class SpanRuns:
         return cls(starts[real], ends[real], ids[starts[real]])
 
     @classmethod
-    def of_value(cls, values: ArrayLike, value: int, prefix: bool) -> SpanRuns:
-        """`values` (T,): tokens side by side that hold `value` are a span."""
-        there = whole_numbers("token types", values) == value
+    def of_value(cls, values: ArrayLike, value: Sequence[int], prefix: bool) -> SpanRuns:
+        """`values` (T,): tokens side by side that hold one of `value` are a span."""
+        there = np.isin(whole_numbers("token types", values), value)
         starts, ends = _runs(there.astype(np.int64))
         real = there[starts]
         return cls(starts[real], ends[real], None, prefix)

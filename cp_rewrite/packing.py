@@ -113,13 +113,19 @@ class Spans:
 
     Spans("span_ids")                      tokens of one id are a span; ids up to `none` are of no span
     Spans("token_type_ids", value=1)       tokens side by side that hold 1 are a span, as of an image
+    Spans("mm_token_type_ids", value=(1, 2))   the same of those that hold 1 or 2: of images and videos (Gemma 4)
     Spans("token_type_ids", value=0, prefix=True)   those that hold 0 are the first ones of their document
     """
 
     arg: str
-    value: int | None = None
+    value: int | tuple[int, ...] | None = None
     none: int = 0
     prefix: bool = False
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """What tokens of spans hold; none where spans have ids."""
+        return self.value if isinstance(self.value, tuple) else () if self.value is None else (self.value,)
 
 
 def packing_args(packing: Packing) -> tuple[str, ...]:
@@ -175,8 +181,10 @@ def check_spans(spans: Any, tokens: Mapping[str, int]) -> None:
         return
     if not isinstance(spans, Spans) or not isinstance(spans.arg, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"spans must be a cp_rewrite.Spans, as in Spans('span_ids'), or None, got {spans!r}")
-    if spans.value is not None:
-        whole_number("the value of Spans", spans.value, -MAX_ID)
+    for value in spans.values:
+        whole_number("the value of Spans", value, -MAX_ID)
+    if spans.value == ():
+        raise ValueError("Spans of values have one at least")
     whole_number("none of Spans", spans.none, -MAX_ID)
     if spans.prefix and spans.value is None:
         raise ValueError("Spans of prefixes have a value, which the tokens of a prefix hold")

@@ -198,7 +198,7 @@ def _spans_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: in
     table = _per_token(sharding, spans.arg, _host_array(batch, spans.arg), rows, total)
     if spans.value is None:
         return [SpanRuns.of_ids(row, spans.none) for row in table]
-    return [SpanRuns.of_value(row, spans.value, spans.prefix) for row in table]
+    return [SpanRuns.of_value(row, spans.values, spans.prefix) for row in table]
 
 
 def _read_row(packing: PerToken, row: NDArray[Any]) -> Documents:

@@ -92,6 +92,10 @@ def canonicalize(
     return _Tracer(stop, scope, before).trace(scope, node)
 
 
+_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
+"""Functions that enter or leave a dim that a vmap runs over -> which argument says which vmap."""
+
+
 class _Recorder(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Writes down every ATen call that reaches the bottom of the dispatcher."""
 
@@ -130,6 +134,7 @@ class _Tracer:
     def __init__(self, stop: Callable[[Scope, fx.Node], bool], scope: Scope, before: fx.Node | None) -> None:
         self.stop = stop
         self.updated = False
+        self.depth = 0  # transforms around the graph's own
         self.ends: dict[Scope, fx.Node | None] = {scope: before}  # where a region is left: what follows came later
         while scope.parent is not None:
             self.ends[scope.parent], scope = scope.call, scope.parent
@@ -149,10 +154,14 @@ class _Tracer:
             values = iter(leaves)
             for leaf, value in self.leaves.items():
                 self.leaves[leaf] = next(values) if isinstance(value, Tensor) else value
-            for outer in [*enclosing(scope), scope]:
-                self._run_scope(outer, env, recorder)
+            with ExitStack() as vmaps:
+                vmaps.callback(leave_vmaps, transform_depth())  # those that a failed run had entered
+                self.depth = transform_depth() - depth
+                for outer in [*enclosing(scope), scope]:
+                    self._run_scope(outer, env, recorder)
             return self._value(scope, node, env)
 
+        depth = transform_depth()
         mutates = any(written_nodes(n) for nodes in self.needed.values() for n in nodes)
         with ExitStack() as stack:
             fake_mode = fake_mode_of((node, *self.leaves))
@@ -163,7 +172,6 @@ class _Tracer:
                 if fake_mode.shape_env is not None:
                     stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
             stack.enter_context(recorder)
-            stack.callback(leave_vmaps, transform_depth())  # those that a failed run had entered
             out = torch.func.functionalize(run, remove="mutations")(*tensors) if mutates else run(*tensors)
         if not isinstance(out, Tensor):
             raise CanonicalizeError(node, f"{node.name} is no tensor")
@@ -246,6 +254,9 @@ class _Tracer:
 
     def _run_node(self, scope: Scope, node: fx.Node, env: dict[tuple[Scope, fx.Node], Any]) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._value(scope, n, env))
+        level = _LEVEL.get(getattr(node.target, "__name__", ""))
+        if level is not None:  # vmaps are numbered from the outermost transform
+            args = (*args[:level], args[level] + self.depth, *args[level + 1 :])
         try:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -212,6 +212,8 @@ def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
     """Whether a form is a multiple of what is never 0: id - id of two documents, or a token less the one that documents
     end (start) with, where another token of its document follows (precedes) it."""
     low, high = cell.span
+    if len(marks := {*form} - {ONE}) == 1 and cell.relation.never(mark := marks.pop(), -form.get(ONE, 0) / form[mark]):
+        return True
     if cell.world is World.SAME:
         nonzero = {END_K, START_Q} if low > 0 else {END_Q, START_K} if high < 0 else set()
     else:

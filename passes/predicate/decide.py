@@ -203,7 +203,7 @@ def _tree_of(sharding: Sharding) -> dict[str, bool]:
 
 def _differs(kept: Kept, plain: Kept, of: str) -> bool:
     """Whether keys of the query's span (`held`), or of other nodes (`kin`), are treated otherwise than plain ones."""
-    own = {"held": {"held": Held.NONE}, "kin": {"kin": Kin.NODE, "depth": None}}[of]
+    own = {"held": {"held": Held.NONE, "types": (None, None)}, "kin": {"kin": Kin.NODE, "depth": None}}[of]
     for cell, answer in kept.items():
         other = cell.held is Held.ONE if of == "held" else cell.kin not in (None, Kin.NODE)
         if cell.world is World.SAME and other and plain.get(replace(cell, **own), answer) != answer:
@@ -246,7 +246,9 @@ def _expected(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
     if form.tree and cell.kin not in (None, Kin.NODE):
         return cell.kin is Kin.ABOVE and (form.levels is None or (cell.depth or 0) <= form.levels)
     kin = Kin.NODE if any(each.kin for each in kept) else None
-    alike = replace(cell, world=World.SAME, kin=kin, depth=None, held=None if cell.held is None else Held.NONE)
+    alike = replace(
+        cell, world=World.SAME, kin=kin, depth=None, types=(None, None), held=None if cell.held is None else Held.NONE
+    )
     if form.chunk is None and cell.chunks is not None:
         alike = replace(alike, together=False if cell.span != (0, 0) else True)
     return kept.get(alike, False)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Literal
 
 import sympy
@@ -27,6 +28,7 @@ _SPANS, _COMPLETIONS = sympy.symbols("spans completions", integer=True)
 _TINS, _TOUTS, _KEYS_END, _QUERYS_END = sympy.symbols("tins touts keysend querysend", integer=True)
 """TIN_Q - TIN_K; TOUT_Q - TOUT_K; TOUT_K - TIN_Q; TOUT_Q - TIN_K."""
 Span = tuple[float, float]
+Types = tuple[int | None, int | None]
 _ANY, _ABOVE_0, _UP_TO_0 = (-math.inf, math.inf), (1.0, math.inf), (-math.inf, 0.0)
 _FROM_0, _BELOW_0 = (0.0, math.inf), (-math.inf, -1.0)
 
@@ -63,11 +65,20 @@ def _nodes_apart(level: int) -> sympy.Symbol:
 @dataclass(frozen=True)
 class Marks:
     """What a mask reads spans by. base: taken off the argument's values. outside: what a bool argument holds, less
-    `base`, in no span; None: any other number than in spans."""
+    `base`, in no span; None: any other number than in spans. inside: what it holds in spans, less `base`."""
 
     kind: Literal["ids", "value", "prefix"]
     base: int
     outside: int | None = None
+    inside: tuple[int, ...] = (0,)
+
+    def types(self, held: Held) -> list[Types]:
+        """What query and key may hold where spans of several types hold them so; None: in no span, or of one type."""
+        if len(self.inside) < 2:
+            return [(None, None)]
+        query = self.inside if held in (Held.ONE, Held.TWO, Held.QUERY) else (None,)
+        key = self.inside if held in (Held.ONE, Held.TWO, Held.KEY) else (None,)
+        return list(product(query, key))
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Relation:
         low, high: of query - key.
         same, other: one document, or tree, holds both; the key is none of the query's document.
         kin: their nodes, in one tree; None: it has none, or there are two.
-        held, marks: their spans; None: the mask reads none.
+        held, marks: their spans; None: the mask reads none. types: as of `Marks.types`.
         places: ranges of nodes count places in the row.
         levels: how many the mask reads nodes' parents up; None: it reads none. depth: the key's node is so many above
             the query's.
@@ -96,6 +107,7 @@ class Relation:
     levels: int | None
     depth: int | None
     padding: bool
+    types: Types
 
     @property
     def _by_order(self) -> Span:
@@ -184,6 +196,9 @@ class Relation:
                 outside = float(self.marks.outside), float(self.marks.outside)
             found[SQ] = inside if self.held in (Held.ONE, Held.TWO, Held.QUERY) else outside
             found[SK] = inside if self.held in (Held.ONE, Held.TWO, Held.KEY) else outside
+            found |= {
+                mark: (float(of), float(of)) for mark, of in zip((SQ, SK), self.types, strict=True) if of is not None
+            }
         found |= self._of_completions()
         if self.kin is Kin.NODE:
             found |= {_TINS: self._never_falls, _TOUTS: (0.0, 0.0), _KEYS_END: _ABOVE_0, _QUERYS_END: _ABOVE_0}
@@ -221,9 +236,17 @@ class Relation:
         if self.held is Held.TWO:
             found.add(_SPANS)
         if self.marks is not None and self.marks.kind != "ids":
-            found |= {SQ} if self.held in (Held.KEY, Held.NONE) else set()
-            found |= {SK} if self.held in (Held.QUERY, Held.NONE) else set()
+            found |= {mark for mark in (SQ, SK) if self.never(mark, sympy.S.Zero)}
         return found
+
+    def never(self, mark: Expr, value: Expr) -> bool:
+        """Whether a token's mark, less the base, is another one than `value`: it is in no span."""
+        marks = self.marks
+        if marks is None or marks.kind == "ids" or value not in marks.inside:
+            return False
+        return (mark == SQ and self.held in (Held.KEY, Held.NONE)) or (
+            mark == SK and self.held in (Held.QUERY, Held.NONE)
+        )
 
     @property
     def numbers_of_spans(self) -> Span:

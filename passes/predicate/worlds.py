@@ -20,7 +20,7 @@ from itertools import product
 import sympy
 
 from .symbolic import Expr
-from .within import Held, Kin, Marks, Relation
+from .within import Held, Kin, Marks, Relation, Types
 
 Q, K, PQ, PK, IQ, IK, D = sympy.symbols("Q K PQ PK IQ IK D", integer=True)
 WQ, WK = sympy.symbols("WQ WK", integer=True)
@@ -84,7 +84,7 @@ class Chunks:
 @dataclass(frozen=True)
 class Cell:
     """A world and a range of distances d = Q - K; where a mask knows chunks, also whether one chunk holds both; where
-    it knows spans or trees, how these hold them. levels, depth: as of `Relation`."""
+    it knows spans or trees, how these hold them. levels, depth, types: as of `Relation`."""
 
     world: World
     span: Span
@@ -96,6 +96,7 @@ class Cell:
     kin: Kin | None = None
     levels: int | None = None
     depth: int | None = None
+    types: Types = (None, None)
 
     def __str__(self) -> str:
         low, high = self.span
@@ -111,7 +112,7 @@ class Cell:
         """What it says beyond documents and chunks."""
         other = self.world in (World.DIFFERENT, World.ADJACENT)
         padding = self.world in (World.ADJACENT, World.IN_PADDING)
-        tree = (self.levels, self.depth, padding)
+        tree = (self.levels, self.depth, padding, self.types)
         same = self.world is World.SAME
         return Relation(*self.span, same, other, self.kin, self.held, self.marks, self.places, *tree)
 
@@ -140,9 +141,10 @@ def spread(
                 held = tuple(h for h in held if not (h is Held.KEY and high < 0) and not (h is Held.QUERY and low > 0))
         for kin in kins if tree and cell.world is World.SAME else (None,):
             depths = range(1, levels + 2) if kin is Kin.ABOVE and levels is not None else (None,)
-            for each, depth in product(held if marks is not None else (None,), depths):
-                ways = replace(cell, marks=marks, held=each, places=places)
-                out.append(replace(ways, kin=kin, levels=levels, depth=depth))
+            ways = [(None, (None, None))] if marks is None else [(h, types) for h in held for types in marks.types(h)]
+            for (each, types), depth in product(ways, depths):
+                way = replace(cell, marks=marks, held=each, types=types, places=places)
+                out.append(replace(way, kin=kin, levels=levels, depth=depth))
     return out
 
 

@@ -31,6 +31,7 @@ HEADS = {
 
 SPANS = {
     "Gemma3ForConditionalGeneration": cp.Spans("token_type_ids", value=1),
+    "Gemma4ForConditionalGeneration": cp.Spans("mm_token_type_ids", value=(1, 2)),
     "PaliGemmaForConditionalGeneration": cp.Spans("token_type_ids", value=0, prefix=True),
 }
 """Models whose tokens of images, or prefixes, see each other: what marks them. They get tokens, not images. Prefixes of
@@ -113,7 +114,9 @@ def batch_of(case: Case) -> dict[str, Tensor]:
         whole, spans = SPANS[case.name].prefix, SPANS[case.name]
         position = torch.arange(sum(LENGTHS[0]))[None] if whole else batch["position_ids"]
         inside = position < 30 if whole else (position % 12 > 1) & (position % 12 < 8)
-        batch[spans.arg] = torch.where(inside, spans.value or 0, 1 - (spans.value or 0))
+        batch[spans.arg] = torch.where(inside, spans.values[0], 1 - spans.values[0])
+        if len(spans.values) > 1:  # of several types side by side
+            batch[spans.arg] += (inside & (position % 12 > 4)).long()
         if whole:
             del batch["position_ids"]
     if case.head == "tokens":

@@ -98,6 +98,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 1, "laurel_rank": 8,
                      "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+    "gemma4": {"text_config": {
+                   "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+                   "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0,
+                   "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "use_cache": False},
+               "vision_config": None, "audio_config": None, "image_token_id": 60, "video_token_id": 61,
+               "audio_token_id": 62},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "gptj": {"rotary_dim": 4},
     "inkling_text": {"swa_head_dim": 8, "rel_extent": 64, "sliding_window_size": 7},

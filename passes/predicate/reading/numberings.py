@@ -104,16 +104,17 @@ class Numberings(CellValues):
         # Of token j and the one before it; the row's first token has none before it.
         later, first = self._of(Pair(j, j - 1, self.pair.batch)), self._of(Pair(ZERO, -ONE, self.pair.batch))
         added = {
-            (at is later, held): at.numbers(value, Cell(World.SAME, (1, 1), marks=marks, held=held))
+            (at is later, held, types): at.numbers(value, Cell(World.SAME, (1, 1), marks=marks, held=held, types=types))
             for at, value, ways in ((later, inner, Held), (first, inner.xreplace({j: ZERO}), (Held.QUERY, Held.NONE)))
             for held in ways
             if held is not Held.TWO or marks.kind == "ids"
+            for types in marks.types(held)
         }
         if any(values is None or not 0 <= min(values) <= max(values) < float("inf") for values in added.values()):
             return False
-        begins = [values for (_, held), values in added.items() if held in (Held.QUERY, Held.TWO)]
-        inside = [values for (_, held), values in added.items() if held is Held.ONE]
-        if inside != [frozenset({0.0})] or any(min(values or {0.0}) < 1 for values in begins):
+        begins = [values for (_, held, _), values in added.items() if held in (Held.QUERY, Held.TWO)]
+        inside = {values for (_, held, _), values in added.items() if held is Held.ONE}
+        if inside != {frozenset({0.0})} or any(min(values or {0.0}) < 1 for values in begins):
             return False
         self.marks = marks
         return True
@@ -181,5 +182,7 @@ def marks_of(spans: Spans, leaf: Leaf) -> Marks:
     if spans.value is None:
         return Marks("ids", spans.none)
     # A flag holds one other number in no span.
-    outside = 1 - 2 * spans.value if leaf.dtype is torch.bool and spans.value in (0, 1) else None
-    return Marks("prefix" if spans.prefix else "value", spans.value, outside)
+    base = spans.values[0]
+    outside = 1 - 2 * base if leaf.dtype is torch.bool and spans.value in (0, 1) else None
+    kind = "prefix" if spans.prefix else "value"
+    return Marks(kind, base, outside, tuple(value - base for value in spans.values))

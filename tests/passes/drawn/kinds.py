@@ -250,12 +250,13 @@ def spans() -> list[Kind]:
         made(f"groups of flags, else {o}", partial(lambda o, b: group_numbers(b["flags"], o), o)) for o in (-1, 0)
     ]
     numbered = made("numbers of flags", lambda b: (b["flags"] & ~F.pad(b["flags"], (1, 0))[:, :-1]).cumsum(1))
+    seen = made("groups of 1 and 2", lambda b: group_numbers((b["types"] == 1) | (b["types"] == 2), -1))
     by_ids = both(same(ids), equal(ids, "q", 0, ">"))
     by_types = both(same(types), equal(types, "k", -1, ">"))
     image = both(same(images[0]), equal(images[0], "q", 0, ">="))
     flag = both(same(numbered), equal(flags, "q", 1), equal(flags, "k", 1))
     prefix = equal(types, "k", 0)
-    terms = (ids, types, *images, *flagged, numbered, IDS, I, *STRANGE)
+    terms = (ids, types, seen, *images, *flagged, numbered, IDS, I, *STRANGE)
     parts: tuple[Mask, ...] = (doc, by_ids, by_types, image, flag, prefix, *ORDER)
 
     def kind(name: str, spans: cp.Spans, *ways: Mask) -> Kind:
@@ -268,6 +269,7 @@ def spans() -> list[Kind]:
         kind("span ids", cp.Spans("span_ids"), by_ids),
         kind("span ids from 0", cp.Spans("types", none=-1), by_types),
         kind("images", cp.Spans("types", value=1), image),
+        kind("images of two types", cp.Spans("types", value=(1, 2)), both(same(seen), equal(seen, "q", 0, ">="))),
         kind("flags", cp.Spans("flags", value=1), flag, both(same(flagged[0]), equal(flagged[0], "k", 0, ">="))),
         kind("prefixes", cp.Spans("types", value=0, prefix=True), prefix, both(prefix, equal(types, "q", 0))),
     ]
