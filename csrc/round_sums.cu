@@ -6,8 +6,8 @@
 //   cu_seqlens  0 5 7, tile 4    tile 0: rows 0 1 2 3    tile 1: row 4, then none    tile 2: rows 5 6, then none
 //
 // Rows are written in one of three forms: fp32 with OUT_FP32. Otherwise parts of further sums as MXINT15 (`rows.cuh`),
-// and whole sums rounded to DTYPE. A row is a whole sum if holder_ptr is given and no rank holds a copy of it
-// (holder_ptr[row] == holder_ptr[row + 1], see `return_rows.cu`).
+// and whole sums rounded to DTYPE. A row is a whole sum if holder_ptr is given and no other rank holds a copy of it
+// (holder_ptr[row + 1] - holder_ptr[row] is at most `own`, see `return_rows.cu`).
 //
 // A block takes GROUP rows of one head. Neighbour lanes take neighbour rows: that is nearest to the order of tensor
 // cores, where 32 bytes hold 4 columns of two rows. IN_PAIRS: columns 2 i and 2 i + 1 lie side by side in a tile and
@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 entry_at(const int* cu_seqlens, u32 entries, u32 
 
 extern "C" __global__ void __launch_bounds__(BLOCK) round_sums(
     const float* sums, u64 per_head, float scale, const int* cu_seqlens, u32 entries, u32 tile, u32 width,
-    const chunk* order, u32 chunks, void* out, u64 stride, const int* holder_ptr) {
+    const chunk* order, u32 chunks, void* out, u64 stride, const int* holder_ptr, u32 own) {
   const u32 first = blockIdx.x * GROUP, head = blockIdx.y;
   const u32 entry = entry_at(cu_seqlens, entries, tile, first);
   const u32 begin = cu_seqlens[entry], end = cu_seqlens[entry + 1];
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) round_sums(
     ((float4*)out)[2 * at] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     ((float4*)out)[2 * at + 1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 #else
-    const bool whole = holder_ptr && holder_ptr[row] == holder_ptr[row + 1];
+    const bool whole = holder_ptr && holder_ptr[row + 1] - holder_ptr[row] <= (int)own;
     ((chunk*)out)[at] = whole ? rounded(sum) : to_mxint15(sum);
 #endif
   }

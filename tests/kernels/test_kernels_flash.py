@@ -85,7 +85,7 @@ def test_parts_of_sums_are_written_here(unrounded: bool, overlapped: bool, monke
         assert convert is rounding
         assert options == {"fake_mode": False}
         assert scale == (1.0 if sums == "dv" else 0.3)
-        assert more == ("cu_k", ptr if overlapped else None)
+        assert more == ("cu_k", overlap)
         assert out is grads[sums == "dv"]
         log.append(f"parts of {sums}")
 

@@ -15,7 +15,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch, launches_of
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap, Parts
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.tables import Tables
@@ -127,7 +127,8 @@ def test_parts_give_what_one_piece_gives(
         near, keys = tuple(x[part].clone() for x in keys), tuple(x.clone() for x in keys)
         for x in keys:
             x[part] = torch.nan
-    overlap = None if several else ForwardOverlap(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), None, near)
+    parts = Parts(cut, early, (cu_q[n:] - cu_q[n], cu_k[n:] - cu_k[n]), near)
+    overlap = None if several else ForwardOverlap(parts)
     got = varlen.run_forward(_forward, case.q, keys[0], keys[1], case.tables, PARAMS, overlap)
     calls: list[str] = []
     columns = case.k[0].numel()
@@ -146,11 +147,37 @@ def test_parts_give_what_one_piece_gives(
     assert calls == ["needed", "written"]
     for name, want, found in zip(("out", "lse", "dq"), expected[:3], (*got, dq), strict=True):
         assert torch.equal(found, want), name
+    if near is not None:
+        _check_parts(case, parts, keys, got, expected)
     params = replace(PARAMS, unrounded=True)
     unrounded = varlen.run_backward(_backward, case.dout, case.q, case.k, case.v, *got, case.tables, params)
     for name, want, found in zip(("dq", "dk", "dv"), expected[2:], unrounded, strict=True):
         assert torch.equal(found, want), name
         assert name == "dq" or found.dtype == torch.float32
+
+
+def _check_parts(
+    case: Case, parts: Parts, keys: tuple[Tensor, ...], got: tuple[Tensor, Tensor], expected: tuple[Tensor, ...]
+) -> None:
+    """A backward in two parts, which writes the early keys' gradients elsewhere."""
+    calls: list[str] = []
+    found = [torch.full_like(x, torch.nan) for x in (case.k, case.v)]
+    near = parts.keys(parts.early)
+    early, late = (
+        BackwardOverlap(
+            (found[0][where], found[1][where]),
+            lambda of=of: calls.append(f"{of} needed"),
+            lambda of=of: calls.append(of),
+        )
+        for of, where in (("early", near), ("late", parts.keys(1 - parts.early)))
+    )
+    both = BackwardParts(parts, (early, late))
+    dq, *_ = varlen.run_backward(_backward, case.dout, case.q, keys[0], keys[1], *got, case.tables, PARAMS, both)
+    assert calls == ["late needed", "late", "early needed", "early"]
+    used = int(case.tables.pieces[:, 3].max())
+    for want, grad in zip(expected[2:], (dq, *(x[:used] for x in found)), strict=True):
+        assert torch.equal(grad, want[: len(grad)])
+    assert all(x[used:].isnan().all() for x in found)
 
 
 @drawn(30)
@@ -193,9 +220,15 @@ def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     unused = torch.zeros(2, dtype=torch.int32)
-    overlap = ForwardOverlap((1, 1, 1), 1, (unused, unused), side)  # type: ignore[arg-type]
+    parts = Parts((1, 1, 1), 1, (unused, unused))
+    overlap = ForwardOverlap(parts, side)  # type: ignore[arg-type]
     overlap.run([lambda: log.append("late part"), lambda: log.append("early part")])
     assert log == ["side waits for main", "early part", "late part", "main waits for side"]
+    log.clear()
+    nothing = BackwardOverlap((unused, unused))
+    back = BackwardParts(parts, (nothing, nothing), side)  # type: ignore[arg-type]
+    back.run([lambda _: log.append("late part"), lambda _: log.append("early part")])
+    assert log == ["side waits for main", "late part", "early part", "main waits for side"]
 
 
 def test_padding_at_the_end_is_left_out_without_a_copy() -> None:

@@ -142,7 +142,7 @@ def _check_overlap(
     numbers, params = (0.1, 0.0, "fa4", True), Params(0.1, 0.0, True)
     inputs = tables.cu_seqlens_q, tables.cu_seqlens_k, tables.pieces, tables.launches, route
 
-    def apart() -> tuple[torch.Tensor, ...]:
+    def apart(in_parts: bool = True) -> tuple[torch.Tensor, ...]:
         keys = split_kv(push_kv(k, v, route, exchange), heads[1], 128, 128)
         out, lse = fa4.forward(q, *keys, tables, params)
         dq, dk, dv = fa4.backward(dout, q, *keys, out, lse, tables, params)
@@ -151,7 +151,9 @@ def _check_overlap(
         named: dict[str, torch.Tensor] = PUSH.bind(route)._asdict()
         if heads[0] == heads[1] or not int(named["capacity"]):
             return out, lse, dq, *grads
-        finer = _finer(lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named)
+        finer = _finer(
+            lambda into: fa4.backward(dout, q, *keys, out, lse, tables, params, into), keys, k, v, named, in_parts
+        )
         for x, y in zip(grads, finer, strict=True):
             assert relative_error(y, x) < 2**-8
         return out, lse, dq, *finer
@@ -166,6 +168,7 @@ def _check_overlap(
             assert torch.equal(want, found), (lengths, layout, what, name)
 
     def in_stages(sizes: tuple[int, ...]) -> None:
+        expected = apart(in_parts=False)
         if int(PUSH.bind(route).capacity):
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("forward_sizes", "backward_sizes"):
@@ -208,21 +211,38 @@ def _check_overlap(
 
 
 def _finer(
-    backward: Any, keys: tuple[torch.Tensor, ...], k: torch.Tensor, v: torch.Tensor, route: dict[str, torch.Tensor]
+    backward: Any,
+    keys: tuple[torch.Tensor, ...],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    route: dict[str, torch.Tensor],
+    in_parts: bool,
 ) -> list[torch.Tensor]:
-    """dk and dv, of which parts are MXINT15, in plain steps; those of rows in place are written there."""
+    """dk and dv, of which parts are MXINT15, in plain steps; those of rows in place (early ones too: `in_parts`) are
+    whole where no other rank holds them."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    source, _, count = route["place"].tolist()
-    here = slice(source, source + count)
+    source, early, whole = route["place"].tolist()
+    early *= in_parts
+    here = slice(source, source + early + whole)
     sums = [torch.empty_like(x) for x in (k, v)]
     buffer = torch.empty_like(as_rows(*keys, *keys))
-    ptr = route["holder_ptr"][source : source + count + 1] if count else None
-    grads = (sums[0][here], sums[1][here]) if count else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
-    backward(BackwardOverlap(grads, mxint15=True, holder_ptr=ptr))
+    grads = (sums[0][here], sums[1][here]) if whole else split_kv(buffer, k.shape[1], k.shape[2], v.shape[2])
+    held, listed = route["holder_ptr"][source : source + early + whole + 1], -1
+    if early:  # of the expanded rows that are read in place; all others are parts
+        _, _, cut, second, _ = route["stages"].tolist()
+        listed = cut if second else 0
+        counts = torch.full((buffer.shape[0],), 2, dtype=torch.int32, device=held.device)
+        counts[listed : listed + early] = held.diff()
+        held = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    backward(BackwardOverlap(grads, mxint15=True, holder_ptr=held if early + whole else None, own=int(early > 0)))
+    if early:
+        for into, grad in zip(sums, grads, strict=True):
+            into[here] = grad[listed : listed + early]
     rows = peers.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
     rows.copy_(buffer[: route["copied"].shape[0]])
     lists = [route[name] for name in ("holder_ptr", "holders")]
-    peers.return_rows(rows, route["partners"], route["capacity"], here, *lists, *sums, group=group, mxint15=True)
+    where = route["partners"], route["capacity"], here
+    peers.return_rows(rows, *where, *lists, *sums, group=group, mxint15=True, listed=listed)
     return sums
 
 

@@ -92,8 +92,12 @@ MUTANTS = {
     "no fence before a block is counted": Mutant(
         "peers.cuh", "return false;\n    __threadfence_system();\n    if", "return false;\n    if"
     ),
-    "gradients in place are overwritten": Mutant("return_rows.cu", "if (grads.in_place(row))", "if (false)"),
-    "peers' part of rows in place is lost": Mutant("return_rows.cu", "begin < end || !grads", "!grads"),
+    "gradients in place are overwritten": Mutant(
+        "return_rows.cu", "first = instead < 0 && grads.in_place(row)", "first = false"
+    ),
+    "own copies are read though none were made": Mutant("return_rows.cu", "|| holders[j] == instead ?", "?"),
+    "what peers read in place is left out": Mutant("return_rows.cu", "> (listed >= 0)", "> 2"),
+    "peers' part of rows in place is lost": Mutant("return_rows.cu", "end - begin > (listed >= 0) || !grads", "!grads"),
     "a row too many is left out": Mutant("push_rows.cu", "== OWN ? skip", "== OWN ? skip + (skip > 0)"),
     "a stage is taken for the next": Mutant("push_rows.cu", "(SENT_STAGE + stage)", "(SENT_STAGE + stage + 1)"),
     "blocks of all stages are counted together": Mutant("push_rows.cu", "(staged ? stage : part - 1)", "(part - 1)"),

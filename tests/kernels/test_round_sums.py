@@ -103,6 +103,7 @@ def round_all(
     cu_seqlens: NDArray[np.int32],
     order: Order,
     holder_ptr: NDArray[np.int32] | None,
+    own: int,
     out: NDArray[Any],
 ) -> None:
     """All blocks of the kernel, one after the other, scaling by 0.3."""
@@ -120,6 +121,7 @@ def round_all(
         pointer(out),
         ctypes.c_uint64(out.shape[1] // 8),
         pointer(holder_ptr),
+        ctypes.c_uint32(own),
     )
 
 
@@ -130,6 +132,7 @@ def round_all(
     columns=st.sampled_from([(8, 32), (32, 32), (64, 64)]),
     tile=st.sampled_from([16, 32, 48]),
     hold=st.booleans(),
+    own=st.integers(0, 1),
     seed=st.integers(0, 2**31),
 )
 def test_rows_are_the_scaled_sums(
@@ -141,6 +144,7 @@ def test_rows_are_the_scaled_sums(
     columns: tuple[int, int],
     tile: int,
     hold: bool,
+    own: int,
     seed: int,
 ) -> None:
     """Whatever the order within a tile; entries begin at tiles of their own; rows outside of all are left alone."""
@@ -154,10 +158,12 @@ def test_rows_are_the_scaled_sums(
     order = order.reshape(tile, width)[:, :dim].astype(np.int16)
     rows = random.standard_normal((total, heads, dim)).astype(np.float32)
     sums = in_tiles(rows, cu_seqlens, order, width)
-    holder_ptr = np.concatenate([[5], 5 + np.cumsum(random.integers(0, 2, total))]).astype(np.int32) if hold else None
+    holder_ptr = (
+        np.concatenate([[5], 5 + np.cumsum(random.integers(own, own + 2, total))]).astype(np.int32) if hold else None
+    )
     stride = heads * dim + 16
     out = np.full((total + 2, stride), 7, np.float32 if out_fp32 else np.uint16)
-    round_all(library, sums, cu_seqlens, order, holder_ptr, out)
+    round_all(library, sums, cu_seqlens, order, holder_ptr, own, out)
     assert (out[:, heads * dim :] == 7).all()
     assert (out[total:] == 7).all()
     scaled = np.float32(0.3) * rows
@@ -165,7 +171,7 @@ def test_rows_are_the_scaled_sums(
     if out_fp32:
         assert (found == scaled).all()
         return
-    held = np.ones(total, bool) if holder_ptr is None else holder_ptr[1:] > holder_ptr[:-1]
+    held = np.ones(total, bool) if holder_ptr is None else np.diff(holder_ptr) > own
     parts = np.zeros_like(scaled)
     library.add_parts(ctypes.c_uint32(parts.size // 8), pointer(found), pointer(parts))
     assert (parts == nearest(scaled))[held].all()

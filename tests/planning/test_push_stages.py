@@ -74,6 +74,19 @@ def test_own_rows_cost_more_in_stages() -> None:
     assert forward_seconds(own, MHA, (16, 16)) == forward_seconds(near, MHA, (16, 16))
 
 
+def test_a_backward_in_parts_copies_no_early_rows_and_hides_what_comes() -> None:
+    own = StageLoad(3000, 3000, 0, 2000, 40000, 0)
+    near = own._replace(near=39000)
+    copies = stages._copy_seconds(39000, MHA, stages._DEVICE)
+    coming = stages._link_seconds(2000, MHA, stages._DEVICE)
+    for kept, saved in ((False, 2 * copies), (True, copies)):
+        gain = backward_seconds(own, MHA, (32,), kept) - backward_seconds(near, MHA, (32,), kept)
+        assert gain == pytest.approx(saved, abs=stages._BACKWARD_STAGE + 2 * coming)
+    early, late = (near._replace(early=x, late=6000 - x, coming=20000) for x in (6000, 0))
+    waits = backward_seconds(late, MHA, (32,), False) - backward_seconds(early, MHA, (32,), False)
+    assert waits == pytest.approx((1 - stages._TAKEN) * 10 * coming / stages._PARTS_LINK, rel=0.01)
+
+
 def test_the_model_is_what_was_measured() -> None:
     """On 2 H200, 32 heads: ms of a forward and of a backward, in one stage and in several."""
     document = loads_of([16384], 2)

@@ -82,8 +82,7 @@ def run_backward(
             last.append(partial(convert, sums, output, scale, cu_seqlens, *rest, **kwargs))
         elif unrounded or (overlap is not None and overlap.mxint15):
             target = dk if output is seen_dk else dv
-            holder_ptr = None if overlap is None else overlap.holder_ptr
-            _write_sums(convert, sums, output, target, scale, cu_seqlens, holder_ptr, *rest, **kwargs)
+            _write_sums(convert, sums, output, target, scale, cu_seqlens, overlap, *rest, **kwargs)
         else:
             convert(sums, output, scale, cu_seqlens, *rest, **kwargs)
 
@@ -103,7 +102,7 @@ def _write_sums(
     out_EHD: Tensor,
     scale: float,
     cu_seqlens: Tensor,
-    holder_ptr: Tensor | None,
+    overlap: BackwardOverlap | None,
     *rest: Any,
     **options: Any,
 ) -> None:
@@ -113,7 +112,7 @@ def _write_sums(
         convert, rest, options: the library's rounding, and its further arguments.
         sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32. rounded_EHD: where the library would write; not touched.
         out_EHD: fp32, or of the dtype of `rounded_EHD`: then it receives MXINT15 (`csrc/rows.cuh`). Rows are dense.
-        holder_ptr: of `BackwardOverlap`.
+        overlap: which rows are parts of further sums.
 
     Raises:
         RuntimeError: the library's order within a tile is not understood.
@@ -139,7 +138,8 @@ def _write_sums(
         cuda.u32(columns // 8),
         out_EHD.data_ptr(),
         cuda.u64(out_EHD.stride(0) // 8),
-        0 if holder_ptr is None else holder_ptr.data_ptr(),
+        0 if overlap is None or overlap.holder_ptr is None else overlap.holder_ptr.data_ptr(),
+        cuda.u32(0 if overlap is None else overlap.own),
     )
 
 

@@ -22,7 +22,7 @@ from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.tables import Tables
 
 from .launches import Launch, launches_of
-from .overlap import BackwardOverlap, ForwardOverlap
+from .overlap import BackwardOverlap, BackwardParts, ForwardOverlap
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
 """(q, k, v, out, lse, launch, params): writes out (rows, Hq, V) and lse (Hq, rows), -inf where a row sees no key."""
@@ -55,8 +55,8 @@ def run_forward(
         out, lse = into
     launches = launches_of(tables, rows)
     # A cut is made where one launch does all; it may leave out the last entries, which have no keys.
-    if overlap is not None and overlap.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
-        assert overlap.early_kv is None
+    if overlap is not None and overlap.parts.cut[0] + 1 >= launches[0].cu_seqlens_q.shape[0]:
+        assert overlap.parts.early_kv is None
         overlap.join()
         overlap = None
     for number, launch in enumerate(launches):
@@ -68,7 +68,7 @@ def run_forward(
             out.index_copy_(0, launch.rows, part[0])
             lse.index_copy_(1, launch.rows, part[1])
         elif overlap is not None:
-            parts = overlap.split(launch, (k, v))
+            parts = overlap.parts.split(launch, (k, v))
             overlap.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
         elif launch.stop:
             seen = slice(launch.stop)
@@ -102,7 +102,7 @@ def run_backward(
     lse_HR: Tensor,
     tables: Tables,
     params: Params,
-    overlap: BackwardOverlap | None = None,
+    overlap: BackwardOverlap | BackwardParts | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer and
@@ -111,6 +111,9 @@ def run_backward(
     rows = q_RHD.shape[0]
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
     launches = launches_of(tables, rows)
+    if isinstance(overlap, BackwardParts):
+        run_in_parts(kernel, dout_RHV, q_RHD, k_EHD, v_EHV, out_RHV, lse_HR, dq, tables, params, overlap)
+        return dq, *overlap.overlaps[1].grads
     inside = overlap is not None and len(launches) == 1 and launches[0].stop > 0
     if overlap is not None and not inside:
         overlap.keys_needed()
@@ -139,6 +142,28 @@ def run_backward(
     if overlap is not None and not inside:
         overlap.gradients_written()
     return dq, dk, dv
+
+
+def run_in_parts(
+    kernel: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+    tables: Tables, params: Params, overlap: BackwardParts,
+) -> None:  # fmt: skip
+    """`run_backward` of a batch of one launch, in two parts: writes dq, and gradients of keys where `overlap` says."""
+    (launch,) = launches_of(tables, q.shape[0])
+    q, dout = _clean(q, tables, launch), _clean(dout, tables, launch)
+    here = slice(*launch.keys)
+
+    def over(part: Launch, rows: slice, keys: tuple[Tensor, ...]) -> Callable[[BackwardOverlap], None]:
+        def run(at: BackwardOverlap) -> None:
+            at = at.of_keys(slice(keys[0].shape[0]), calls=True)
+            inputs = dout[rows], q[rows], keys[0], keys[1], out[rows], lse[:, rows].contiguous()
+            kernel(*inputs, dq[rows], *at.grads, replace(part, overlap=at), params)
+
+        return run
+
+    overlap.run([over(*part) for part in overlap.parts.split(launch, (k[here], v[here]))])
+    if launch.gaps or launch.stop < dq.shape[0]:
+        zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
 
 
 def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:

@@ -8,7 +8,7 @@ never used.
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 """
 
-from .channel import MAX_STAGES, LaunchShape, lane, side_stream
+from .channel import MAX_STAGES, LaunchShape, first_lane, lane, side_stream
 from .push import FEW_BLOCKS, WHOLE_GPU, Push, dense_rows
 from .return_gradients import BESIDE, SHAPE, gradient_rows, return_rows
 
@@ -21,6 +21,7 @@ __all__ = [
     "LaunchShape",
     "Push",
     "dense_rows",
+    "first_lane",
     "gradient_rows",
     "lane",
     "return_rows",

@@ -176,6 +176,12 @@ def lane(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def first_lane(device: torch.device) -> torch.cuda.Stream:
+    """A stream for a kernel whose blocks go before those of the current stream's."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def chunks(x: Tensor) -> int:
     """16-byte chunks of a row."""
     row_bytes = x[0].numel() * x.element_size()

@@ -38,6 +38,7 @@ def return_rows(
     mxint15: bool = False,
     heads: tuple[int, int, int] = (0, 1, 1),
     shape: LaunchShape = SHAPE,
+    listed: int = -1,
 ) -> None:
     """Write dk and dv: fp32 sums over all ranks' expanded rows, in a fixed order. All ranks call it, in one order.
 
@@ -49,6 +50,8 @@ def return_rows(
         mxint15: what is summed is MXINT15 (`csrc/rows.cuh`).
         heads: (first, stop, of how many): only the gradients of these; then one call for each stage. shape: SHAPE or
             BESIDE.
+        listed: the lists of rows `here` hold this rank's own copies, expanded rows from this one on, which are not
+            read: what dk and dv hold is added in their place. -1: the lists don't.
     """
     width = chunks(grad_EC)
     memory = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
@@ -67,6 +70,7 @@ def return_rows(
         cuda.u32(width),
         cuda.u32(here.start),
         cuda.u32(here.stop - here.start),
+        cuda.u64((memory.rank << 32 | listed) if listed >= 0 else 2**64 - 1),
         *(cuda.u32(heads[i]) for i in (2, 0, 1)),
         waits=False,
     )

@@ -6,12 +6,12 @@ Keys that lie side by side in the local rows are read in place (`planning/routes
     forward     own rows      | early entries' kernel   | late entries' kernel, as the GPU empties
                 rows for them | rows of the late entries
 
-    backward    own rows, sums of out * dout | kernel | rounding of dq
-                rows of peers                |        | gradients go home
+    backward    early entries' kernel | late entries' kernel, as soon as it can | rounding of dq
+                rows of peers         |                                         | gradients go home
 
-Where rows travel longer than that, they and the kernel run in stages of heads (`stages.py`).
-
-Where all of a rank's keys are read in place its kernels wait for nothing, and gradients of them are written in place.
+Keys of the early entries that `push_cut.py` found side by side are read in place, and their gradients written there. A
+rank without such keys exchanges before and after its backward's kernel (`one_stage.py`). Where rows travel longer than
+that, they and the kernel run in stages of heads (`stages.py`).
 
 Only for kernels whose `Capabilities` say `overlaps_exchange`; others exchange first (`packed_attention`). Results are
 the same bit for bit, for the same kernels read the same rows. The exception is `unrounded_gradients` of keys: parts of
@@ -22,8 +22,7 @@ Shapes: R local rows, E expanded rows, Hq query and Hkv key heads, D and V head 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,20 +30,19 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels import cuda, peers
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap, ForwardOverlap
+from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.ops.merge import finished, sinks_gradient
-from cp_rewrite.ops.one_sided import zero_others
 from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
 from cp_rewrite.torch_internals import call_directly
 
-from . import stages
+from . import one_stage, stages
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -83,7 +81,7 @@ def pushed_attention(
         return *finished(out, lse, tables, sinks), kv
     if int(x.capacity):
         with nvtx("exchange"):
-            push = _push(k, v, x, peers.FEW_BLOCKS, group, side, 0 if keep_kv else at.early)
+            push = one_stage.push(k, v, x, peers.FEW_BLOCKS, group, side, 0 if keep_kv else at.early)
             if keep_kv:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
@@ -91,10 +89,7 @@ def pushed_attention(
             if stage.awaited:
                 push.wait_for_early_rows()
         keys = near if at.whole else split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
-    overlap = None
-    if stage.entries:
-        cut, rest = (stage.entries, stage.queries, stage.keys), (x.rest_cu_seqlens_q, x.rest_cu_seqlens_k)
-        overlap = ForwardOverlap(cut, stage.early, rest, side, near if at.early else None)
+    overlap = ForwardOverlap(one_stage.parts_of(x, near if at.early else None), side) if stage.entries else None
     with nvtx("attention"):
         out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(x.capacity):
@@ -132,67 +127,16 @@ def pushed_attention_backward(
     """dq (R, Hq, D), dk (R, Hkv, D) and dv (R, Hkv, V) of this rank's rows, in their dtypes; kv: if it was kept."""
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
 
-    def run(keys: Sequence[Tensor], overlap: BackwardOverlap) -> Tensor:
+    def run(keys: Sequence[Tensor], overlap: BackwardOverlap | BackwardParts) -> Tensor:
         with nvtx("attention_backward"):
             return load(kernel).backward(dout, q, *keys, out, lse, tables, params, overlap)[0]
 
     x = PUSH.bind(route)
-    at = PlaceRow(*x.place.tolist())
     k, v = peers.dense_rows(k), peers.dense_rows(v)
-    here = slice(at.source, at.source + at.whole)
-    if not int(x.capacity):
-        return _backward_in_place(run, k, v, here, x.holder_ptr)
-    if len(sizes := stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
+    if int(x.capacity) and len(sizes := stages.backward_sizes(q, k, v, x, kv is not None)) > 1:
         return stages.backward(dout, q, k, v, kv, out, lse, tables, params, x, kernel, group, sizes)
-    main, side = cuda.current_stream(q.device), peers.side_stream(q.device)
     mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
-    if kv is None:
-        with nvtx("exchange"):
-            kv = _push(k, v, x, peers.FEW_BLOCKS if at.whole else peers.WHOLE_GPU, group, side).rows
-    rows = peers.gradient_rows(kv, x.capacity, group, side)
-    sums: list[Tensor] = []
-
-    def send_home() -> None:
-        if not sums:  # made when the kernel has given its memory back
-            sums.extend(y.new_empty(y.shape) for y in (k, v))
-        with nvtx("exchange_backward"):
-            lists = x.partners, x.capacity, here, x.holder_ptr, x.holders
-            peers.return_rows(rows, *lists, sums[0], sums[1], group, side, mxint15)
-
-    if at.whole:
-        sums.extend(y.new_empty(y.shape) for y in (k, v))
-        keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
-        holder_ptr = stages.csr_part(x.holder_ptr, here)
-        overlap = BackwardOverlap(grads, gradients_written=send_home, mxint15=mxint15, holder_ptr=holder_ptr)
-    else:
-        keys, grads = (split_kv(y, k.shape[1], k.shape[2], v.shape[2]) for y in (kv, rows))
-        overlap = BackwardOverlap(grads, partial(main.wait_stream, side), send_home, mxint15)
-    dq = run(keys, overlap)
-    main.wait_stream(side)
-    return dq, sums[0], sums[1]
-
-
-def _backward_in_place(
-    run: Callable[[Sequence[Tensor], BackwardOverlap], Tensor], k: Tensor, v: Tensor, here: slice, holder_ptr: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of a batch whose ranks read nothing but their own rows `here`, in place; gradients of these are
-    written in place too."""
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    zero_others((dk, dv), here)
-    dq = run((k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=stages.csr_part(holder_ptr, here)))
-    return dq, dk, dv
-
-
-def _push(
-    k: Tensor, v: Tensor, route: Any, shape: peers.LaunchShape, group: str, side: torch.cuda.Stream, skip: int = 0
-) -> peers.Push:
-    """An exchange on its way; rows of peers are here when `side` is waited for. Own rows but for the first `skip`."""
-    lists = route.sends, route.targets, route.ends, route.copied, route.partners, route.capacity
-    push = peers.Push(k, v, *lists, group)
-    # Enqueued before the kernel, which fills every multiprocessor it gets.
-    push.to_peers(shape, side)
-    push.own_rows(skip)
-    return push
+    return one_stage.backward(run, k, v, kv, x, group, mxint15)
 
 
 @pushed_attention_backward.register_fake

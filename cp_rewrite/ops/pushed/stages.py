@@ -6,7 +6,8 @@ another one exchanges.
     lane     own rows 1 … |    stage 1        | stage 3   …
 
 Kernels take turns on two streams, so that the blocks of a stage fill the GPU up as those of the one before end. Results
-are the same bit for bit as in one stage, for each head's kernel does the same.
+are the same bit for bit as in one stage, for each head's kernel does the same. One exception: where gradients of keys
+travel as MXINT15, those that stay on their rank are MXINT15 here too, before they are rounded.
 
 A rank whose keys are all read in place takes part in the others' stages, and waits for none of their rows.
 

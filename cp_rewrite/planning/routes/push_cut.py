@@ -5,8 +5,7 @@ in place.
     their keys            own rows, side by side  | own rows and peers'
     cut                                           ^ the early part is in place, the late one's rows arrive beside it
 
-Keys are read in place where they lie side by side in the rank's own rows: by the forward, and, where all of a rank's
-keys do, by the backward too. (A backward in two parts costs more than the copies.)
+Keys are read in place where they lie side by side in the rank's own rows, and their gradients written there.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from cp_rewrite.planning.tiles import TILE
 _DEVICE = Device.named("h200")
 _FEW_LINK = 0.8
 """Share of the link that an exchange reaches beside a kernel."""
+_PARTS_LINK = 0.4
+"""The same beside the early part of a backward, so that predictions are what was measured."""
 _TAKEN, _TAKEN_BACK = 0.12, 0.18
 """Share of the GPU that rows, and gradients, take from the kernel meanwhile."""
 _BESIDE_LINK, _BESIDE_MEMORY = 0.7, 0.12
@@ -100,9 +102,18 @@ def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], device:
 def backward_seconds(
     load: StageLoad, shape: Shape, sizes: Sequence[int], kept: bool, device: Device = _DEVICE
 ) -> float:
-    """The same of a backward. In one stage rows come before the kernel and gradients go home after it, both faster."""
+    """The same of a backward. In one stage rows come before the kernel, or beside its early part, and gradients go home
+    after it, both faster."""
     kernel, copies = 2.5 * _kernel_seconds(load, shape, device.backward), _copy_seconds(load.own, shape, device)
     alone = max(_link_seconds(load.coming, shape, device), copies)  # of rows before the kernel, of gradients after it
+    if len(sizes) == 1 and load.near:
+        early, copies = (
+            kernel * load.early / (load.early + load.late),
+            _copy_seconds(load.own - load.near, shape, device),
+        )
+        rows = copies if kept else max(_link_seconds(load.coming, shape, device, _PARTS_LINK), copies)
+        home = max(_link_seconds(load.coming, shape, device), copies)
+        return max(kernel + _TAKEN * rows, rows + kernel - early) + _BACKWARD_STAGE + home
     if len(sizes) == 1:
         return (0.0 if kept else alone) + kernel + alone
     rows = 0.0 if kept else _link_seconds(load.coming, shape, device, _FEW_LINK)

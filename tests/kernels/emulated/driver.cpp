@@ -6,11 +6,11 @@
 
 #include "world.hpp"
 
-enum Stream { MAIN, SIDE, LANE };
+enum Stream { MAIN, SIDE, LANE, FIRST };
 constexpr u32 FEW_BLOCKS = 2, WHOLE_GPU = 5, WIDEST = 40;  // blocks; blocks; chunks
 
 std::vector<Launch*> launches;
-std::vector<std::vector<Launch*>> awaited[3];  // by stream and rank: what its next launch waits for
+std::vector<std::vector<Launch*>> awaited[4];  // by stream and rank: what its next launch waits for
 
 // The host of one rank in one call: what it enqueues. The order is that of `kernels/peers/` and `ops/`.
 struct Host {
@@ -77,26 +77,26 @@ struct Host {
   void gradients() { gradients(MAIN, 0, call.stages()); }
 
   void gradients(Stream stream, u32 stage, u32 stop) {
-    enqueue(stream, "gradients", 1 + below(2), 1, [c = &call, rank = rank, stage, stop] {
-      write_gradients(*c, rank, stage, stop);
-      write_in_place(*c, rank, stage, stop);
+    enqueue(stream, "gradients", 1 + below(2), 1, [c = &call, t = &table, rank = rank, stage, stop] {
+      write_gradients(*c, rank, 0, t->used, stage, stop);
+      write_in_place(*c, rank, t->place[2], IN_PLACE + t->place[0], stage, stop);
     });
   }
 
   void gradient_rows(Stream stream) { signal_wait(RETURN, stream, "wait for LEFT", -1, LEFT, nullptr, CALLS, 0); }
 
   void return_to_owners(Stream stream) {
-    return_to_owners(stream, 0, call.stages());
+    return_to_owners(stream, 0, call.stages(), table.place[2], -1);
     if (stream == SIDE) wait(MAIN, SIDE);
     check_all_sums();
   }
 
-  void return_to_owners(Stream stream, u32 stage, u32 stop) {
+  void return_to_owners(Stream stream, u32 stage, u32 stop, i64 in_place, i64 listed) {
     signal_wait(RETURN, stream, "wait for WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
     if (stream == SIDE) wait(SIDE, MAIN);
-    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [c = &call, t = &table, rank = rank, stage, stop] {
+    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [=, c = &call, t = &table, rank = rank] {
       return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                  c->width(), t->place[0], t->place[2], c->heads(), c->bounds[stage], c->bounds[stop],
+                  c->width(), t->place[0], in_place, listed, c->heads(), c->bounds[stage], c->bounds[stop],
                   addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
   }
@@ -127,8 +127,35 @@ struct Host {
     wait(MAIN, SIDE);
   }
 
+  // `pushed_attention_backward` of a rank that reads the keys of its early part in place.
+  void backward_in_parts(bool kept) {
+    const i64 keys = table.stages[2], second = table.stages[3], count = table.place[1], first = second ? keys : 0;
+    if (!kept) {
+      to_peers(SIDE, FEW_BLOCKS);
+      wait(FIRST, MAIN);
+      push(FIRST, "own_rows", WHOLE_GPU, 0, count, 0, call.stages());
+    }
+    gradient_rows(SIDE);
+    wait(FIRST, MAIN);
+    wait(FIRST, SIDE);
+    const i64 from = second ? 0 : keys, to = second ? keys : table.used;
+    if (!kept) read(FIRST, "late part backward", from, to);
+    enqueue(FIRST, "late gradients", 1 + below(2), 1, [=, c = &call, rank = rank] {
+      write_gradients(*c, rank, from, to, 0, c->stages());
+    });
+    enqueue(MAIN, "early gradients", 1 + below(2), 1, [=, c = &call, rank = rank] {
+      write_in_place(*c, rank, count, first, 0, c->stages());
+    });
+    wait(SIDE, FIRST);
+    return_to_owners(SIDE, 0, call.stages(), count, (i64)rank << 32 | first);
+    wait(MAIN, FIRST);
+    wait(MAIN, SIDE);
+    check_all_sums();
+  }
+
   // `pushed_attention_backward`.
   void backward(bool kept) {
+    if (table.place[1]) return backward_in_parts(kept);
     const bool in_place = table.place[2];
     if (!kept) to_peers(SIDE, in_place ? FEW_BLOCKS : WHOLE_GPU), own_rows();
     gradient_rows(SIDE);
@@ -186,7 +213,7 @@ struct Host {
       if (!kept) wait_for_stage(stage), read(of(stage), "a stage backward", 0, all(), stage, stage + 1);
       gradients(of(stage), stage, stage + 1);
       wait(SIDE, of(stage));
-      return_to_owners(SIDE, stage, stage + 1);
+      return_to_owners(SIDE, stage, stage + 1, table.place[2], -1);
     }
     join();
     check_all_sums();

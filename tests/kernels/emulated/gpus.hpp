@@ -2,8 +2,8 @@
 // Deadlock is seen exactly: a thread that sleeps in a wait goes on when some flag was stored since it looked, so where
 // nobody is ready nobody ever will be.
 //
-// Per GPU: three streams, whose launches run in order and after those that they wait for; at most `slots` blocks at once,
-// those of stream 1 first, each there until it ends. Threads may hold back what they store in `symmetric` memory until
+// Per GPU: four streams, whose launches run in order and after those that they wait for; at most `slots` blocks at once,
+// those of streams 1 and 3 first, each there until it ends. Threads may hold back what they store in `symmetric` memory
 // a fence, their own or one after a barrier of their block; all other memory is sequentially consistent.
 #pragma once
 #include <setjmp.h>
@@ -76,8 +76,8 @@ struct Warp {
 };
 
 struct Gpu {
-  std::vector<Launch*> streams[3];
-  size_t next[3] = {0, 0, 0};
+  std::vector<Launch*> streams[4];
+  size_t next[4] = {0, 0, 0, 0};
   int resident = 0, slots = 2;
   uint32_t weight = 1;  // how often it is drawn
   std::vector<Warp*> ready;
@@ -207,7 +207,7 @@ inline void start_block(Launch* launch) {
 // Starts blocks where there is room. Returns the step at which a launch is due, 0 if none is.
 inline uint64_t start_blocks(Gpu& gpu) {
   uint64_t due = 0;
-  for (int s : {1, 0, 2}) {
+  for (int s : {1, 3, 0, 2}) {
     while (gpu.next[s] < gpu.streams[s].size() && gpu.streams[s][gpu.next[s]]->done()) ++gpu.next[s];
     if (gpu.next[s] == gpu.streams[s].size()) continue;
     Launch* launch = gpu.streams[s][gpu.next[s]];
@@ -288,7 +288,7 @@ inline void run_gpus() {
       const uint64_t next = start_blocks(gpu);
       if (next && (!due || next < due)) due = next;
       ready |= !gpu.ready.empty();
-      for (int s = 0; s < 3; ++s) left |= gpu.next[s] < gpu.streams[s].size();
+      for (int s = 0; s < 4; ++s) left |= gpu.next[s] < gpu.streams[s].size();
     }
     if (ready) burst(draw_warp());
     else if (due) steps = due;

@@ -54,13 +54,13 @@ void __stcs(T* at, T value) {
 
 extern "C" void round_all(
     u32 groups, u32 heads, const float* sums, u64 per_head, float scale, const int* cu_seqlens, u32 entries, u32 tile,
-    u32 width, const void* order, u32 chunks, void* out, u64 stride, const int* holder_ptr) {
+    u32 width, const void* order, u32 chunks, void* out, u64 stride, const int* holder_ptr, u32 own) {
   for (blockIdx.y = 0; blockIdx.y < heads; ++blockIdx.y)
     for (blockIdx.x = 0; blockIdx.x < groups; ++blockIdx.x)
       for (threadIdx.x = 0; threadIdx.x < BLOCK; ++threadIdx.x)
         round_sums(
             sums, per_head, scale, cu_seqlens, entries, tile, width, (const chunk*)order, chunks, (chunk*)out, stride,
-            holder_ptr);
+            holder_ptr, own);
 }
 
 extern "C" void add_parts(u32 chunks, const chunk* parts, float* sums) {

@@ -15,7 +15,7 @@ extern "C" void signal_wait(
     int world);
 extern "C" void return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source, u32 count,
-    u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world);
+    i64 listed, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world);
 
 struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row that is copied, of which
 // `used` count
@@ -123,19 +123,20 @@ inline void check_rows(const Call& call, int rank, const char* what, i64 from, i
             drawn(call, PUSH, sources[e] / call.size(), sources[e] % call.size(), c));
 }
 
-inline void write_gradients(const Call& call, int rank, u32 stage, u32 stop) {
-  for (u32 e = blockIdx.x; e < call.route->tables[rank].used; e += gridDim.x)
+inline void write_gradients(const Call& call, int rank, i64 from, i64 to, u32 stage, u32 stop) {
+  for (i64 e = from + blockIdx.x; e < to; e += gridDim.x)
     for (u32 c = 0; c < call.width(); ++c)
       if (call.has(c, stage, stop)) rows_of(RETURN, rank)[e * call.width() + c] = drawn(call, RETURN, rank, e, c);
 }
 
-inline void write_in_place(Call& call, int rank, u32 stage, u32 stop) {
-  const Table& table = call.route->tables[rank];
-  for (i64 row = table.place[0] + blockIdx.x; row < table.place[0] + table.place[2]; row += gridDim.x)
+// Of so many rows, those of expanded rows from `first` on.
+inline void write_in_place(Call& call, int rank, i64 count, i64 first, u32 stage, u32 stop) {
+  const i64 source = call.route->tables[rank].place[0];
+  for (i64 row = source + blockIdx.x; row < source + count; row += gridDim.x)
     for (u32 c = 0; c < call.width(); ++c)
       if (call.has(c, stage, stop)) (c < call.k_width ? call.dk[rank][row * call.k_width + c]
                         : call.dv[rank][row * call.v_width + c - call.k_width]) =
-          drawn(call, RETURN, rank, IN_PLACE + row, c);
+          drawn(call, RETURN, rank, first + row - source, c);
 }
 
 inline void check_sums(const Call& call, int rank) {
