@@ -4,7 +4,7 @@
 //
 // Per GPU: four streams, whose launches run in order and after those that they wait for; at most `slots` blocks at once,
 // those of streams 1 and 3 first, each there until it ends. Threads may hold back what they store in `symmetric` memory
-// a fence, their own or one after a barrier of their block; all other memory is sequentially consistent.
+// until a fence, their own or one after a barrier of their block; all other memory is sequentially consistent.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
