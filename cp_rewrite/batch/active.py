@@ -207,6 +207,11 @@ class ActivePlan:
         """(B, T_l): index in the global row of each local token, -1 where there is none."""
         return self.plan.local_indices(self.sharding.rank)
 
+    def most_received(self, read: Neighbours) -> int:
+        """Rows that come from other ranks, of the rank that gets most."""
+        splits = next(key for key in PlanInput.of_neighbours(read) if key.name == "splits")
+        return max(int(self._array(splits, rank)[1].sum()) for rank in range(self.sharding.world_size))
+
     def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:
         if key.read is not None:
             if (key.read, rank) not in self._reads:

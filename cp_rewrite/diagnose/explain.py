@@ -47,7 +47,7 @@ class Collective:
     Args:
         where: the source line. why: the rule that asked for it. op: what was put in.
         bytes: that travel, in the forward or in the backward; of a dim that the batch decides, for the example. Of
-            neighbours: what this rank gets of others.
+            neighbours: what the rank gets of others that gets most.
     """
 
     where: str
@@ -209,10 +209,9 @@ def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective
     for read in state.reads:
         if read.read is None:  # nothing travels
             continue
-        splits = next(key for key in read.inputs if key.name == "splits")
         value: Any = read.source.meta["example_value"]
         count = hint(value.numel()) // (state.plan.plan.local_size * len(state.plan.plan.rows))
-        size = value.element_size() * count * int(state.plan.tensor(splits)[1].sum())
+        size = value.element_size() * count * state.plan.most_received(read.read)
         yield Collective(where.get(id(read.node)) or source_line(read.node), read.why, _READ, size)
 
 

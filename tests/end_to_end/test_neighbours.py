@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import cp_rewrite as cp
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from tests.helpers.one_process import compare
-from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel
+from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
 Mix = Callable[["Neighbours", Tensor], Tensor]
@@ -112,6 +113,12 @@ TOGETHER = [CASES[first::4] for first in range(4)]
 
 def test_neighbours_are_read(pool: Pool) -> None:
     compare(pool, Neighbours, ["per_document", "short_conv"], 2, "head_tail", 1, 13)
+
+
+def test_the_report_names_what_travels_to_the_rank_that_gets_most() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "contiguous")
+    (found,) = cp.explain(Neighbours(["pad_negative"]), sharding)(**packed_batch(1, 14)).collectives
+    assert (found.op, found.bytes) == ("neighbour_rows", WIDTH * 4)  # to rank 1, nothing to rank 0
 
 
 @pytest.mark.slow
