@@ -22,11 +22,12 @@ from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
+from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.batch.token_mean import group_of_threads
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
-from cp_rewrite.refusal import RewriteRefused
+from cp_rewrite.refusal import RewriteRefused, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 
 from .compare_masks import check_masks
@@ -74,7 +75,7 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
         sharding: the annotation. batch: the global batch. shift_labels: as in `Sharding.shard`.
     Raises:
         TypeError: no module, no Sharding or no mapping.
-        RewriteRefused, MaskMismatch: as when the model runs.
+        RewriteRefused, MaskMismatch, ValueError: as when the model runs.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"model must be an nn.Module, got {model!r}")
@@ -134,7 +135,8 @@ class _Runner:
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
-        unchecked = [*state.masks]
+        unchecked, sums = [*state.masks], [source_line(node) for node in state.padded_sums]
+        readers = PaddingReaders(tuple(source_line(node) for node in state.gap_sums))
 
         def run(*args: Any) -> Any:
             if not self.captured:
@@ -143,6 +145,11 @@ class _Runner:
                 check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
             plan = active_plan(self.sharding)
+            if sums:
+                plan.check_full(sums)
+            plan.check_padding(readers)
+            if state.size_conditions is not None:
+                state.size_conditions.check(args, plan.plan.rows[0].total)
             return state.graph_module(*plan.with_copies(args), *(plan.tensor(key) for key in state.inputs))
 
         return run
