@@ -13,32 +13,22 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import (
-    active_plan,
-    check_not_exported,
-    mark_part,
-    mark_token_dim,
-    number_tokens,
-    token_dim_of,
-)
-from cp_rewrite.batch.padding import PaddingReaders
-from cp_rewrite.batch.targets import with_true_count
+from cp_rewrite.batch.active import active_plan, check_not_exported, number_tokens, token_dim_of
 from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.diagnose.check_calls import CallChecks
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
-from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.moved.read_neighbours import moved_arguments
 from cp_rewrite.passes.values.plan_conditions import PlanConditions
 
 from . import passes
 from .arguments import untaken
 from .batch import agree
 from .diagnose import observe
-from .packing import packing_args, whole_args
-from .refusal import RewriteRefused, source_line
+from .packing import packing_args
+from .refusal import RewriteRefused
 from .sharding import Sharding, require_sharding
 from .torch_internals import hint
 
@@ -195,39 +185,12 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
 def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanConditions) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
-    sharding, keys, sums = state.sharding, state.inputs, [source_line(node) for node in state.padded_sums]
-    ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
-    readers = PaddingReaders(*(tuple(source_line(node) for node in nodes) for nodes in (state.gap_sums, ahead)))
-    unchecked, conditions = list(state.masks), state.size_conditions
-    tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
-    inputs = state.graph_module.graph.find_nodes(op="placeholder")
-    masks = [(place, state.tokens.masks[node]) for place, node in enumerate(inputs) if node in state.tokens.masks]
-    tables = [(place, state.tables[node]) for place, node in enumerate(inputs) if node in state.tables]
-    whole = whole_args(sharding.packing)
-    named = [(place, state.tokens.names.get(node, "")) for place, node in enumerate(inputs)]
-    offsets = [(place, name, name) for place, name in named if name in whole]
-    equal = [(place, state.offsets[node]) for place, node in enumerate(inputs) if node in state.offsets]
-    offsets += [(place, name, sharding.packing.arg) for place, name in equal]
-    live = live_nodes(state.graph_module, ())
-    places = {state.tokens.names.get(node, ""): place for place, node in enumerate(inputs) if node in live}
-    moved = moved_arguments(state)
-    weights, outputs, parts = weight_places(state.graph_module), state.outputs, state.parts
+    sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
+    unchecked, weights = list(state.masks), weight_places(state.graph_module)
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
-        for place, name, dim in tokens:
-            plan.check_tokens(name, args[place], dim, args[place].shape[dim])
-        for place, argument in masks:
-            plan.check_mask(argument, args[place])
-        for place, table in tables:
-            table.check(args[place])
-        for place, name, of in offsets:
-            plan.check_offsets(name, args[place], of)
-        if sums:
-            plan.check_full(sums)
-        plan.check_padding(readers)
-        if conditions and plan.missing:
-            conditions.check(args, plan.plan.rows[0].total)
+        checks.check(plan, args)
         if weights:
             agree.on_weights(sharding, {name: args[place] for name, place in weights.items()})
             weights.clear()
@@ -235,14 +198,11 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
             check_masks(unchecked, plan, args)
             if sharding.verify != "every_step":
                 unchecked.clear()
-        args = (*plan.with_copies(with_true_count(plan, places, moved, args)), *(plan.tensor(key) for key in keys))
+        args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
         out = compiled(*args)
-        for value, dim, is_part in zip(out, outputs, parts, strict=True):
-            if isinstance(value, Tensor) and is_part:
-                mark_part(value)
-            if isinstance(value, Tensor) and dim is not None:
-                mark_token_dim(value, dim)
+        checks.mark(out)
+        for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:
                 number_tokens(value, plan)

@@ -20,16 +20,16 @@ from torch.fx.traceback import preserve_node_meta
 
 from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
-from cp_rewrite.batch.active import active_plan
+from cp_rewrite.batch.active import active_plan, token_dim_of
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
-from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.batch.token_mean import group_of_threads
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
-from cp_rewrite.refusal import RewriteRefused, source_line
+from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding
 
+from .check_calls import CallChecks
 from .compare_masks import check_masks
 from .threads import GROUP, ThreadSharding, rank, thread_group
 
@@ -97,18 +97,22 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
 
 @dataclass(frozen=True)
 class _Step:
-    """Outputs and gradients of one step. `plan`: of the batch that a rank has a part of; None for one process."""
+    """Outputs and gradients of one step. `plan`: of the batch that a rank has a part of; None for one process. dims:
+    the outputs' token dims, of those that the proof found to have one."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     plan: BatchPlan | None
+    dims: dict[str, int]
 
 
 def _compare(expected: _Step, ranks: Sequence[_Step], dim: int) -> CheckReport:
     plan = ranks[0].plan
     assert plan is not None
     outputs = {
-        name: difference(joined([step.outputs[name] for step in ranks], value, plan, dim), value)
+        name: difference(
+            joined([step.outputs[name] for step in ranks], value, plan, ranks[0].dims.get(name, dim)), value
+        )
         for name, value in expected.outputs.items()
         if all(name in step.outputs for step in ranks)
     }
@@ -135,22 +139,21 @@ class _Runner:
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
-        unchecked, sums = [*state.masks], [source_line(node) for node in state.padded_sums]
-        readers = PaddingReaders(tuple(source_line(node) for node in state.gap_sums))
+        unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
 
         def run(*args: Any) -> Any:
             if not self.captured:
-                if state.refusals:
+                if checks is None:
                     raise RewriteRefused(state.refusals)
                 check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
+            assert checks is not None, "a refused graph does not run"
             plan = active_plan(self.sharding)
-            if sums:
-                plan.check_full(sums)
-            plan.check_padding(readers)
-            if state.size_conditions is not None:
-                state.size_conditions.check(args, plan.plan.rows[0].total)
-            return state.graph_module(*plan.with_copies(args), *(plan.tensor(key) for key in state.inputs))
+            checks.check(plan, args)
+            plan_tensors = (plan.tensor(key) for key in state.inputs)
+            out = state.graph_module(*checks.arguments(plan, args), *plan_tensors)
+            checks.mark(out)
+            return out
 
         return run
 
@@ -172,10 +175,11 @@ class _Runner:
         """A step from the model's outputs: those of one process (`plan` None) or of a rank."""
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         outputs, total = {name: value.detach() for name, value in out.items()}, self.loss(out, plan)
+        dims = {name: dim for name, value in out.items() if (dim := token_dim_of(value)) is not None}
         if total is None or not named:
-            return _Step(outputs, {}, plan)
+            return _Step(outputs, {}, plan, dims)
         grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
-        return _Step(outputs, dict(zip(named, grads, strict=True)), plan)
+        return _Step(outputs, dict(zip(named, grads, strict=True)), plan, dims)
 
     def loss(self, out: dict[str, Tensor], plan: BatchPlan | None) -> Tensor | None:
         """The loss that a model returns, or one that is made of its outputs."""
@@ -221,6 +225,9 @@ def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> 
     """
     if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
         return join_tokens(torch.cat(parts, dim), dim, plan)
+    rows = len(plan.rows)
+    if rows > 1 and expected.ndim and expected.shape[0] == rows * plan.rows[0].total:
+        return join_tokens(torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1), 1, plan).flatten(0, 1)
     if all(torch.equal(part, parts[0]) for part in parts):
         return min((parts[0], parts[0] * len(parts)), key=lambda value: difference(value, expected))
     return torch.stack(parts).sum(0)

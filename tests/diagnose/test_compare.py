@@ -197,3 +197,17 @@ def test_check_refuses_as_the_model_would() -> None:
     sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
     with pytest.raises(cp.RewriteRefused, match="MASK_WRONG_SOURCE"):
         cp.check(build_model("torchtitan_eos_mask"), sharding, make_batch([[13, 8]]), shift_labels=True)
+
+
+class SumOfAll(packed_model.PackedModel):
+    """Adds a sum over all tokens, padding too."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return logits.square().mean()
+
+
+def test_check_says_what_a_call_would_of_padding() -> None:
+    batch, sharding = packed_model.packed_batch(), cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    batch["doc_ids"][:, -3:], batch["labels"][:, -3:] = -1, -100
+    with pytest.raises(ValueError, match="takes in all tokens, but 3 of this batch are padding"):
+        cp.check(SumOfAll(), sharding, batch)

@@ -1,0 +1,66 @@
+"""What each call of a rewritten graph is checked for before it runs, and what its results are marked with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim
+from cp_rewrite.batch.padding import PaddingReaders
+from cp_rewrite.batch.targets import with_true_count
+from cp_rewrite.packing import whole_args
+from cp_rewrite.passes.locality.liveness import live_nodes
+from cp_rewrite.passes.moved.read_neighbours import moved_arguments
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.refusal import source_line
+
+
+class CallChecks:
+    """Of one graph, after the passes."""
+
+    def __init__(self, state: State) -> None:
+        self.conditions, self.outputs, self.parts = state.size_conditions, state.outputs, state.parts
+        self.sums = [source_line(node) for node in state.padded_sums]
+        ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
+        self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (state.gap_sums, ahead)))
+        self.tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
+        inputs, packing = state.graph_module.graph.find_nodes(op="placeholder"), state.sharding.packing
+        names = [state.tokens.names.get(node, "") for node in inputs]
+        self.masks = [(i, state.tokens.masks[node]) for i, node in enumerate(inputs) if node in state.tokens.masks]
+        self.tables = [(i, state.tables[node]) for i, node in enumerate(inputs) if node in state.tables]
+        self.offsets = [(i, name, name) for i, name in enumerate(names) if name in whole_args(packing)]
+        equal = [(i, state.offsets[node]) for i, node in enumerate(inputs) if node in state.offsets]
+        self.offsets += [(i, name, packing.arg) for i, name in equal]
+        live = live_nodes(state.graph_module, ())
+        self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
+        self.moved = moved_arguments(state)
+
+    def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
+        """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""
+        for place, name, dim in self.tokens:
+            plan.check_tokens(name, args[place], dim, args[place].shape[dim])
+        for place, argument in self.masks:
+            plan.check_mask(argument, args[place])
+        for place, table in self.tables:
+            table.check(args[place])
+        for place, name, of in self.offsets:
+            plan.check_offsets(name, args[place], of)
+        if self.sums:
+            plan.check_full(self.sums)
+        plan.check_padding(self.readers)
+        if self.conditions and plan.missing:
+            self.conditions.check(args, plan.plan.rows[0].total)
+
+    def arguments(self, plan: ActivePlan, args: Sequence[Any]) -> list[Any]:
+        """A call's arguments as the graph reads them."""
+        return plan.with_copies(with_true_count(plan, self.places, self.moved, args))
+
+    def mark(self, out: Sequence[Any]) -> None:
+        """Note of each result whether it is a part of a sum, and where its tokens are."""
+        for value, dim, is_part in zip(out, self.outputs, self.parts, strict=True):
+            if isinstance(value, Tensor) and is_part:
+                mark_part(value)
+            if isinstance(value, Tensor) and dim is not None:
+                mark_token_dim(value, dim)
