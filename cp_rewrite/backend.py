@@ -205,7 +205,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:
-                number_tokens(value, plan)
+                number_tokens(value, plan.number)
         return out
 
     return run

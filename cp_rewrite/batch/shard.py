@@ -190,9 +190,9 @@ def _cut_batch(
             active.check_padding(readers)
     active.copies = {id(values[name]): (values[name], filled) for name, filled in copies.items()}
     for tensor in stand_ins:
-        number_tokens(tensor, active)
+        number_tokens(tensor, active.number)
     for name, dim in tokens.items():
-        number_tokens(values[name], active)
+        number_tokens(values[name], active.number)
         mark_token_dim(values[name], dim)
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)

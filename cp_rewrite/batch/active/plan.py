@@ -1,11 +1,9 @@
-"""The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
+"""The plan of a batch, as tensors that graphs read."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,80 +12,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.batch.buffers import buffers_of
+from cp_rewrite.batch.masks.argument import MaskArgument, mask_argument
+from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes import grid
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fixed_tables
-from cp_rewrite.planning.routes.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours, neighbours_route
-from cp_rewrite.planning.routes.route import KERNEL_TABLES, Arrays, PlanTensor
-from cp_rewrite.planning.routes.scans.tables import SCAN, Scan, scan_tables
+from cp_rewrite.planning.routes.neighbours import Neighbours, neighbours_route
+from cp_rewrite.planning.routes.route import Arrays
+from cp_rewrite.planning.routes.scans.tables import Scan, scan_tables
 from cp_rewrite.sharding import Sharding, split_exchange
 
-from .buffers import buffers_of
-from .masks.argument import MaskArgument, mask_argument
-from .padding import PaddingReaders
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """One extra input of a rewritten graph: a tensor of the schedule of `mask`, as `exchange` needs it; or of the route
-    of `read`, what is read of other tokens."""
-
-    tensor: PlanTensor
-    mask: PackedMask | None = None
-    exchange: str | None = None
-    read: Neighbours | Scan | None = None
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def is_per_token(self) -> bool:
-        """Whether it has an entry for each of this rank's tokens, of one row of the batch or of all."""
-        if isinstance(self.read, Scan):
-            return self.tensor in SCAN[:3]
-        narrow = self.read is not None and self.read.span == 1
-        return (
-            self in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX) or self.tensor == OUT_ROWS or (narrow and self.name == "rows")
-        )
-
-    @staticmethod
-    def of_scan(scan: Scan) -> tuple[PlanInput, ...]:
-        """What a running operation reads."""
-        return tuple(PlanInput(x, read=scan) for x in SCAN)
-
-    @staticmethod
-    def of_neighbours(read: Neighbours) -> tuple[PlanInput, ...]:
-        """What `neighbour_rows` reads; where a token reads several rows, `out_rows` too."""
-        return tuple(PlanInput(x, read=read) for x in NEIGHBOURS + (OUT_ROWS,) * (read.span > 1))
-
-    @staticmethod
-    def of_site(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
-        """What `packed_attention` reads: its tables, then its route."""
-        scattered, kind = split_exchange(exchange)
-        route = ROUTES[kind]
-        # A ring has tables for each of its steps, a grid of ranks those of its outer places.
-        whose = exchange if scattered or route.in_steps else None
-        return (
-            *(PlanInput(tensor, mask, whose) for tensor in KERNEL_TABLES),
-            *(PlanInput(tensor, mask, exchange) for tensor in route.tensors + grid.ORDER * scattered),
-        )
-
-
-ROW_INDEX = PlanInput(PlanTensor("row_index"))
-"""(T_l,) int64: index in the global row of each local token. It belongs to no mask or exchange."""
-HAS_TOKEN = PlanInput(PlanTensor("has_token"))
-"""(B, T_l) bool: whether a local row holds a token or fills the rank up. It belongs to no mask or exchange."""
-TOKEN_INDEX = PlanInput(PlanTensor("token_index"))
-"""(B, T_l) int64: as `row_index`, for each row of the batch its own."""
-TOKEN_ROWS = PlanInput(PlanTensor("token_rows"))
-"""(T, B) int64: the local row of each token of the global rows, -1 of another rank's. It belongs to no mask."""
-IN_DOCUMENT = PlanInput(PlanTensor("in_document"))
-"""(T, B) bool: whether each token of the global rows belongs to a document. It belongs to no mask or exchange."""
-ROW_TOKENS = PlanInput(PlanTensor("row_tokens", static=True))
-"""(1,) int64: the tokens of a row, of all ranks together. It belongs to no mask or exchange."""
+from .marks import batch_number
+from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 
 
 @dataclass(eq=False)
@@ -264,89 +203,6 @@ class ActivePlan:
                 "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
         return self.plan.filled_indices(self.sharding.rank)[0]
-
-
-_current: ContextVar[tuple[ActivePlan, bool] | None] = ContextVar("cp_rewrite_plan", default=None)
-
-
-def active_plan(sharding: Sharding) -> ActivePlan:
-    """The plan of the batch in flight.
-
-    Raises:
-        RuntimeError: outside `with sharding.shard(batch)`, or inside another Sharding's.
-    """
-    current = _current.get()
-    if current is None or not current[1]:
-        raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
-    if current[0].sharding.graph_key != sharding.graph_key:
-        raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
-    return current[0]
-
-
-def check_no_batch() -> None:
-    """Raise inside a batch's block: two batches can't be in flight."""
-    if in_batch():
-        raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
-
-
-def check_not_exported() -> None:
-    """Raise under torch.export: a program of a sharded model would hold one batch's plan."""
-    if torch.compiler.is_exporting():
-        raise RuntimeError("torch.export was given a model that runs sharded: export the plain model, on whole rows")
-
-
-def mark_token_dim(value: Tensor, dim: int) -> None:
-    """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
-    value._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]
-
-
-def token_dim_of(value: Tensor) -> int | None:
-    """The dim that `mark_token_dim` noted; None: of none."""
-    return getattr(value, "_cp_rewrite_token_dim", None)
-
-
-def mark_part(value: Tensor) -> None:
-    """Note that a tensor is this rank's part of a sum over the group."""
-    value._cp_rewrite_part = True  # type: ignore[attr-defined]
-
-
-def is_part(value: Tensor) -> bool:
-    """Whether `mark_part` noted it."""
-    return getattr(value, "_cp_rewrite_part", False)
-
-
-def number_tokens(value: Tensor, plan: ActivePlan) -> None:
-    """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
-    value._cp_rewrite_batch = plan.number  # type: ignore[attr-defined]
-
-
-def batch_number(value: Tensor) -> int | None:
-    """The batch that a tensor was cut from; None: unknown."""
-    return getattr(value, "_cp_rewrite_batch", None)
-
-
-def in_batch() -> bool:
-    """Whether a batch's block is open, of whatever annotation."""
-    current = _current.get()
-    return current is not None and current[1]
-
-
-def last_plan(sharding: Sharding) -> ActivePlan | None:
-    """The plan of the last batch that was cut, whether its block has ended or not; None: of another Sharding."""
-    current = _current.get()
-    return None if current is None or current[0].sharding.graph_key != sharding.graph_key else current[0]
-
-
-@contextmanager
-def activate(plan: ActivePlan) -> Generator[None]:
-    """Make `plan` the active one. It is remembered afterwards: unshard() of the outputs comes after the block."""
-    token = _current.set((plan, True))
-    try:
-        yield
-    finally:
-        done, plan.batch = _current.get(), {}
-        _current.reset(token)
-        _current.set(None if done is None else (done[0], False))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

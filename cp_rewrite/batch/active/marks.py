@@ -1,0 +1,35 @@
+"""What is noted on tensors, for their values don't tell it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def mark_token_dim(value: Tensor, dim: int) -> None:
+    """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
+    value._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]
+
+
+def token_dim_of(value: Tensor) -> int | None:
+    """The dim that `mark_token_dim` noted; None: of none."""
+    return getattr(value, "_cp_rewrite_token_dim", None)
+
+
+def mark_part(value: Tensor) -> None:
+    """Note that a tensor is this rank's part of a sum over the group."""
+    value._cp_rewrite_part = True  # type: ignore[attr-defined]
+
+
+def is_part(value: Tensor) -> bool:
+    """Whether `mark_part` noted it."""
+    return getattr(value, "_cp_rewrite_part", False)
+
+
+def number_tokens(value: Tensor, number: int) -> None:
+    """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
+    value._cp_rewrite_batch = number  # type: ignore[attr-defined]
+
+
+def batch_number(value: Tensor) -> int | None:
+    """The batch that a tensor was cut from; None: unknown."""
+    return getattr(value, "_cp_rewrite_batch", None)
