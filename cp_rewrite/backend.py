@@ -56,10 +56,10 @@ class Backend:
         except Exception as error:
             raise unwrapped(error) from error.__cause__
         if state.refusals:
-            passes.guard_size_conditions(state)
             refused = RewriteRefused(state.refusals)
             if self.sharding.strict:
-                return _raiser(refused)
+                raise unwrapped(refused)
+            passes.guard_size_conditions(state)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
             return self._inner(gm, example_inputs, mode)
         nodes = state.graph_module.graph.find_nodes(op="placeholder")
@@ -209,15 +209,6 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
         return out
 
     return run
-
-
-def _raiser(error: Exception) -> Callable[..., Any]:
-    """Raised at the call, not in the backend: Dynamo would wrap it into an error of its own."""
-
-    def refuse(*_: Any) -> Any:
-        raise error
-
-    return refuse
 
 
 def _gathered(out: Any, sharding: Sharding) -> Any:

@@ -110,7 +110,7 @@ _WRAPPED = {
     ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "
     "fully_shard: their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
     ("Attempt to trace generator", "_guards_fn", "wrap_with_set_grad_enabled"): "if the module came out of "
-    "torch.export: compile the model itself, whose sizes and masks are not fixed yet",
+    "torch.export: compile the model itself, or export it with dynamic_shapes for the token dims (Dim.AUTO)",
     ("is_fa_with_position_ids", "in flash_attention_mask", "_upad_input"): "if the model runs with flash-attn: "
     "transformers decides there by what tensors hold. Build the model with attn_implementation='sdpa', whose place "
     "flash kernels take all the same; or pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "

@@ -145,17 +145,15 @@ def explain(
                 # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.
                 with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                     torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
-            except Exception as error:
-                if isinstance(getattr(error, "inner_exception", error), _Captured):
-                    return found[0]
-                raise
+            except _Captured:
+                return found[0]
         raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")
 
     return dry_run
 
 
-class _Captured(Exception):
-    pass
+class _Captured(BaseException):
+    """No Exception: no handler of Dynamo's, or of a module around the graph, looks at it."""
 
 
 def _stop(*_: Any) -> Any:

@@ -24,6 +24,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.torch_internals import FakeTensorMode
 
 # -- where Dynamo read an input ----------------------------------------------------------------------------
@@ -183,18 +184,24 @@ class _Unwrapped(ShortenTraceback):
     """Dynamo hands this to its caller as it is, with a text of its own at the end, which `str` leaves out."""
 
     def __init__(self, error: Exception, frame: Any) -> None:
-        super().__init__(*error.args, first_useful_frame=frame)
+        super().__init__(*_arguments(error), first_useful_frame=frame)
         self.error = error
 
     def __str__(self) -> str:
         return str(self.error)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self.error), self.error.args
+        return type(self.error), _arguments(self.error)
+
+
+def _arguments(error: Exception) -> tuple[Any, ...]:
+    """What an error is made of."""
+    made: Any = error.__reduce__()
+    return made[1]
 
 
 _UNWRAPPED: dict[Any, Any] = {
-    kind: type(kind.__name__, (_Unwrapped, kind), {}) for kind in (RuntimeError, TypeError, ValueError)
+    kind: type(kind.__name__, (_Unwrapped, kind), {}) for kind in (RuntimeError, TypeError, ValueError, RewriteRefused)
 }
 
 
@@ -202,7 +209,8 @@ def unwrapped(error: Exception) -> Exception:
     """An error to be raised in a backend's first function instead of `error`: it has the same kind, and reaches the
     caller of the compiled function as it is, where others come inside of a BackendCompilerFailed.
 
-    Nothing is kept of the failed compilation: a later call compiles anew.
+    Nothing is kept of the failed compilation: a later call compiles anew. An error at the first run instead would pass
+    through handlers of modules around the graph, as torch.export's have, and Dynamo would fail over these.
     """
     kind, here = _UNWRAPPED.get(type(error)), inspect.currentframe()
     if kind is None or here is None:

@@ -36,6 +36,8 @@ def part_moves(gm: fx.GraphModule) -> None:
     for node in [node for m in modules for node in m.graph.nodes]:
         if node.target is operator.getitem:
             _split(node, mode)
+        elif node.target is torch.nn.functional.unfold:  # im2col, which has but the name in common
+            continue
         elif op_name(node) in ("diff", "unfold") and isinstance(node.args[0], fx.Node):
             part = _diff if op_name(node) == "diff" else _unfold
             if memory_of(node.args[0]) not in written:  # what unfold gives is a view
