@@ -140,12 +140,13 @@ def errors(cell: Cell, parts: list[dict[str, Tensor]]) -> Iterator[tuple[str, fl
             found[cell.padding_rows()] = 0
         assert not cell.mask.packed or (found[cell.padding_rows()] == 0).all(), f"{name} in padding not zero: {cell}"
         yield name, relative_error(found, want)
-    if cell.sinks:
-        yield "dsinks", relative_error(torch.stack([part["dsinks"] for part in parts]).sum(0), expected[4])
     logits = dense_logits(q.detach(), k.detach(), cell.rows, cell.mask, cell.params)
     lse = logits.logsumexp(-1)
     if cell.sinks:
         lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks.double().detach()[:, None]))
+        weight = torch.exp(sinks.double().detach()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+        terms = weight.t()[..., None] * dense.detach() * dout  # whose sum over rows and V, taken off, is the gradient
+        yield "dsinks", relative_error(torch.stack([part["dsinks"] for part in parts]).sum(0), expected[4], terms)
     yield "lse", logits_error(whole("lse"), lse.t())
     for part in parts:
         yield "largest logits", logits_error(part["largest"], logits.amax((1, 2)))

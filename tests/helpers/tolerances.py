@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor, terms: Tensor | None = None) -> float:
     """Norm of the difference over the norm of the expected, in fp64.
 
     Inputs of the tests are of order one, so an expected norm below 0.01 per element counts as that: a gradient that is
-    zero in exact arithmetic comes out as the rounding of the terms that cancel.
+    zero in exact arithmetic comes out as the rounding of the terms that cancel. `terms`: those that are summed, of
+    numbers that each were rounded; an expected norm below theirs counts as that, for rounding changes the sum by eps
+    times the root of their sum of squares, however much of them cancels.
     """
     actual, expected = actual.detach().double(), expected.detach().double()
-    floor = 1e-2 * expected.numel() ** 0.5
+    floor = max(1e-2 * expected.numel() ** 0.5, 0.0 if terms is None else float(terms.detach().double().norm()))
     return float((actual - expected).norm() / expected.norm().clamp_min(floor)) if expected.numel() else 0.0
 
 
