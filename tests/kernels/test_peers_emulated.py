@@ -24,6 +24,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes import push_cut
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
+from tests.helpers import amount
 from tests.helpers.packed import make_schedule
 from tests.kernels.emulated import COMPILER, HERE, compile_cpp
 
@@ -36,7 +37,7 @@ pytestmark = [
 
 KERNELS = ("rows.cuh", "peers.cuh", "push_rows.cu", "signal_wait.cu", "return_rows.cu")
 MACROS = ("-DWARPS=2", "-DREMOTE_WARPS=1", "-DIN_FLIGHT=2", "-DDTYPE_FP32")
-SEEDS, SEEDS_FOR_MUTANTS = 1200, 400
+SEEDS, SEEDS_FOR_MUTANTS = amount.examples(1500, 600), 400
 
 CASES: tuple[tuple[list[int], str, PackedMask], ...] = (
     ([24], "balanced", PackedMask()),
