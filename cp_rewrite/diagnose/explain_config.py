@@ -29,8 +29,11 @@ def explain_config(
         ImportError: `transformers` is missing. OSError: there is no such config.
         ValueError: `layers` is no whole number from 1 to the config's, or what `Sharding` and `explain` raise.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # late: only this command needs it
-    from transformers.initialization import no_init_weights
+    try:  # late: only this command needs it
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'cp_rewrite[transformers]'") from error
 
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
     config.use_cache = False
