@@ -1,0 +1,125 @@
+"""One compiled model, batches of other lengths and of rows that differ: loss and gradients of one process in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_rewrite as cp
+from cp_rewrite.batch.token_mean import group_of_threads
+from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
+from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel
+
+Batch = dict[str, Tensor]
+Mix = Callable[[Any, Tensor, Batch], Tensor]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).flatten(0, 1).sum(0)
+
+
+def by_document(m: Any, h: Tensor, b: Batch) -> Tensor:
+    index = b["doc_ids"][..., None].expand_as(h)
+    return h + h.new_zeros(h.shape[0], 12, WIDTH).scatter_add(1, index, h).tanh().gather(1, index)
+
+
+def in_documents(m: Any, h: Tensor, b: Batch) -> Tensor:
+    index = torch.arange(h.shape[1])
+    start = torch.where(b["position_ids"] == 0, index, 0).cummax(1).values
+    return h * (1 + 0.1 * (index - start))[..., None]
+
+
+def end_of_first(m: Any, h: Tensor, b: Batch) -> Tensor:
+    return h + h[torch.arange(h.shape[0]), (b["doc_ids"] == 0).sum(1) - 1][:, None]
+
+
+MIXES: dict[str, Mix] = {
+    "shifted": lambda m, h, b: h + F.pad(m.out(h[:, 1:]) - h[:, :-1], (0, 0, 1, 0)),
+    "convolved": lambda m, h, b: h + F.silu(m.conv(h.mT)[..., : h.shape[1]]).mT,
+    "summed": lambda m, h, b: h + 0.1 * (h.cumsum(1) - h) + 0.1 * h.flip(1).cumsum(1).flip(1),
+    "checkpointed": lambda m, h, b: checkpoint(lambda x: x + F.pad(x, (0, 0, 1, -1)).cumsum(1), h, use_reentrant=False),
+    "picked": lambda m, h, b: h + h[:, -1:].tanh() * h[:, :1].sin(),
+    "end_of_first": end_of_first,
+    "by_document": by_document,
+    "in_documents": in_documents,
+    "own_backward": lambda m, h, b: Scaled.apply(h, m.w),  # type: ignore[arg-type]
+    "chunked": lambda m, h, b: torch.cat([m.out(c).tanh() * c for c in h.chunk(2, 1)], 1),
+    "normed": lambda m, h, b: (h - h[:, 1:].mean(1, keepdim=True)) / (1 + h.std(1, keepdim=True)),
+    "table": lambda m, h, b: h * m.table[: h.shape[1]] * m.table[: h.shape[1]][b["position_ids"]],
+}
+
+
+class Mixed(PackedModel):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def extra(self) -> None:
+        self.w, self.table = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(40, WIDTH))
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+
+    def forward(self, **b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        h = self.embed(b["input_ids"])
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = self.mask(h, b["doc_ids"], b["position_ids"], b["input_ids"])
+        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.loss(self.head(MIXES[self.name](self, h, b)), b["labels"], b["num_items"])
+
+
+def pack(*rows: Sequence[int]) -> Batch:
+    """A row of documents of each of these lengths."""
+    generator = torch.Generator().manual_seed(sum(rows[0]))
+    doc_ids = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    input_ids, labels = torch.randint(0, VOCAB, (2, *doc_ids.shape), generator=generator)
+    labels[:, 1:3] = -100
+    count = (labels != -100).sum().double()
+    given = {"input_ids": input_ids, "position_ids": position_ids, "doc_ids": doc_ids, "labels": labels}
+    return {**given, "num_items": count}
+
+
+BATCHES = {
+    "one row": [pack([5, 4, 5]), pack([23]), pack([1] * 9 + [3]), pack([6, 1, 11])],
+    "two rows": [pack([5, 4, 5], [2, 12]), pack([23], [1] * 9 + [14]), pack([6, 1, 11], [17, 1])],
+}
+
+
+def check_all(model: nn.Module, sharding: cp.Sharding, batches: Sequence[Batch]) -> list[CheckReport]:
+    """What `cp.check` says of each batch, of a model that is compiled as it is in training: once."""
+    runner = _Runner(model, ThreadSharding.like(sharding), batches[0], {"shift_labels": False, "drop": []})
+    found: list[CheckReport] = []
+    with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
+        for batch in batches:
+            runner.batch, runner.captured = batch, False
+            expected = runner.step(tensors_of(model(**batch)), None)
+            runner.compile()
+            found.append(_compare(expected, run(runner.rank_step), runner.dim))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("name", MIXES)
+def test_batches_in_turn_are_right(name: str, rows: str) -> None:
+    place = [*MIXES].index(name) + len(rows)
+    layout: Any = sorted(LAYOUTS)[place % len(LAYOUTS)]
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2 + place % 2, TOKENS, cp.DocumentIds("doc_ids"), layout)
+    for report in check_all(Mixed(name).double(), sharding, BATCHES[rows]):
+        assert report.largest <= 1e-7, str(report)
