@@ -140,7 +140,8 @@ def test_all_backwards_of_their_own_are_right(pool: Pool, names: Sequence[str]) 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 17)])
 def test_backwards_of_their_own_in_every_layout(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
-    compare(pool, Functions, CASES, ranks, layout, rows, tokens)
+    first = (sorted(LAYOUTS).index(layout) + ranks) % 3
+    compare(pool, Functions, CASES[first::3], ranks, layout, rows, tokens)
 
 
 def decayed(saved: Any, g: Tensor) -> Any:

@@ -54,7 +54,8 @@ def test_tables_are_looked_up(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(("ranks", "rows", "tokens"), [(2, 2, 15), (3, 1, 17)])
 def test_all_tables_are_looked_up(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
-    compare(pool, Tables, [*MIXES], ranks, layout, rows, tokens)
+    first = (sorted(LAYOUTS).index(layout) + ranks) % 2
+    compare(pool, Tables, [*MIXES][first::2], ranks, layout, rows, tokens)
 
 
 BESIDE: dict[str, Mix] = {
