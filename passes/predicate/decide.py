@@ -161,8 +161,8 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     if not detail and window is None:
         seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in plain.items() if yes) or "nowhere"
         detail = f"query - key may be {seen}: no window around the query itself"
-    elif not detail and packed and _keeps_padding(reader, value, spans):
-        detail = "padding after a document counts as its tokens, and queries see keys after them"
+    elif not detail:
+        detail = _odd_padding(reader, value, spans, kept, form)
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
     cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
@@ -263,15 +263,22 @@ def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> l
     return [Refusal(Reason.MASK_NOT_PACKED, counts if value.has(TOKENS) else first, mask)]
 
 
-def _keeps_padding(reader: Reader, value: Value, spans: Sequence[Span]) -> bool:
-    """Whether a query may see padding that follows its document: where a numbering gives padding the number of the
-    document before it, and the mask lets queries see keys to their right."""
+def _odd_padding(reader: Reader, value: Value, spans: Sequence[Span], kept: Kept, form: Form) -> str:
+    """What is wrong with padding that follows a query's document, where a numbering may give it that document's number:
+    a packed mask lets no query see it, one of the whole row sees it as any other token there."""
     numbered = reader.skips_end or any(o.with_padding for o in reader.ordinals.values())
-    merged = isinstance(reader.sharding.packing, CuSeqlens) and numbered
+    if not (isinstance(reader.sharding.packing, CuSeqlens) and numbered):
+        return ""
     right = spread([Cell(World.PADDING, span) for span in spans if span[1] < 0], reader.marks, tree=False, places=False)
     # No span goes on in padding: `SpanRuns.inside` holds batches to that. By ids, another one may have its id there.
     apart = [c for c in right if not (c.held is Held.ONE and c.marks and c.marks.kind != "ids")]
-    return merged and any(_kept(reader, value, cell) is not False for cell in apart)
+    for cell in apart:
+        expected = False if form.packed else _expected(kept, cell, form)
+        if expected is not None and _kept(reader, value, cell) != expected:
+            if form.packed:
+                return "padding after a document counts as its tokens, and queries see keys after them"
+            return f"the mask drops {cell}, of keys of the whole row"
+    return ""
 
 
 def _kept(reader: Reader, value: Value, cell: Cell) -> bool | str:

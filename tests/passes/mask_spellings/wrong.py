@@ -185,6 +185,13 @@ def offsets_tail_counts_as_document(**b: Tensor) -> Tensor:
     return equal_1d(torch.bucketize(index(b), b["cu_seqlens"][:-1], right=True))
 
 
+@spelling(OFFSETS, Reason.MASK_NOT_PACKED)
+def offsets_whole_row_but_the_tail(**b: Tensor) -> Tensor:
+    """Both numberings agree but for padding at the row's end, which a mask of the whole row would keep."""
+    with_tail = equal_1d(torch.bucketize(index(b), b["cu_seqlens"][1:-1], right=True))
+    return ~(with_tail ^ equal_1d(torch.bucketize(index(b), b["cu_seqlens"][1:], right=True)))
+
+
 @spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
 def constant_blocks(**b: Tensor) -> Tensor:
     t = b["input_ids"].shape[1]
