@@ -50,8 +50,8 @@ def grown(documents: Documents, seed: int, longest: int = 7) -> Documents:
             stop = min(end, at + int(rng.integers(1, 2 * longest)))
             nodes.append((at, stop, -1 if len(nodes) == root else int(rng.integers(root, len(nodes)))))
             at = stop
-    cuts, parents = np.array(spans, dtype=np.int64).reshape(-1, 2).T, np.array(nodes, dtype=np.int64).reshape(-1, 3).T
-    return replace(documents, spans=SpanRuns(cuts[0], cuts[1]), nodes=Nodes(*parents))
+    cuts, columns = np.array(spans, dtype=np.int64).reshape(-1, 2).T, np.array(nodes, dtype=np.int64).reshape(-1, 3).T
+    return replace(documents, spans=SpanRuns(cuts[0], cuts[1]), nodes=Nodes(columns[0], columns[1], columns[2]))
 
 
 @st.composite

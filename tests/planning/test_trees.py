@@ -65,10 +65,14 @@ def test_spans_of_ids_end_with_their_document() -> None:
 @pytest.mark.parametrize(
     ("spans", "mask", "message"),
     [
-        (SpanRuns.of_value([0, 0, 1, 1, 1, 0, 0, 0], 1, False), PackedMask(spans=True), "goes on behind its document"),
+        (
+            SpanRuns.of_value([0, 0, 1, 1, 1, 0, 0, 0], (1,), False),
+            PackedMask(spans=True),
+            "goes on behind its document",
+        ),
         (SpanRuns.of_ids([0, 0, 0, 0, 0, 0, 1, 1], 0), PackedMask(spans=True), "goes on behind its document"),
         (SpanRuns.of_ids([1, 0, 1, 0, 0, 0, 0, 0], 0), PackedMask(spans=True), "2 separate runs of the document"),
-        (SpanRuns.of_value([1, 0, 1, 1, 0, 1, 1, 1], 0, True), PackedMask(spans=True), "is no prefix"),
+        (SpanRuns.of_value([1, 0, 1, 1, 0, 1, 1, 1], (0,), True), PackedMask(spans=True), "is no prefix"),
         (
             SpanRuns.of_ids([1, 1, 1, 0, 0, 0, 0, 0], 0),
             PackedMask(window=(1, 0), spans=True),
