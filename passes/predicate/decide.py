@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -53,13 +52,13 @@ from cp_rewrite.sharding import Sharding
 
 from .bounds import turning_points
 from .evaluate import Evaluator
+from .form import Form, Kept, chunk_of, differs, expected_in, levels_of, odd_cell
 from .rules.index_maps import reshape
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .within import Held, Kin
-from .worlds import Cell, Chunks, Span, World, cells, distances, spread
+from .within import Held
+from .worlds import Cell, Span, World, cells, distances, spread
 
-Kept = Mapping[Cell, bool | str]
 _PAIRS = (World.SAME, World.DIFFERENT)
 
 
@@ -143,7 +142,7 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     undecided = [answer for answer in kept.values() if not isinstance(answer, bool)]
     if undecided:
         return _why_undecided(reader, value, undecided[0], mask)
-    chunk = _chunk(kept)
+    chunk = chunk_of(kept)
     # A span that tokens of one value make lies inside of one document: `SpanRuns.inside` holds batches to that.
     packed = not any(
         answer
@@ -152,9 +151,9 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
     )
     plain = {cell: answer for cell, answer in kept.items() if cell.world is World.SAME and cell.plain}
     window = _window(sorted({cell.span for cell, answer in plain.items() if answer}))
-    of_span, of_tree = (_differs(kept, plain, of) for of in ("held", "kin"))
-    form = Form(window, packed, chunk, of_span, of_tree, _levels(kept))
-    detail = _odd_cell(kept, form)
+    of_span, of_tree = (differs(kept, plain, of) for of in ("held", "kin"))
+    form = Form(window, packed, chunk, of_span, of_tree, levels_of(kept))
+    detail = odd_cell(kept, form)
     if not detail and reader.marks is not None and not form.spans:
         # What is known of spans here, batches are held to under masks with spans alone.
         detail = "the mask reads the annotation's spans, whose tokens do not see each other by it"
@@ -172,86 +171,10 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
         return [Refusal(Reason.MASK_NOT_PACKED, str(error), mask)]
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a mask's cells come to.
-
-    Args:
-        window: (left, right) inside of a document; None: there is none.
-        spans, tree: keys of the query's span, and of other nodes, are treated otherwise than plain ones.
-        levels: how many levels above the query's node; None: all.
-    """
-
-    window: tuple[int | None, int | None] | None
-    packed: bool
-    chunk: Chunks | None
-    spans: bool
-    tree: bool
-    levels: int | None
-
-    def reaches_span(self, low: float, high: float) -> bool:
-        """Whether a key of the query's span may be so far: spans are not longer than the window."""
-        left = None if self.window is None else self.window[0]
-        return left is None or (low <= left and high >= -left)
-
-
 def _tree_of(sharding: Sharding) -> dict[str, bool]:
     """Whether rows are trees, and whether their nodes' ranges count places."""
     tree = sharding.packing if isinstance(sharding.packing, Tree) else None
     return {"tree": tree is not None, "places": tree is not None and tree.tin is None}
-
-
-def _differs(kept: Kept, plain: Kept, of: str) -> bool:
-    """Whether keys of the query's span (`held`), or of other nodes (`kin`), are treated otherwise than plain ones."""
-    own = {"held": {"held": Held.NONE, "types": (None, None)}, "kin": {"kin": Kin.NODE, "depth": None}}[of]
-    for cell, answer in kept.items():
-        other = cell.held is Held.ONE if of == "held" else cell.kin not in (None, Kin.NODE)
-        if cell.world is World.SAME and other and plain.get(replace(cell, **own), answer) != answer:
-            return True
-    return False
-
-
-def _levels(kept: Kept) -> int | None:
-    """How many levels of nodes above its own a query sees, by the last one; None: all, or the mask reads no parents."""
-    last = max((cell.depth for cell, answer in kept.items() if cell.depth is not None and answer), default=0)
-    read = next((cell.levels for cell in kept if cell.levels is not None), None)
-    return last if read is not None and last <= read else None
-
-
-def _chunk(kept: Kept) -> Chunks | None:
-    """The chunks of a mask that drops the keys of other ones; None where it keeps some."""
-    others = [cell for cell in kept if cell.world is World.SAME and cell.together is False]
-    return others[0].chunks if others and not any(kept[cell] for cell in others) else None
-
-
-def _odd_cell(kept: Kept, form: Form) -> str:
-    """Where the mask does otherwise than with the keys of the query's own document, or chunk, at the same distance."""
-    for cell, answer in kept.items():
-        if cell.world is World.DIFFERENT and form.packed:
-            continue
-        if cell.marks is not None and cell.marks.kind == "prefix" and cell.world is World.DIFFERENT:
-            # The row is one document, whose prefix comes first.
-            if (cell.held is Held.KEY and cell.span[1] < 0) or (cell.held is Held.QUERY and cell.span[0] > 0):
-                continue
-        expected = _expected(kept, cell, form)
-        if expected is not None and expected != answer:
-            return f"the mask keeps {cell}" if answer else f"the mask drops {cell}"
-    return ""
-
-
-def _expected(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
-    """What the mask does in a cell if it is of this form; None: no batch has such pairs."""
-    if form.spans and cell.held is Held.ONE:
-        return True if form.reaches_span(*cell.span) else None
-    if form.tree and cell.kin not in (None, Kin.NODE):
-        return cell.kin is Kin.ABOVE and (form.levels is None or (cell.depth or 0) <= form.levels)
-    kin = Kin.NODE if any(each.kin for each in kept) else None
-    alike = replace(
-        cell, world=World.SAME, kin=kin, depth=None, types=(None, None), held=None if cell.held is None else Held.NONE
-    )
-    if form.chunk is None and cell.chunks is not None:
-        alike = replace(alike, together=False if cell.span != (0, 0) else True)
-    return kept.get(alike, False)
 
 
 def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> list[Refusal]:
@@ -273,7 +196,7 @@ def _odd_padding(reader: Reader, value: Value, spans: Sequence[Span], kept: Kept
     # No span goes on in padding: `SpanRuns.inside` holds batches to that. By ids, another one may have its id there.
     apart = [c for c in right if not (c.held is Held.ONE and c.marks and c.marks.kind != "ids")]
     for cell in apart:
-        expected = False if form.packed else _expected(kept, cell, form)
+        expected = False if form.packed else expected_in(kept, cell, form)
         if expected is not None and _kept(reader, value, cell) != expected:
             if form.packed:
                 return "padding after a document counts as its tokens, and queries see keys after them"
