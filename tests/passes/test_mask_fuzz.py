@@ -172,7 +172,7 @@ def test_accepted_masks_equal_brute_force(packing: Packing) -> None:
     """Many are accepted and many refused, or the drawing is bad."""
     verdicts: list[PackedMask | None] = []
 
-    @drawn(200, quick=5)
+    @drawn(200, quick=3)
     @given(cases(packing))
     def run(case: Any) -> None:
         verdicts.append(check(case))

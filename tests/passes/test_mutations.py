@@ -36,7 +36,16 @@ def check_refused(name: str, verdict: Verdict) -> None:
     assert any(refusal.reason.name.startswith(MUTANTS[name].reason or "") for refusal in named), str(verdict)
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if not getattr(MUTANTS[name], "bakes_size", False)])
+def in_turns(names: list[str]) -> list[Any]:
+    """The names; of every second group the tests are slow."""
+    groups = list(dict.fromkeys(GROUPS[name] for name in names))
+    slow = set(groups[1::2])
+    return [pytest.param(name, marks=pytest.mark.slow if GROUPS[name] in slow else ()) for name in names]
+
+
+@pytest.mark.parametrize(
+    "name", in_turns([name for name in REFUSED if not getattr(MUTANTS[name], "bakes_size", False)])
+)
 def test_mutant_is_refused_with_its_reason_and_line(name: str) -> None:
     check_refused(name, verdict_of(GROUPS[name]))
 
