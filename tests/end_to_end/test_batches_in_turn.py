@@ -76,9 +76,8 @@ class Mixed(PackedModel):
 
     def forward(self, **b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         h = self.embed(b["input_ids"])
-        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = self.mask(h, b["doc_ids"], b["position_ids"], b["input_ids"])
-        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        h = self.attended(h, mask)
         return self.loss(self.head(MIXES[self.name](self, h, b)), b["labels"], b["num_items"])
 
 

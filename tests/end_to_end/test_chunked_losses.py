@@ -32,9 +32,8 @@ class Chunked(PackedModel):
         self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
     ) -> Tensor:
         h = self.embed(input_ids)
-        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = self.mask(h, doc_ids, position_ids, input_ids)
-        return LOSSES[self.name](self, h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2)), labels)
+        return LOSSES[self.name](self, self.attended(h, mask), labels)
 
 
 def entropy(x: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:

@@ -35,9 +35,8 @@ class Fewer(PackedModel):
         self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
     ) -> Tensor:
         h = self.embed(input_ids)
-        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = self.mask(h, doc_ids, position_ids, input_ids)
-        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        h = self.attended(h, mask)
         h = sum((MIXES[name](self, h) * (1 + i / 9) for i, name in enumerate(self.names) if name in MIXES), h)
         logits = self.head(h)
         losses = [LOSSES[name](logits, labels, doc_ids) for name in self.names if name in LOSSES]

@@ -56,6 +56,13 @@ class PackedModel(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    def attended(self, h: Tensor, mask: Tensor | None, angles: Tensor | None = None) -> Tensor:
+        """The attention block, its queries and keys turned by angles."""
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if angles is not None:
+            q, k = q * angles.cos(), k * angles.cos()
+        return h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
     def mix(self, h: Tensor) -> Tensor:
         return h
 
@@ -68,10 +75,7 @@ class PackedModel(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
     ) -> Any:
         h = self.inputs(input_ids, position_ids)
         mask = self.mask(h, doc_ids, position_ids, input_ids)
-        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        angles = self.angles(h, position_ids)[:, None]
-        q, k = q * angles.cos(), k * angles.cos()
-        h = h + self.out(self.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        h = self.attended(h, mask, self.angles(h, position_ids)[:, None])
         return self.loss(self.head(self.mix(h)), labels, num_items)
 
 

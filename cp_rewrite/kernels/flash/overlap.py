@@ -63,10 +63,7 @@ class ForwardOverlap:
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
         """Both parts; the late one fills the GPU up as the early one ends."""
-        if self.stream is not None:
-            # Deterministic torch fills new memory with NaN, that of the results too: the late part must not write
-            # before that fill has run.
-            self.stream.wait_stream(cuda.current_stream(self.stream.device))
+        _fork(self.stream)
         calls[self.parts.early]()
         with torch.cuda.stream(self.stream):
             calls[1 - self.parts.early]()
@@ -74,8 +71,19 @@ class ForwardOverlap:
 
     def join(self) -> None:
         """From here on the current stream has all keys, and what a late part wrote."""
-        if self.stream is not None:
-            cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        _join(self.stream)
+
+
+def _fork(stream: torch.cuda.Stream | None) -> None:
+    """Begin a part on another stream. Deterministic torch fills new memory with NaN, that of the results too: the part
+    must not write before that fill has run."""
+    if stream is not None:
+        stream.wait_stream(cuda.current_stream(stream.device))
+
+
+def _join(stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def _nothing() -> None:
@@ -128,10 +136,8 @@ class BackwardParts:
 
     def run(self, calls: Sequence[Callable[[BackwardOverlap], None]]) -> None:
         """Both parts."""
-        if self.stream is not None:
-            self.stream.wait_stream(cuda.current_stream(self.stream.device))
+        _fork(self.stream)
         with torch.cuda.stream(self.stream):
             calls[1 - self.parts.early](self.overlaps[1])
         calls[self.parts.early](self.overlaps[0])
-        if self.stream is not None:
-            cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        _join(self.stream)

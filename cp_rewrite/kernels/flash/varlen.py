@@ -112,7 +112,7 @@ def run_backward(
     dq = torch.empty_like(q_RHD, memory_format=torch.contiguous_format) if into is None else into
     launches = launches_of(tables, rows)
     if isinstance(overlap, BackwardParts):
-        run_in_parts(kernel, dout_RHV, q_RHD, k_EHD, v_EHV, out_RHV, lse_HR, dq, tables, params, overlap)
+        _run_in_parts(kernel, dout_RHV, q_RHD, k_EHD, v_EHV, out_RHV, lse_HR, dq, tables, params, overlap)
         return dq, *overlap.overlaps[1].grads
     inside = overlap is not None and len(launches) == 1 and launches[0].stop > 0
     if overlap is not None and not inside:
@@ -144,7 +144,7 @@ def run_backward(
     return dq, dk, dv
 
 
-def run_in_parts(
+def _run_in_parts(
     kernel: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
     tables: Tables, params: Params, overlap: BackwardParts,
 ) -> None:  # fmt: skip
