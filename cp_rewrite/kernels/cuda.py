@@ -7,7 +7,6 @@ needs no GPU, so every kernel can be checked for every architecture anywhere (`c
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import os
@@ -20,16 +19,14 @@ import torch
 
 from cp_rewrite.torch_internals import raw_stream
 
+from .driver import Kernel, parameter_codes
+
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}
 """The macro that names the elements, for kernels that do arithmetic (`csrc/rows.cuh`)."""
 Macros = tuple[tuple[str, str], ...]
 MXINT15: Macros = (("MXINT15", "1"),)
 """The macro by which parts of sums are MXINT15 instead (`csrc/rows.cuh`)."""
-u32 = ctypes.c_uint32
-u64 = ctypes.c_uint64
-i32 = ctypes.c_int32
-f32 = ctypes.c_float
 
 
 def reasons() -> list[str]:
@@ -69,10 +66,11 @@ def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
 
 
 @cache
-def kernel(name: str, device: torch.device, macros: Macros = ()) -> Any:
+def kernel(name: str, device: torch.device, macros: Macros = ()) -> Kernel:
     """The kernel `name` of `csrc/<name>.cu`, loaded for `device`."""
     cubin = compile_kernel(f"{name}.cu", architecture(device), macros)
-    return _core().ObjectCode.from_cubin(cubin).get_kernel(name)
+    codes = parameter_codes((SOURCES / f"{name}.cu").read_text(), name)
+    return Kernel(_core().ObjectCode.from_cubin(cubin).get_kernel(name), codes)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -81,17 +79,16 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def launch(
-    compiled: Any,
-    grid: int | tuple[int, ...],
+    compiled: Kernel,
+    grid: int | tuple[int, int],
     block: int,
     device: torch.device,
-    *args: Any,
+    *args: float,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Enqueue a kernel on a stream of `device`, the current one by default. Pointers are Python ints
-    (`Tensor.data_ptr()`), other numbers of the ctypes type that the kernel takes (`u32`, `u64`, `i32`, `f32`)."""
+    """Enqueue a kernel on a stream of `device`, the current one by default. Pointers are `Tensor.data_ptr()`."""
     at = raw_stream(device.index) if stream is None else stream.cuda_stream
-    _core().launch(_stream(at), _config(grid, block), compiled, *args)
+    compiled.launch(grid if isinstance(grid, tuple) else (grid, 1), block, at, args)
 
 
 @cache
@@ -132,13 +129,3 @@ def _nvrtc_version() -> str:
 
 def _cache_dir() -> Path:
     return Path(os.environ.get("CP_REWRITE_CACHE") or Path.home() / ".cache" / "cp_rewrite")
-
-
-@cache
-def _stream(handle: int) -> Any:
-    return _core().Stream.from_handle(handle) if handle else _core().LEGACY_DEFAULT_STREAM
-
-
-@cache
-def _config(grid: int | tuple[int, ...], block: int) -> Any:
-    return _core().LaunchConfig(grid=grid, block=block)

@@ -44,9 +44,9 @@ def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
         src_NC.data_ptr(),
         out.data_ptr(),
         rows_E.data_ptr(),
-        cuda.u32(size),
-        cuda.u32(width),
-        cuda.u64(stride // access),
+        size,
+        width,
+        stride // access,
     )
     return out
 
@@ -81,8 +81,8 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
         out.data_ptr(),
         ptr.data_ptr(),
         rows.data_ptr(),
-        cuda.u32(size),
-        cuda.u32(width),
+        size,
+        width,
     )
     return out
 
@@ -90,7 +90,7 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
 def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """In place: rows of entries without a key become exact zeros, and -inf in lse (Hq, R) when it is given."""
     entries = cu_seqlens_q.shape[0] - 1
-    row_bytes = out_RHD[0].numel() * out_RHD.element_size() if out_RHD.shape[0] else 0
+    row_bytes = out_RHD.shape[1:].numel() * out_RHD.element_size()
     access = _access(row_bytes, out_RHD.data_ptr())
     if out_RHD.numel() == 0:
         return
@@ -110,10 +110,10 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
         0 if lse_HR is None else lse_HR.data_ptr(),
         cu_seqlens_q.data_ptr(),
         cu_seqlens_k.data_ptr(),
-        cuda.u32(entries),
-        cuda.u32(row_bytes // access),
-        cuda.u32(0 if lse_HR is None else lse_HR.shape[0]),
-        cuda.u32(out_RHD.shape[0]),
+        entries,
+        row_bytes // access,
+        0 if lse_HR is None else lse_HR.shape[0],
+        out_RHD.shape[0],
     )
 
 
@@ -145,7 +145,10 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
         lses_SHR.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
-        *(cuda.u32(n) for n in (steps, rows, heads, width)),
+        steps,
+        rows,
+        heads,
+        width,
     )
     return out, lse
 

@@ -80,7 +80,7 @@ class Channel:
     @cached_property
     def _ends(self) -> tuple[Any, ...]:
         """The last arguments of every kernel."""
-        return self.addresses, self.state.data_ptr(), cuda.i32(self.rank), cuda.i32(self.size)
+        return self.addresses, self.state.data_ptr(), self.rank, self.size
 
     def launch(
         self, kernel: Any, shape: LaunchShape, stream: torch.cuda.Stream | None, *args: Any, waits: bool = True
@@ -108,7 +108,7 @@ class Channel:
         """Enqueue one thread that sets flag `signal` for all peers, unless it is -1, and then waits for flag `awaited`
         of `ranks`, a bit each (None: all), to reach the number of `call`. See `csrc/signal_wait.cu`."""
         (word, ahead), whom = call, 0 if ranks is None else ranks.data_ptr()
-        numbers = cuda.i32(signal), cuda.i32(awaited), cuda.u32(word), cuda.u32(ahead), whom
+        numbers = signal, awaited, word, ahead, whom
         self.launch(cuda.kernel("signal_wait", self.device), _ONE_WARP, stream, *numbers)
 
 
@@ -184,7 +184,7 @@ def first_lane(device: torch.device) -> torch.cuda.Stream:
 
 def chunks(x: Tensor) -> int:
     """16-byte chunks of a row."""
-    row_bytes = x[0].numel() * x.element_size()
+    row_bytes = x.shape[1:].numel() * x.element_size()
     if row_bytes % 16:
         raise ValueError(f"rows must be whole 16-byte chunks, got {row_bytes} bytes for shape {tuple(x.shape)}")
     return row_bytes // 16

@@ -52,16 +52,16 @@ class Push:
         self._arguments = (
             k_RHD.data_ptr(),
             v_RHV.data_ptr(),
-            cuda.u64(k_RHD.stride(0) * size // 16),
-            cuda.u64(v_RHV.stride(0) * size // 16),
-            cuda.u32(k_width),
-            cuda.u32(width),
+            k_RHD.stride(0) * size // 16,
+            v_RHV.stride(0) * size // 16,
+            k_width,
+            width,
             sends.data_ptr(),
             targets.data_ptr(),
             ends.data_ptr(),
             partners.data_ptr(),
-            cuda.u32(sum(stages)),
-            cuda.u64(bounds),
+            sum(stages),
+            bounds,
         )
 
     def to_peers(self, shape: LaunchShape, stream: torch.cuda.Stream | None = None) -> None:
@@ -105,7 +105,7 @@ class Push:
     ) -> None:
         kernel = cuda.kernel("push_rows", self._channel.device, shape.macros)
         numbers = stages.start or 0, stages.stop, to_peers, skip
-        self._channel.launch(kernel, shape, stream, *self._arguments, *map(cuda.u32, numbers), waits=waits)
+        self._channel.launch(kernel, shape, stream, *self._arguments, *numbers, waits=waits)
 
 
 def dense_rows(x_RHD: Tensor) -> Tensor:
