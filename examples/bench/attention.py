@@ -1,12 +1,14 @@
 """Attention over packed documents on several GPUs: ours in every layout and exchange, beside other ways around the
 same kernel.
 
-    torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32]
+    torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32] [--others Flex]
     torchrun --nproc-per-node 2 examples/bench/attention.py --masks     chunks, prefixes, images and trees
 
 Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
 the whole pack, divided by the ranks, called in turns with the method) and the TFLOP/s of each GPU; medians, and of each
-call the slowest rank. "graph" is both, replayed from a CUDA graph, where the host costs nothing.
+call the slowest rank. "graph" is both, replayed from a CUDA graph, where the host costs nothing. Where FlashAttention 3
+and 4 are both installed, "% of fastest" is against the faster of them on this pack: each direction by itself, and for
+both together the fastest of 3, 4 and the pair of 3's forward and 4's backward.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from methods import Alone, Gathered, Method, Ours, Pushed, Setup, Ulysses
 from packs import Pack, mask_packs, packs
-from rivals import RingLlama3, RingZigzag, TorchContextParallel
+from rivals import FlexFlash, FlexTriton, RingLlama3, RingZigzag, TorchContextParallel
+
+from cp_rewrite.kernels.select import PAIRS, AttentionSpec, device_facts, reasons
 
 HEAD_START = 4_000_000
 """Cycles that a GPU sleeps before it is timed, some 2 ms: in training, too, the host runs ahead."""
@@ -50,7 +54,15 @@ OURS: tuple[Factory, ...] = (
     pushed("head_tail"),
     pushed("contiguous"),
 )
-OTHERS: tuple[Factory, ...] = (Gathered, Ulysses, RingLlama3, RingZigzag, TorchContextParallel)
+OTHERS: tuple[type[Method], ...] = (
+    Gathered,
+    Ulysses,
+    RingLlama3,
+    RingZigzag,
+    TorchContextParallel,
+    FlexTriton,
+    FlexFlash,
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,19 @@ def measure(method: Method, ideal: Method, repeats: int, capture: bool) -> tuple
     return times, Times(whole_forward, whole_backward, whole_both, None, 0.0)
 
 
+def fastest_library(pack: Pack, setup: Setup, alone: Method, repeats: int) -> Times | None:
+    """The time of the fastest library installed, over that of the kernel in `alone`; None where there is but one."""
+    spec = AttentionSpec(setup.dtype, setup.dim, setup.dim, setup.heads, setup.heads_kv)
+    facts = device_facts(torch.device("cuda", torch.cuda.current_device()))
+    shares = [(1.0, 1.0, 1.0)]
+    for kernel in ("fa3", "fa4", *PAIRS):
+        if kernel != setup.kernel and not reasons(kernel, spec, facts):
+            other, own = measure(Alone(pack, replace(setup, kernel=kernel)), alone, repeats, False)
+            shares.append((other.forward / own.forward, other.backward / own.backward, other.both / own.both))
+    forward, backward, both = map(min, zip(*shares, strict=True))
+    return Times(forward, backward, both, None, 0.0) if len(shares) > 1 else None
+
+
 def captured(run: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,11 +154,14 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times) -> str:
+def line(name: str, pack: Pack, setup: Setup, times: Times, ideal: Times, fastest: Times | None) -> str:
     flops = 4 * setup.heads * setup.dim * pack.pairs / setup.world_size
     pairs = ((times.forward, ideal.forward), (times.backward, ideal.backward), (times.both, ideal.both))
     cells = [f"{time:.3f}" for time, _ in pairs]
     cells += [" / ".join(f"{100 * best / time:.0f}" for time, best in pairs)]
+    if fastest:
+        shares = fastest.forward, fastest.backward, fastest.both
+        cells += [" / ".join(f"{100 * s * best / time:.0f}" for s, (time, best) in zip(shares, pairs, strict=True))]
     cells += [f"{100 / setup.world_size / times.graph:.0f}" if times.graph else "–"]
     cells += [" / ".join(f"{f * flops / time / 1e9:.0f}" for f, (time, _) in zip((1, 2.5, 3.5), pairs, strict=True))]
     cells += [f"{times.memory:.0f}"]
@@ -159,13 +187,15 @@ def made(factory: Factory, pack: Pack, setup: Setup) -> Method | str:
 
 def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
     """Prints the pack's table. Milliseconds of the fastest method's both directions."""
-    if setup.rank == 0:
-        print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
-        print("| | forward ms | backward ms | both ms | % of ideal f/b/both | graph % | TFLOP/s f/b/both | MiB |")
-        print("|---|---|---|---|---|---|---|---|")
     # Some 1.2e14 FLOPs of the whole pack in every series: a fifth of a second.
     repeats = min(11, max(5, round(1.2e14 / (14 * setup.heads * setup.dim * pack.pairs))))
     alone, fastest = Alone(pack, setup), float("inf")
+    library = fastest_library(pack, setup, alone, repeats)
+    if setup.rank == 0:
+        print(f"\n### {pack.name}: {len(pack.lengths)} documents, longest {max(pack.lengths)}, {pack.tokens} tokens\n")
+        percent = "% of ideal f/b/both |" + " % of fastest f/b/both |" * bool(library)
+        print(f"| | forward ms | backward ms | both ms | {percent} graph % | TFLOP/s f/b/both | MiB |")
+        print(f"|---|---|---|---|---|---|---|---|{'---|' * bool(library)}")
     for factory in factories:
         method = made(factory, pack, setup)
         if isinstance(method, str):
@@ -173,7 +203,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
         else:
             capture = isinstance(method, Pushed) and method.name.startswith("balanced")
             times, ideal = measure(method, alone, repeats, capture)
-            text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size))
+            text = line(method.name, pack, setup, times, scaled(ideal, setup.world_size), library)
             if not method.name.endswith("alone"):
                 fastest = min(fastest, times.both)
         if setup.rank == 0:
@@ -236,9 +266,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="packs whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
     parser.add_argument("--ours", action="store_true", help="leave the others out")
+    parser.add_argument("--others", metavar="NAMES", help="the others whose class's name holds one of these texts")
     parser.add_argument("--masks", action="store_true", help="masks beyond documents, trees beside copies of prompts")
     setup, options = begin(parser)
-    factories = OURS[:4] if options.quick else OURS if options.ours else OURS + OTHERS
+    names = options.others.split(",") if options.others else [] if options.quick or options.ours else [""]
+    others = tuple(other for other in OTHERS if any(name in other.__name__ for name in names))
+    factories = (OURS[:4] if options.quick else OURS) + others
 
     def wanted(pack: Pack) -> bool:
         return any(text in pack.name for text in options.only.split(","))

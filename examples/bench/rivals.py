@@ -1,16 +1,23 @@
-"""Other packages around the same kernel: ring-flash-attn through a small shim, and torch's own context parallel."""
+"""Other packages: ring-flash-attn around the same kernel through a small shim, and torch's own context parallel, for
+SDPA and for FlexAttention.
+
+    torchrun --nproc-per-node 2 examples/bench/rivals.py [--kernel fa4]     FlexAttention's results beside one GPU's
+"""
 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from methods import Setup
+from methods import Alone, Setup
 from packs import Pack
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import flex_attention as flex
 
 
 def install_shim() -> None:
@@ -130,9 +137,7 @@ class TorchContextParallel(_Autograd):
 
     def __init__(self, pack: Pack, setup: Setup) -> None:
         if len(pack.lengths) > 1:
-            raise ValueError("no packed documents; FlexAttention's has them, from torch 2.14 on")
-        from torch.distributed.device_mesh import init_device_mesh
-
+            raise ValueError("no packed documents; FlexAttention's has them")
         self.mesh = init_device_mesh("cuda", (setup.world_size,))
         # The context cuts its buffers and wants at least one; q, k and v are cut already.
         self.dummy = torch.zeros(2 * setup.world_size, device="cuda")
@@ -156,3 +161,112 @@ class TorchContextParallel(_Autograd):
 
         with context_parallel(self.mesh, buffers=[self.dummy], buffer_seq_dims=[0]):
             return super().backward()
+
+
+class _Flex(nn.Module):
+    """The module whose keys and values torch gathers before it is called."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return compiled(flex.flex_attention)(q, k, v, enable_gqa=True, **options)
+
+
+@cache
+def compiled(function: Any) -> Any:
+    """Compiled for each shape and rank anew."""
+    torch._dynamo.config.recompile_limit = 256
+    torch._functorch.config.donated_buffer = False  # the backward runs more than once
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+class FlexTriton(_Autograd):
+    """`_ContextParallel` of torch around compiled FlexAttention: keys and values all-gathered, their gradients
+    reduce-scattered, a BlockMask made beforehand. `_PTRRLoadBalancer` deals out blocks of queries by how many blocks of
+    keys they see: no rank has over 1.006 times its share of these on the packs of `packs.py`, up to 2.1 times with
+    `_HeadTailLoadBalancer`. The one for each document wants lengths that are multiples of 2 P."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, pack: Pack, setup: Setup) -> None:
+        try:
+            from torch.distributed.tensor.experimental._context_parallel import (
+                _context_parallel_shard,
+                _ContextParallel,
+                _PTRRLoadBalancer,
+            )
+        except ImportError as error:
+            raise ImportError(f"needs torch 2.11 or later: {error}") from error
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        rows = pack.tokens // setup.world_size
+        q, k, v, dout = (
+            setup.draw(rows, heads).transpose(0, 1)[None].contiguous()
+            for heads in (setup.heads, setup.heads_kv, setup.heads_kv, setup.heads)
+        )
+        super().__init__(f"torch _ContextParallel, {type(self).__name__}", (q, k, v), dout)
+        mesh = init_device_mesh(q.device.type, (setup.world_size,))
+        block = flex._DEFAULT_SPARSE_BLOCK_SIZE
+        if pack.tokens % (block * setup.world_size):
+            raise ValueError(f"tokens must be a multiple of {block} on each rank")
+        lengths = torch.tensor(pack.lengths, device=q.device)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
+
+        def same_document_and_causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= starts[query])
+
+        make: Any = compiled(flex.create_block_mask)
+        whole = make(same_document_and_causal, 1, 1, pack.tokens, pack.tokens, device=q.device.type)
+        balancer = _PTRRLoadBalancer(whole, setup.world_size)
+        (self.mask,) = _context_parallel_shard(mesh, [whole], [0], balancer)
+        self.rows = balancer._generate_indices()[0].view(setup.world_size, rows)[setup.rank]
+        style: Any = _ContextParallel
+        self.attention = parallelize_module(_Flex(), mesh, style(seq_dim=2, attention_type=style.AttentionType.FLEX))
+        try:  # Compiles, alike on all ranks.
+            self.forward()
+            self.backward()
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def call(self) -> Tensor:
+        return self.attention(*self.inputs, block_mask=self.mask, **self.options)
+
+
+class FlexFlash(FlexTriton):
+    """FlexAttention with FlashAttention 4's block-sparse kernels in the place of its own."""
+
+    options: ClassVar[dict[str, Any]] = {"kernel_options": {"BACKEND": "FLASH"}}
+
+
+def errors(method: FlexTriton, pack: Pack, setup: Setup) -> list[float]:
+    """Of out, dq, dk and dv on this rank: the largest difference from one GPU's, over the largest value."""
+    alone = Alone(pack, setup)
+    for whole, local in zip((alone.q, alone.k, alone.v, alone.dout), (*method.inputs, method.dout), strict=True):
+        dist.broadcast(whole, 0)
+        local.data.copy_(whole[method.rows].transpose(0, 1)[None])
+    out: Any = alone.forward()
+    grads: Any = alone.backward()
+    my_out: Any = method.forward()
+    my_grads: Any = method.backward()
+    pairs = [
+        (x[0].transpose(0, 1).float(), y[method.rows].float())
+        for x, y in zip((my_out, *my_grads), (out, *grads), strict=True)
+    ]
+    return [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
+
+
+def main() -> None:
+    import argparse
+
+    from attention import begin, made, slowest
+
+    setup, _ = begin(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
+    pack = Pack("drawn", (700, 1, 130, 3000, 265))
+    for factory in (FlexTriton, FlexFlash):
+        method: Any = made(factory, pack, setup)
+        text = method if isinstance(method, str) else [f"{slowest(error):.1e}" for error in errors(method, pack, setup)]
+        if setup.rank == 0:
+            print(f"{factory.__name__}: relative errors of out, dq, dk, dv: {text}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
