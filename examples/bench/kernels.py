@@ -80,6 +80,7 @@ def told(setting: Setting) -> Generator[None]:
         functions = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=library._flash_attn_bwd)
         places = [
             (fa4, "_interface", lambda: functions),
+            (fa4, "was_read", lambda: False),  # each call by the library
             (library, "_tile_size_bwd_sm90", lambda *a, **k: replace(tiles(*a, **k), **setting.backward)),
         ]
     before = [getattr(owner, name) for owner, name, _ in places]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from cp_rewrite.kernels.select import device_facts
 from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import Case, make_case
 
+PARAMS = Params(128**-0.5)
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "window_size_left", "window_size_right"}
 
 
@@ -122,10 +123,54 @@ def test_fa4_rounding_takes_its_sums_and_their_tiles(fa4_source: dict[str, ast.F
             assert {"cu_total_m_blocks", "hdim_multiple_of"} <= named
 
 
+def test_fa4_keeps_its_kernels_by_function(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """What `fa4_calls.noting` reads: plain functions, each over the cache that is its attribute."""
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert"):
+        assert not fa4_source[name].decorator_list
+        called = [node for node, _ in calls(fa4_source[name]) if ".compile_cache[" in node]
+        assert called == [f"{name}.compile_cache[compile_key]"] * (2 if name == "_flash_attn_fwd" else 1)
+
+
+def test_fa4_kernels_take_a_layers_own_tensors_first(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """What `fa4_calls.py` replaces: the first arguments of each kernel. The forward's first one is of MLA."""
+    given = {
+        name: [node.value for node in ast.walk(fa4_source[name]) if isinstance(node, ast.Assign)
+               and ast.unparse(node.targets[0]) == "call_args"]
+        for name in ("_flash_attn_fwd", "_flash_attn_bwd")
+    }  # fmt: skip
+    first = {name: [ast.unparse(x) for value in values if isinstance(value, ast.List) for x in value.elts]
+             for name, values in given.items()}  # fmt: skip
+    assert first["_flash_attn_fwd"][:5] == [
+        "q_call", "k_call", "v_call", "out.detach() if not is_split_kv else out_partial",
+        "lse_partial if is_split_kv else lse",
+    ]  # fmt: skip
+    assert first["_flash_attn_bwd"][:9] == [
+        "q.detach()", "k.detach()", "v.detach()", "dout", "lse_log2", "dpsum", "dq_accum",
+        "dk if not dKV_postprocess else dk_accum", "dv if not dKV_postprocess else dv_accum",
+    ]  # fmt: skip
+    for name, own in (
+        ("_bwd_preprocess", ["out", "dout", "dpsum", "lse", "lse_log2", "dq_accum"]),
+        ("_bwd_postprocess_convert", ["accum", "output"]),
+    ):
+        (call,) = (call for node, call in calls(fa4_source[name]) if ".compile_cache[" in node)
+        assert [ast.unparse(x) for x in call.args[: len(own)]] == own
+
+
+def test_fa4_backward_clears_the_sums_of_keys_only(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """What a repeated backward makes for itself: zeros for dk and dv of grouped heads, and no other memory is cleared
+    where nothing has to be deterministic."""
+    made: dict[str, set[str]] = {}
+    for node in ast.walk(fa4_source["_flash_attn_bwd"]):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made.setdefault(ast.unparse(node.value.func), set()).add(ast.unparse(node.targets[0]))
+    assert made["torch.zeros"] == {"dk_accum", "dv_accum", "dQ_semaphore", "dK_semaphore", "dV_semaphore"}
+    assert {"dpsum", "lse_log2"} <= made["torch.empty"]
+
+
 # FlashAttention 4: what it does on a Hopper GPU.
 
 
-def hopper_case() -> tuple[Case, Launch, Any]:
+def hopper_case(heads_kv: int = 2) -> tuple[Case, Launch, Any]:
     """Grouped heads, the one launch over their pieces, and the library's backward."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -133,8 +178,8 @@ def hopper_case() -> tuple[Case, Launch, Any]:
     if facts.major != 9 or "flash_attn.cute" not in facts.modules:
         pytest.skip("needs a Hopper GPU and flash-attn-4")
     case = make_case(
-        Documents.from_lengths([700, 33, 1, 1500, 301, 128]), PackedMask(), rank=1, layout="dual_chunk", heads=(8, 2),
-        dims=(128, 128), dtype=torch.bfloat16, device="cuda",
+        Documents.from_lengths([700, 33, 1, 1500, 301, 128]), PackedMask(), rank=1, layout="dual_chunk",
+        heads=(8, heads_kv), dims=(128, 128), dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     (launch,) = launches_of(case.tables, case.q.shape[0])
     return case, launch, fa4._interface()._flash_attn_bwd
@@ -193,6 +238,40 @@ def test_fa4_sums_are_what_it_rounds() -> None:
     got = run_fa4(case, launch, case.k, case.v, run, torch.float32)
     for name, want, found in zip(("dq", "dk", "dv"), expected, got, strict=True):
         assert torch.equal(want, found.to(want.dtype)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_kv", [2, 8])
+def test_fa4_calls_made_again_are_the_librarys(heads_kv: int) -> None:
+    """Bit for bit, of a second layer's tensors; as the library makes them, whose Python does not run again."""
+    case, launch, backward = hopper_case(heads_kv)
+    tensors = [case.q, case.k, case.v, case.dout]
+    for _ in range(2):
+        q, k, v, dout = tensors
+        out, lse = fa4.forward(q, k, v, case.tables, PARAMS)
+        grads = fa4.backward(dout, q, k, v, out, lse, case.tables, PARAMS)
+        expected = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+        seen = slice(launch.stop)
+        part = lse[:, seen].contiguous()
+        fa4._interface()._flash_attn_fwd(
+            q[seen], k[: launch.keys[1]], v[: launch.keys[1]], softmax_scale=PARAMS.scale, out=expected[0][seen],
+            lse=part, **fa4._arguments(launch),
+        )  # fmt: skip
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse[:, seen], part)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        keys = slice(launch.keys[1])
+        backward(
+            q[seen], k[keys], v[keys], out[seen], dout[seen], part, softmax_scale=PARAMS.scale, dq=dq[seen],
+            dk=dk[keys], dv=dv[keys], **fa4._arguments(launch),
+        )  # fmt: skip
+        # Blocks add to dq in no order of their own, and where heads are grouped to dk and dv.
+        close = partial(torch.testing.assert_close, rtol=0.02, atol=0.02)
+        close(grads[0][seen], dq[seen])
+        for want, found in zip((dk, dv), grads[1:], strict=True):
+            (close if heads_kv < 8 else partial(close, rtol=0, atol=0))(found[keys], want[keys])
+        tensors = [0.5 * x for x in tensors]
+    assert len([call for call in launch.kept.values() if call]) == 2
 
 
 # FlashAttention 3, and FlashAttention 2 as torch ships it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -22,80 +23,203 @@ from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import make_case
 
 LIBRARY = """
-def _bwd_preprocess(out, *, fake_mode):
-    log.append("sums of out * dout")
+import torch
 
-def _bwd_postprocess_convert(accumulated, output, scale, cu_seqlens, *, fake_mode):
-    log.append(f"round {accumulated}")
+def kernel(name):
+    def run(*args):
+        log.append(name)
+        seen.append(args)
+    return run
+
+def python(name):
+    log.append(f"python of {name}")
+
+def _bwd_preprocess(out, dout, dots, lse, lse_2, sums, cu_seqlens, *, fake_mode):
+    _bwd_preprocess.compile_cache["key"](out, dout, dots, lse, lse_2, sums, cu_seqlens, None, 1.0)
+
+def _bwd_postprocess_convert(sums, output, scale, cu_seqlens, *, fake_mode):
+    which = ("dk", "dv")[int(scale == 1.0)] if cu_seqlens is lengths[1] else "dq"
+    _bwd_postprocess_convert.compile_cache[which](sums, output, scale, cu_seqlens, None)
+
+def _flash_attn_fwd(q, k, v, softmax_scale=None, softcap=None, out=None, lse=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                    **_):
+    python("forward")
+    lse = lse.clone() if copies else lse
+    _flash_attn_fwd.compile_cache["key"](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale,
+                                         cu_seqlens_q, cu_seqlens_k, None)
 
 def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dk=None, dv=None,
-                    grouped=True, **_):
+                    cu_seqlens_q=None, cu_seqlens_k=None, deterministic=False, **_):
     assert q.dtype == dk.dtype == dv.dtype and k.shape == dk.shape and v.shape == dv.shape
-    _bwd_preprocess(out, fake_mode=False)
-    log.append("kernel")
-    _bwd_postprocess_convert("dq", dq, softmax_scale, "cu_q", fake_mode=False)
+    python("backward")
+    lse = lse.clone() if copies else lse
+    lengths[:] = cu_seqlens_q, cu_seqlens_k
+    dots, lse_2, sums = torch.ones(1, 4), torch.ones(1, 4), torch.ones(1, 32)
+    keys = (torch.zeros(1, 64), torch.zeros(1, 64)) if grouped else (dk, dv)
+    order = torch.zeros(4) if deterministic else None
+    _bwd_preprocess(out, dout, dots, lse, lse_2, sums, cu_seqlens_q, fake_mode=False)
+    _flash_attn_bwd.compile_cache["key"](q.detach(), k.detach(), v.detach(), dout, lse_2, dots, sums, *keys,
+                                         softmax_scale, cu_seqlens_q, cu_seqlens_k, order)
+    _bwd_postprocess_convert(sums, dq, softmax_scale, cu_seqlens_q, fake_mode=False)
     if grouped:
-        _bwd_postprocess_convert("dk", dk, softmax_scale, "cu_k", fake_mode=False)
-        _bwd_postprocess_convert("dv", dv, 1.0, "cu_k", fake_mode=False)
+        _bwd_postprocess_convert(keys[0], dk, softmax_scale, cu_seqlens_k, fake_mode=False)
+        _bwd_postprocess_convert(keys[1], dv, 1.0, cu_seqlens_k, fake_mode=False)
+
+_flash_attn_fwd.compile_cache = {"key": kernel("forward")}
+_bwd_preprocess.compile_cache = {"key": kernel("sums of out * dout")}
+_flash_attn_bwd.compile_cache = {"key": kernel("kernel")}
+_bwd_postprocess_convert.compile_cache = {name: kernel(f"round {name}") for name in ("dq", "dk", "dv")}
 """
-APART = ["sums of out * dout", "kernel", "round dq", "round dk", "round dv"]
-OVERLAPPED = ["sums of out * dout", "keys needed", "kernel", "round dk", "round dv", "gradients written", "round dq"]
+PARAMS = Params(0.3)
+BACKWARD = ["python of backward", "sums of out * dout", "kernel", "round dk", "round dv", "round dq"]
+OVERLAPPED = [*BACKWARD[:2], "keys needed", *BACKWARD[2:5], "gradients written", "round dq"]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, grouped: bool = True) -> dict[str, Any]:
-    """The library's globals; `log` among them."""
+def install(monkeypatch: pytest.MonkeyPatch, grouped: bool = True, copies: bool = False) -> dict[str, Any]:
+    """The library's globals; `log` and `seen` among them: which kernels ran, and over what."""
     library = ModuleType("interface")
-    vars(library)["log"] = list[str]()
-    exec(LIBRARY.replace("grouped=True", f"grouped={grouped}"), vars(library))
+    vars(library).update(log=list[str](), seen=list[Any](), lengths=[None, None], grouped=grouped, copies=copies)
+    exec(LIBRARY, vars(library))
     monkeypatch.setattr(fa4, "_interface", lambda: library)
+    monkeypatch.setattr(fa4, "was_read", lambda: True)
     return vars(library)
 
 
-def run(
-    x: torch.Tensor, grads: tuple[torch.Tensor, torch.Tensor], overlap: BackwardOverlap | None, unrounded: bool = False
-) -> None:
-    launch: dict[str, Any] = {"window": (None, 0), "max_q": 2, "max_k": 2, "causal": True, "cu_seqlens_q": x}
-    now: Launch = SimpleNamespace(**launch, cu_seqlens_k=x, overlap=overlap)  # type: ignore[assignment]
-    fa4._backward(x, x, x, x, x, x, x.clone(), *grads, now, Params(0.3, unrounded=unrounded))
+def make_launch() -> Launch:
+    lengths = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    return Launch(*lengths, None, 2, (0, 2), (None, 0), 256, 256)
+
+
+def make(count: int) -> list[Tensor]:
+    return [torch.rand(2, 1, 8).bfloat16() for _ in range(count)]
+
+
+def run(launch: Launch, grads: Sequence[Tensor], params: Params = PARAMS) -> list[Tensor]:
+    """q, k, v, out, dout and lse of a backward with these dk and dv."""
+    q, k, v, out, dout = make(5)
+    lse = torch.rand(1, 4)[:, :2]
+    fa4._backward(dout, q, k, v, out, lse, torch.empty_like(q), grads[0], grads[1], launch, params)
+    return [q, k, v, out, dout, lse]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_rows_travel_around_the_kernel(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the library's calls, and in those of further layers, which go straight to its kernels."""
     library = install(monkeypatch, grouped)
     before, log = dict(library), library["log"]
-    x = torch.zeros(2, 1, 8).bfloat16()
-    overlap = BackwardOverlap((x, x), lambda: log.append("keys needed"), lambda: log.append("gradients written"))
-    for each, expected in ((None, APART), (overlap, OVERLAPPED), (None, APART)):
-        log.clear()
-        run(x, (x.clone(), x.clone()), each)
-        assert log == [step for step in expected if grouped or step not in ("round dk", "round dv")]
+    grads = make(2)
+    overlap = BackwardOverlap(
+        (grads[0], grads[1]), lambda: log.append("keys needed"), lambda: log.append("gradients written")
+    )
+    for each, expected in ((None, BACKWARD), (overlap, OVERLAPPED)):
+        steps = [step for step in expected if grouped or step not in ("round dk", "round dv")]
+        launch = replace(make_launch(), overlap=each)
+        for layer in range(3):
+            log.clear()
+            run(launch, grads)
+            assert log == steps[layer > 0 :]
     assert library == before
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_layer_repeats_the_calls_of_the_first_with_its_own_tensors(
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = install(monkeypatch, grouped)
+    log, seen = library["log"], library["seen"]
+    launch = make_launch()
+    own: list[list[int]] = []
+    shared: list[list[Any]] = []
+    for _ in range(2):
+        log.clear()
+        seen.clear()
+        q, k, v, out = make(4)
+        lse, grads = torch.rand(1, 2), make(2)
+        fa4._forward(q, k, v, out, lse, launch, Params(0.3))
+        assert [x.data_ptr() for x in seen[0][:5]] == [x.data_ptr() for x in (q, k, v, out, lse)]
+        inputs = run(launch, grads)
+        forward, first, kernel, *rounding = seen
+        found = *kernel[:3], first[0], kernel[3], first[3]
+        assert [x.data_ptr() for x in found] == [x.data_ptr() for x in inputs]
+        dots, lse_2, sums = first[2], first[4], first[5]
+        assert [x.data_ptr() for x in kernel[4:7]] == [x.data_ptr() for x in (lse_2, dots, sums)]
+        assert (dots.shape, lse_2.shape, sums.shape, sums.dtype) == ((1, 4), (1, 4), (1, 32), torch.float32)
+        assert rounding[-1][0].data_ptr() == sums.data_ptr()
+        if grouped:
+            assert all(x.shape == (1, 64) and not x.any() for x in kernel[7:9])
+            assert [x[0].data_ptr() for x in rounding[:2]] == [x.data_ptr() for x in kernel[7:9]]
+            assert [x[1].data_ptr() for x in rounding[:2]] == [x.data_ptr() for x in grads]
+        else:
+            assert [x.data_ptr() for x in kernel[7:9]] == [x.data_ptr() for x in grads]
+        own.append([x.data_ptr() for x in (q, inputs[0])])
+        shared.append([forward[5:], first[6:], kernel[9:], *(x[2:] for x in rounding)])
+    assert log == ["forward", *(step for step in BACKWARD[1:] if grouped or step not in ("round dk", "round dv"))]
+    assert own[0] != own[1]
+    assert all(x is y for old, new in zip(*shared, strict=True) for x, y in zip(old, new, strict=True))
+
+
+def test_calls_that_differ_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes, strides or numbers; tensors that it copies; arguments that it makes at each call."""
+    library = install(monkeypatch)
+    log, launch = library["log"], make_launch()
+    tensors = [*make(4), torch.rand(1, 2)]
+
+    def by_library(*given: Tensor, params: Params = PARAMS) -> bool:
+        log.clear()
+        fa4._forward(*given, launch, params)  # type: ignore[call-arg]
+        return log[0].startswith("python")
+
+    assert by_library(*tensors)
+    assert not by_library(*tensors)
+    assert by_library(torch.rand(3, 1, 8).bfloat16(), *tensors[1:])
+    assert by_library(torch.rand(2, 1, 16).bfloat16()[..., :8], *tensors[1:])
+    assert by_library(torch.rand(17).bfloat16()[1:].view(2, 1, 8), *tensors[1:])
+    assert by_library(*tensors, params=Params(0.4))
+    assert not by_library(*tensors)
+    assert by_library(*tensors[:4], torch.rand(3)[1:].view(1, 2))
+    library["copies"] = True
+    launch.kept.clear()
+    assert all(by_library(*tensors) for _ in range(3))
+    grads = make(2)
+    for copies, deterministic in ((True, False), (False, True)):
+        library["copies"] = copies
+        for _ in range(3):
+            log.clear()
+            run(launch, grads, Params(0.3, deterministic=deterministic))
+            assert log[0] == "python of backward"
 
 
 @pytest.mark.parametrize(("unrounded", "overlapped"), [(False, True), (True, True), (True, False)])
 def test_parts_of_sums_are_written_here(unrounded: bool, overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of dk and dv: the library's rounding is handed over, and rounds dq."""
+    """Those of dk and dv, by every layer: the library's rounding is handed over, and rounds dq."""
     library = install(monkeypatch)
     log, rounding = library["log"], library["_bwd_postprocess_convert"]
+    launch = make_launch()
+
+    def order(convert: Any, rounded: Tensor, *rest: Any, **options: Any) -> str:
+        assert rounded.dtype == grads[0].dtype or unrounded
+        assert (convert, rest, options) == (rounding, (), {"fake_mode": False})
+        return "order"
 
     def write_sums(
-        convert: Any, sums: str, rounded: torch.Tensor, out: torch.Tensor, scale: float, *more: Any, **options: Any
+        order: str, dtype: torch.dtype, scale: float, cu: Tensor, sums: Tensor, out: Tensor, at: Any
     ) -> None:
-        assert rounded.dtype == x.dtype
-        assert convert is rounding
-        assert options == {"fake_mode": False}
-        assert scale == (1.0 if sums == "dv" else 0.3)
-        assert more == ("cu_k", overlap)
-        assert out is grads[sums == "dv"]
-        log.append(f"parts of {sums}")
+        assert (order, dtype, sums.shape, at) == ("order", torch.bfloat16, (1, 64), overlap)
+        assert cu is launch.cu_seqlens_k
+        assert scale == (1.0 if out is grads[1] else 0.3)
+        log.append("parts of dv" if out is grads[1] else "parts of dk")
 
+    monkeypatch.setattr(fa4_internals, "_order", order)
     monkeypatch.setattr(fa4_internals, "_write_sums", write_sums)
-    x, ptr = torch.zeros(2, 1, 8).bfloat16(), torch.zeros(3, dtype=torch.int32)
-    rows = torch.zeros(2, 16)
-    grads = (rows[:, :8].view(2, 1, 8), rows[:, 8:].view(2, 1, 8)) if unrounded else (x.clone(), x.clone())
-    overlap = BackwardOverlap(grads, mxint15=not unrounded, holder_ptr=ptr) if overlapped else None
-    run(x, grads, overlap, unrounded)
-    assert log == ["sums of out * dout", "kernel", "parts of dk", "parts of dv", "round dq"]
+    ptr = torch.zeros(3, dtype=torch.int32)
+    for layer in range(2):
+        rows = torch.zeros(2, 16)
+        grads = [rows[:, :8].view(2, 1, 8), rows[:, 8:].view(2, 1, 8)] if unrounded else make(2)
+        overlap = BackwardOverlap((grads[0], grads[1]), mxint15=not unrounded, holder_ptr=ptr) if overlapped else None
+        log.clear()
+        run(replace(launch, overlap=overlap), grads, Params(0.3, unrounded=unrounded))
+        steps = ["python of backward", "sums of out * dout", "kernel", "parts of dk", "parts of dv", "round dq"]
+        assert log == steps[layer:]
 
 
 class Ops:

@@ -1,7 +1,7 @@
 """What FlashAttention 4 does inside, and we use, because it has no interface for it: all that relies on it is here.
 
-Two things are used, of exactly the versions in `VERSIONS`, whose source was read; of others neither is
-(`capabilities`). `tests/kernels/test_flash_internals.py` has a test of each fact, to be run before a version is added.
+Three things are used, of exactly the versions in `VERSIONS`, whose source was read; of others none is
+(`was_read`). `tests/kernels/test_flash_internals.py` has a test of each fact, to be run before a version is added.
 
 1. `_flash_attn_bwd` calls `_bwd_preprocess` before it reads keys, and `_bwd_postprocess_convert` last, which rounds dq,
    dk and dv from fp32: `run_backward` calls an exchange between them.
@@ -9,15 +9,17 @@ Two things are used, of exactly the versions in `VERSIONS`, whose source was rea
    queries: `_write_sums` writes them by a kernel of ours. The library would round to half precision what is only a part
    of a sum over ranks. The order of a tile's sums is the library's own; it is read off what its rounding does to a tile
    of known numbers.
+3. Before its compiled kernels both functions run Python that takes longer than all of their launches. Its results are
+   the same for all layers of a batch: the kernels that the first call found, and the arguments that are not a layer's
+   own, are kept with the batch's `Launch`, and further calls go to these kernels at once (`fa4_calls.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch import Tensor
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.select import Capabilities
 
+from .fa4_calls import BackwardCalls, noting
 from .overlap import BackwardOverlap
 
 VERSIONS = ("4.0.0b36",)
@@ -39,21 +42,26 @@ _BASE = 256
 """Whole numbers below are exact in half precision."""
 _IN_PAIRS: cuda.Macros = (("IN_PAIRS", "1"),)
 _OUT_FP32: cuda.Macros = (("OUT_FP32", "1"),)
-_orders: dict[tuple[Any, ...], tuple[Tensor, cuda.Macros]] = {}
+_orders: dict[tuple[Any, ...], _Order] = {}
+
+
+@cache
+def was_read() -> bool:
+    """Whether the installed version is one of `VERSIONS`."""
+    try:
+        return version("flash-attn-4") in VERSIONS
+    except PackageNotFoundError:  # built from source under another name
+        return False
 
 
 def capabilities() -> Capabilities:
-    """Both of the above, or none where the installed version was not read."""
-    try:
-        known = version("flash-attn-4") in VERSIONS
-    except PackageNotFoundError:  # built from source under another name
-        known = False
-    return Capabilities(overlaps_exchange=True, unrounded_on=frozenset({9})) if known else Capabilities()
+    """The first two of the above, or none where the installed version was not read."""
+    return Capabilities(overlaps_exchange=True, unrounded_on=frozenset({9})) if was_read() else Capabilities()
 
 
 def run_backward(
     backward: Any, overlap: BackwardOverlap | None, *inputs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any
-) -> None:
+) -> BackwardCalls:
     """The library's `_flash_attn_bwd`, with calls of `overlap` between its steps, and with other kinds of dk and dv.
 
         sums of out * dout, fp32 dq cleared | keys_needed | kernel | dk, dv rounded | gradients_written | dq rounded
@@ -64,6 +72,8 @@ def run_backward(
     Args:
         backward: `_flash_attn_bwd`. inputs, options: its arguments.
         dk, dv: of q's dtype, or fp32, which is then not rounded; MXINT15 with `overlap.mxint15`.
+    Returns:
+        what it called, to call it again.
     """
     library = backward.__globals__
     convert: Convert = library["_bwd_postprocess_convert"]
@@ -71,60 +81,63 @@ def run_backward(
     # The library checks the dtype of dk and dv. It sees memory of the right shape, in which it does not write.
     seen_dk, seen_dv = (x.view(dq.dtype)[..., : x.shape[2]] if unrounded else x for x in (dk, dv))
     last: list[Callable[[], None]] = []
+    noted = BackwardCalls()
 
     def preprocess(*args: Any, **kwargs: Any) -> None:
-        library["_bwd_preprocess"](*args, **kwargs)
+        noting(library["_bwd_preprocess"], noted.calls)(*args, **kwargs)
         if overlap is not None:
             overlap.keys_needed()
 
     def postprocess(sums: Tensor, output: Tensor, scale: float, cu_seqlens: Tensor, *rest: Any, **kwargs: Any) -> None:
+        rounding = partial(noting(convert, noted.calls), sums, output, scale, cu_seqlens, *rest, **kwargs)
         if output is dq:
-            last.append(partial(convert, sums, output, scale, cu_seqlens, *rest, **kwargs))
+            last.append(rounding)
         elif unrounded or (overlap is not None and overlap.mxint15):
-            target = dk if output is seen_dk else dv
-            _write_sums(convert, sums, output, target, scale, cu_seqlens, overlap, *rest, **kwargs)
+            write = partial(_write_sums, _order(convert, output, *rest, **kwargs), output.dtype, scale, cu_seqlens)
+            write(sums, dk if output is seen_dk else dv, overlap)
+            noted.writes.append(write)
         else:
-            convert(sums, output, scale, cu_seqlens, *rest, **kwargs)
+            rounding()
 
     helpers = {"_bwd_preprocess": preprocess, "_bwd_postprocess_convert": postprocess}
-    inner = FunctionType(backward.__code__, library | helpers, backward.__name__, backward.__defaults__)
-    inner(*inputs, dq=dq, dk=seen_dk, dv=seen_dv, **options)
+    noting(backward, noted.calls, helpers)(*inputs, dq=dq, dk=seen_dk, dv=seen_dv, **options)
     if overlap is not None:
         overlap.gradients_written()
     for convert_dq in last:
         convert_dq()
+    return noted
+
+
+class _Order(NamedTuple):
+    """Where columns are in a tile of sums. places: (tile, D) int16. width: columns of a tile. macros: of the kernel."""
+
+    places: Tensor
+    width: int
+    macros: cuda.Macros
 
 
 def _write_sums(
-    convert: Convert,
-    sums: Tensor,
-    rounded_EHD: Tensor,
-    out_EHD: Tensor,
+    order: _Order,
+    dtype: torch.dtype,
     scale: float,
     cu_seqlens: Tensor,
+    sums: Tensor,
+    out_EHD: Tensor,
     overlap: BackwardOverlap | None,
-    *rest: Any,
-    **options: Any,
 ) -> None:
-    """Write rows of `scale` times the sums, instead of the library's `convert`.
+    """Write rows of `scale` times the sums, in place of the library's rounding to `dtype`.
 
     Args:
-        convert, rest, options: the library's rounding, and its further arguments.
-        sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32. rounded_EHD: where the library would write; not touched.
-        out_EHD: fp32, or of the dtype of `rounded_EHD`: then it receives MXINT15 (`csrc/rows.cuh`). Rows are dense.
+        sums: (Hkv, …) fp32. cu_seqlens: (n + 1,) int32.
+        out_EHD: fp32, or of `dtype`: then it receives MXINT15 (`csrc/rows.cuh`). Rows are dense.
         overlap: which rows are parts of further sums.
-
-    Raises:
-        RuntimeError: the library's order within a tile is not understood.
     """
-    order, in_pairs = _order(convert, rounded_EHD, *rest, **options)
-    tile, heads, columns = order.shape[0], out_EHD.shape[1], out_EHD.shape[2]
-    width = _width(columns, options)
+    heads, columns = out_EHD.shape[1], out_EHD.shape[2]
     out_fp32 = _OUT_FP32 * (out_EHD.dtype == torch.float32)
-    macros = ((cuda.DTYPES[rounded_EHD.dtype], "1"), *cuda.MXINT15, *in_pairs, *out_fp32)
+    macros = ((cuda.DTYPES[dtype], "1"), *cuda.MXINT15, *order.macros, *out_fp32)
     cuda.launch(
         cuda.kernel("round_sums", sums.device, macros),
-        (sums.shape[1] // width // _GROUP, heads),
+        (sums.shape[1] // order.width // _GROUP, heads),
         _BLOCK,
         sums.device,
         sums.data_ptr(),
@@ -132,9 +145,9 @@ def _write_sums(
         scale,
         cu_seqlens.data_ptr(),
         cu_seqlens.shape[0] - 1,
-        tile,
-        width,
-        order.data_ptr(),
+        order.places.shape[0],
+        order.width,
+        order.places.data_ptr(),
         columns // 8,
         out_EHD.data_ptr(),
         out_EHD.stride(0) // 8,
@@ -149,16 +162,21 @@ def _width(columns: int, options: dict[str, Any]) -> int:
     return -(-columns // multiple) * multiple
 
 
-def _order(convert: Convert, rounded_EHD: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, cuda.Macros]:
-    """(tile, D) int16: where in a tile of sums each row's columns are; and whether these lie in pairs. Read once, and
-    looked at on the host, then kept."""
+def _order(convert: Convert, rounded_EHD: Tensor, *rest: Any, **options: Any) -> _Order:
+    """Where the library's rounding, called with these further arguments, reads the columns of `rounded_EHD`, which is
+    not touched. Found once, and looked at on the host, then kept.
+
+    Raises:
+        RuntimeError: the library's order within a tile is not understood.
+    """
     fixed = (pair for pair in sorted(options.items()) if pair[0] != "cu_total_m_blocks")
-    key = rounded_EHD.device, rounded_EHD.shape[2], rounded_EHD.dtype, rest, *fixed
+    columns = rounded_EHD.shape[2]
+    key = rounded_EHD.device, columns, rounded_EHD.dtype, rest, *fixed
     if key not in _orders:
-        order = _read_order(convert, rounded_EHD.new_empty(int(rest[4]), 2, rounded_EHD.shape[2]), rest, options)
-        first, second = order[:, ::2], order[:, 1::2]
+        places = _read_order(convert, rounded_EHD.new_empty(int(rest[4]), 2, columns), rest, options)
+        first, second = places[:, ::2], places[:, 1::2]
         in_pairs = bool((first % 2 == 0).all()) and torch.equal(first + 1, second)
-        _orders[key] = order, _IN_PAIRS if in_pairs else ()
+        _orders[key] = _Order(places, _width(columns, options), _IN_PAIRS if in_pairs else ())
     return _orders[key]
 
 

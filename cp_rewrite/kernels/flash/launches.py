@@ -8,7 +8,8 @@ their own over gathered query rows; their keys lie side by side already.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class Launch:
         gaps: some rows in [0, stop) belong to no piece of this launch.
         dirty: some of these belong to no piece of any launch, so they may hold NaN.
         overlap: what a backward calls between its steps, for kernels that overlap with an exchange.
+        kept: what was found out about this launch by one layer, for the others.
     """
 
     cu_seqlens_q: Tensor
@@ -53,6 +55,7 @@ class Launch:
     gaps: bool = False
     dirty: bool = False
     overlap: BackwardOverlap | None = None
+    kept: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
     def causal(self) -> bool:

@@ -37,16 +37,25 @@ class Parts:
 
     def split(self, launch: Launch, keys: tuple[Tensor, ...]) -> tuple[tuple[Launch, slice, tuple[Tensor, ...]], ...]:
         """(launch, query rows, its share of the keys) of part 0 and of part 1."""
-        n, rows, _ = self.cut
-        more = launch.cu_seqlens_q.shape[0] - n
-        cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
-        rest_q, rest_k = (cu[:more] for cu in self.rest)
         shares = [tuple(x[self.keys(part)] for x in keys) for part in (0, 1)]
         if self.early_kv is not None:
             shares[self.early] = self.early_kv
-        first = replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows)
-        last = replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows)
-        return (first, slice(rows), shares[0]), (last, slice(rows, launch.stop), shares[1])
+        first, last = self._launches(launch)
+        return (first, slice(first.stop), shares[0]), (last, slice(first.stop, launch.stop), shares[1])
+
+    def _launches(self, launch: Launch) -> tuple[Launch, Launch]:
+        """Of part 0 and part 1; made once per batch."""
+        # What is kept holds the memory of `rest`, so that an address names it.
+        known, key = launch.kept.get(Parts), (self.cut, self.rest[0].data_ptr(), self.rest[1].data_ptr())
+        if known is None or known[0] != key:
+            n, rows, _ = self.cut
+            more = launch.cu_seqlens_q.shape[0] - n
+            cu_q, cu_k = (cu[: n + 1] for cu in (launch.cu_seqlens_q, launch.cu_seqlens_k))
+            rest_q, rest_k = (cu[:more] for cu in self.rest)
+            first = replace(launch, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, stop=rows, kept={})
+            last = replace(launch, cu_seqlens_q=rest_q, cu_seqlens_k=rest_k, stop=launch.stop - rows, kept={})
+            known = launch.kept[Parts] = key, (first, last)
+        return known[1]
 
     def keys(self, part: int) -> slice:
         """Expanded rows of part 0 or 1."""
