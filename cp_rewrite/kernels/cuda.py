@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import os
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,56 @@ def kernel(name: str, device: torch.device, macros: Macros = ()) -> Kernel:
     return Kernel(_core().ObjectCode.from_cubin(cubin).get_kernel(name), codes)
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a tensor's device: by its number, which torch finds several times as fast."""
-    return torch.cuda.current_stream(device.index)
+class Stream(torch.cuda.Stream):
+    """A stream whose waits take the host a third of the time: torch makes an event for each."""
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """What is enqueued from now on follows all that is enqueued on another stream of this GPU so far."""
+        event = _events[self.device_index]
+        event.record(stream)
+        event.wait(self)
+
+
+class _Events(threading.local):
+    """A thread's event for each GPU. It is free again once a stream has been made to wait for it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, torch.cuda.Event] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        return self._known.get(index) or self._known.setdefault(index, torch.cuda.Event())
+
+
+_events = _Events()
+_streams: dict[tuple[int, int], Stream] = {}
+"""By GPU and handle. Streams live as long as the process."""
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The current stream of a tensor's device: one object for each stream, found by its handle."""
+    at = device.index, raw_stream(device.index)
+    known = _streams.get(at)
+    if known is None:
+        now = torch.cuda.current_stream(device)
+        known = Stream(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
+        _streams[at] = known
+    return known
+
+
+class on:
+    """What is enqueued inside goes to a stream of the current device; None: to the current stream."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._before = current_stream(self._stream.device)
+            torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._before)
 
 
 def launch(

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 
-def nvtx(name: str) -> Any:
+class nvtx:
     """A range `cp_rewrite::name` around what runs inside; nothing without a GPU."""
-    return torch.cuda.nvtx.range(f"cp_rewrite::{name}") if _has_nvtx() else nullcontext()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        if _has_nvtx():
+            torch.cuda.nvtx.range_push(f"cp_rewrite::{self._name}")
+
+    def __exit__(self, *_: object) -> None:
+        if _has_nvtx():
+            torch.cuda.nvtx.range_pop()
 
 
 @functools.cache

@@ -8,8 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +92,13 @@ def test_the_environment_variable_switches_the_log_on(value: str) -> None:
 def ranges(mesh: DeviceMesh, exchange: Any) -> set[str]:
     """Names of the NVTX ranges of a forward and a backward, on a CPU that is taken for a GPU."""
     names: set[str] = set()
-
-    @contextmanager
-    def record(name: str) -> Generator[None]:
-        names.add(name.removeprefix("cp_rewrite::"))
-        yield
-
+    inside: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cp_rewrite.kernels.nvtx._has_nvtx", lambda: True)
-        patch.setattr(torch.cuda.nvtx, "range", record)
+        patch.setattr(torch.cuda.nvtx, "range_push", inside.append)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: names.add(inside.pop().removeprefix("cp_rewrite::")))
         run(mesh=mesh, exchange=exchange)
+    assert not inside
     return names
 
 

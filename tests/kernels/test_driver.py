@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cp_rewrite.kernels import cuda, driver
 
@@ -49,3 +50,24 @@ def test_the_driver_finds_each_value_at_its_address(which: int, monkeypatch: pyt
     for wrong in (values[1:], (*values, 1), (2**32, *values[1:])):
         with pytest.raises(struct.error):
             kernel.launch((3, 2), 64, 5, wrong)
+
+
+@pytest.mark.gpu
+def test_streams_wait_for_each_other_by_one_event() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    main, side = cuda.current_stream(device), cuda.Stream(device)
+    assert main == torch.cuda.current_stream()
+    x = torch.zeros(2**20, device=device)
+    for number in range(1, 5):
+        side.wait_stream(main)
+        with cuda.on(side), cuda.on(None):
+            assert (
+                cuda.current_stream(device).cuda_stream == torch.cuda.current_stream().cuda_stream == side.cuda_stream
+            )
+            torch.cuda._sleep(1_000_000)
+            x += 1
+        main.wait_stream(side)
+        assert cuda.current_stream(device) is main
+        assert torch.equal(x, torch.full_like(x, number))

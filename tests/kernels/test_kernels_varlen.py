@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels import reference
+from cp_rewrite.kernels import cuda, reference
 from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch, launches_of
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap, Parts
@@ -217,8 +217,8 @@ def test_the_late_part_follows_all_but_the_early_one(monkeypatch: pytest.MonkeyP
             log.append(f"{self.name} waits for {other.name}")
 
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(cuda, "current_stream", lambda _: main)
+    monkeypatch.setattr(cuda, "on", nullcontext)
     unused = torch.zeros(2, dtype=torch.int32)
     parts = Parts((1, 1, 1), 1, (unused, unused))
     overlap = ForwardOverlap(parts, side)  # type: ignore[arg-type]

@@ -88,8 +88,8 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
     buffer = torch.zeros(channels._HEADER + 2**20, dtype=torch.uint8)
     memory = channels.Channel(buffer, torch.zeros(8), 0, 2**20, None, 0, 2)
     for where, name, value in (
-        (torch.cuda, "current_stream", lambda *_: main),
-        (torch.cuda, "stream", nullcontext),
+        (cuda, "current_stream", lambda *_: main),
+        (cuda, "on", nullcontext),
         (peers, "side_stream", lambda *_: side),
         (push, "channel", lambda *_: memory),
         (return_gradients, "channel", lambda *_: memory),
@@ -132,7 +132,7 @@ def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPat
     made = partial(channels.Channel, torch.zeros(1), torch.zeros(1), 0)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
-        (torch.cuda, "current_stream", lambda *_: None),
+        (cuda, "current_stream", lambda *_: None),
         (torch.cuda, "synchronize", lambda _: None),
         (channels.dist, "barrier", lambda *_, **__: None),
         (torch_internals, "process_group", lambda _: None),
@@ -169,7 +169,7 @@ def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     known = channels.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: now["capturing"]),
-        (torch.cuda, "current_stream", lambda _: now["stream"]),
+        (cuda, "current_stream", lambda _: now["stream"]),
         (channels, "_channels", {("group", "push"): known}),
         (channels, "_captured", set()),
         (channels, "_last", {}),

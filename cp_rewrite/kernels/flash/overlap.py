@@ -74,7 +74,7 @@ class ForwardOverlap:
         """Both parts; the late one fills the GPU up as the early one ends."""
         _fork(self.stream)
         calls[self.parts.early]()
-        with torch.cuda.stream(self.stream):
+        with cuda.on(self.stream):
             calls[1 - self.parts.early]()
         self.join()
 
@@ -146,7 +146,7 @@ class BackwardParts:
     def run(self, calls: Sequence[Callable[[BackwardOverlap], None]]) -> None:
         """Both parts."""
         _fork(self.stream)
-        with torch.cuda.stream(self.stream):
+        with cuda.on(self.stream):
             calls[1 - self.parts.early](self.overlaps[1])
         calls[self.parts.early](self.overlaps[0])
         _join(self.stream)

@@ -115,7 +115,7 @@ class Channel:
 _channels: dict[tuple[str, str], Channel] = {}
 _captured: set[Channel] = set()
 """Channels that CUDA graphs use, for good: replays read and write their memory, also after a larger one took over."""
-_last: dict[torch.device, torch.cuda.Stream] = {}
+_last: dict[torch.device, cuda.Stream] = {}
 """The stream that used channels last."""
 
 
@@ -165,21 +165,21 @@ def _make_channel(group: dist.ProcessGroup, nbytes: int, device: torch.device) -
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> cuda.Stream:
     """The stream of exchanges that overlap with kernels: its blocks go first."""
-    return torch.cuda.Stream(device, priority=-1)
+    return cuda.Stream(device, priority=-1)
 
 
 @cache
-def lane(device: torch.device) -> torch.cuda.Stream:
+def lane(device: torch.device) -> cuda.Stream:
     """A stream for every other stage's kernel: its blocks fill the GPU up as those of the stage before end."""
-    return torch.cuda.Stream(device)
+    return cuda.Stream(device)
 
 
 @cache
-def first_lane(device: torch.device) -> torch.cuda.Stream:
+def first_lane(device: torch.device) -> cuda.Stream:
     """A stream for a kernel whose blocks go before those of the current stream's."""
-    return torch.cuda.Stream(device, priority=-1)
+    return cuda.Stream(device, priority=-1)
 
 
 def chunks(x: Tensor) -> int:

@@ -84,7 +84,7 @@ def pushed_attention(
             push = one_stage.push(k, v, x, peers.FEW_BLOCKS, group, side, 0 if keep_kv else at.early)
             if keep_kv:
                 side.wait_stream(main)
-                with torch.cuda.stream(side):
+                with cuda.on(side):
                     kv.copy_(push.rows)
             if stage.awaited:
                 push.wait_for_early_rows()

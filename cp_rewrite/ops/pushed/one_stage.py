@@ -55,7 +55,7 @@ def push(
     push.to_peers(shape, side)
     if lane is not None:
         lane.wait_stream(cuda.current_stream(k.device))
-    with torch.cuda.stream(lane):
+    with cuda.on(lane):
         push.own_rows(skip)
     return push
 

@@ -125,7 +125,7 @@ def _start(k: Tensor, v: Tensor, route: Any, sizes: Sequence[int], group: str, a
     push.to_peers(peers.FEW_BLOCKS, at.side)
     push.own_rows(stages=slice(0, 1))
     at.lane.wait_stream(at.main)
-    with torch.cuda.stream(at.lane):
+    with cuda.on(at.lane):
         push.own_rows(stages=slice(1, len(sizes)))
     return push, at.lane.record_event()
 
@@ -141,7 +141,7 @@ def forward(
     here = in_place(route)
     keys = (k[here], v[here]) if whole(here) else split_kv(push.rows, k.shape[1], k.shape[2], v.shape[2])
     for stage in stages_of(sizes, q.shape[1]):
-        with torch.cuda.stream(at.of(stage)), nvtx("attention"):
+        with cuda.on(at.of(stage)), nvtx("attention"):
             if stage.number == 2:
                 at.main.wait_event(copied)
             if not whole(here):
@@ -151,7 +151,7 @@ def forward(
             load(kernel).forward(q[:, stage.queries], *part, tables, params, into=into)
     if kv.shape[0]:
         at.side.wait_event(copied)
-        with torch.cuda.stream(at.side):
+        with cuda.on(at.side):
             kv.copy_(push.rows)
     at.join()
     if has_gaps(tables, q.shape[0]):
@@ -188,12 +188,12 @@ def backward(
     def send_home(stage: Stage) -> None:
         at.side.wait_stream(at.of(stage))
         shape = peers.SHAPE if stage.last else peers.BESIDE
-        with torch.cuda.stream(at.side), nvtx("exchange_backward"):
+        with cuda.on(at.side), nvtx("exchange_backward"):
             heads = stage.first, stage.stop, stage.heads
             peers.return_rows(rows, *lists, dk, dv, group, None, mxint15, heads, shape)
 
     for stage in stages_of(sizes, q.shape[1]):
-        with torch.cuda.stream(at.of(stage)), nvtx("attention_backward"):
+        with cuda.on(at.of(stage)), nvtx("attention_backward"):
             if stage.number == 2 and copied is not None:
                 at.main.wait_event(copied)
             own, theirs = stage.queries, stage.keys
