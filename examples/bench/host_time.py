@@ -3,17 +3,22 @@
     torchrun --nproc-per-node 2 examples/bench/host_time.py [--profile FOLDER] [--heads 32 --heads-kv 32]
 
 The time until a step's forward, and its backward, have been enqueued, while the GPU sleeps: medians of rank 0. Per
-layer is what four layers more take. `--profile` writes what functions and ops took, and when each GPU kernel ran.
+layer is what four layers more take. "kernel alone": FlashAttention 4's public function over one GPU's rows, forward and
+backward, without a compiler and without an exchange: what the library itself takes. `--profile` writes what functions
+and ops took, and when each GPU kernel ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib
 import io
+import itertools
 import pstats
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from attention import begin, ends_all_ranks
 from methods import Setup
-from packs import packs
+from packs import Pack, packs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -77,24 +82,52 @@ class Step:
 
     def repeat(self, count: int, prof: cProfile.Profile | None = None) -> tuple[float, float]:
         """Medians."""
-        times: list[tuple[float, float]] = []
-        # On this thread, where the profiler looks.
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            self.sharding.shard(self.batch, lengths=self.lengths) as local,
-        ):
-            for _ in range(count):
-                torch.cuda.synchronize()
-                dist.barrier()
-                torch.cuda._sleep(ASLEEP)
-                if prof is not None:
-                    prof.enable()
-                times.append(self.run(local))
-                if prof is not None:
-                    prof.disable()
+        with self.sharding.shard(self.batch, lengths=self.lengths) as local:
+            return medians(lambda: self.run(local), count, prof)
+
+
+def medians(
+    run: Callable[[], tuple[float, float]], count: int, prof: cProfile.Profile | None = None
+) -> tuple[float, float]:
+    """Of what `run` gives, while the GPU sleeps."""
+    times: list[tuple[float, float]] = []
+    with torch.autograd.set_multithreading_enabled(False):  # on this thread, where the profiler looks
+        for _ in range(count):
             torch.cuda.synchronize()
-        forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
-        return forward, backward
+            dist.barrier()
+            torch.cuda._sleep(ASLEEP)
+            if prof is not None:
+                prof.enable()
+            times.append(run())
+            if prof is not None:
+                prof.disable()
+        torch.cuda.synchronize()
+    forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
+    return forward, backward
+
+
+def kernel_alone(pack: Pack, setup: Setup) -> tuple[float, float]:
+    """FlashAttention 4's own forward and backward over one GPU's share of a pack's rows."""
+    rows = pack.tokens // setup.world_size
+    ends = [end for end in itertools.accumulate(pack.lengths) if end < rows]
+    cu_seqlens = torch.tensor([0, *ends, rows], dtype=torch.int32, device="cuda")
+    longest = int(cu_seqlens.diff().max())
+    heads = setup.heads, setup.heads_kv, setup.heads_kv
+    q, k, v = (setup.draw(rows, count).requires_grad_() for count in heads)
+    attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+    def run() -> tuple[float, float]:
+        start = time.perf_counter()
+        out, *_ = attend(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+            causal=True,
+        )  # fmt: skip
+        middle = time.perf_counter()
+        torch.autograd.grad(out, (q, k, v), out.detach())
+        return middle - start, time.perf_counter() - middle
+
+    medians(run, 5)
+    return medians(run, 15)
 
 
 def write_profiles(step: Step, folder: Path, name: str) -> None:
@@ -147,9 +180,12 @@ def main() -> None:
                 folder = options.profile if setup.rank == 0 else Path("/dev/shm")
                 write_profiles(step, folder, f"{number}_{setup.heads}_{setup.heads_kv}")
         (f1, b1), (f5, b5) = found
-        figures = f1, b1, (f5 - f1) / 4, (b5 - b1) / 4, (f5 + b5 - f1 - b1) / 4
-        if setup.rank == 0:
-            print(f"| {pack.name} | {' | '.join(f'{1e3 * x:.3f}' for x in figures)} |", flush=True)
+        table = [(pack.name, (f1, b1, (f5 - f1) / 4, (b5 - b1) / 4, (f5 + b5 - f1 - b1) / 4))]
+        if setup.kernel == "fa4":
+            f1, b1 = kernel_alone(pack, setup)
+            table.append((f"{pack.name}, kernel alone", (f1, b1, f1, b1, f1 + b1)))
+        for name, figures in table if setup.rank == 0 else ():
+            print(f"| {name} | {' | '.join(f'{1e3 * x:.3f}' for x in figures)} |", flush=True)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
