@@ -69,8 +69,8 @@ def packed_after(k_RHD: Any, v_RHV: Any, after: Tensor | None) -> Any:
 
 def split_kv(kv_EC: Tensor, heads: int, dim_qk: int, dim_v: int) -> tuple[Tensor, Tensor]:
     """Views (E, heads, dim_qk) and (E, heads, dim_v) of rows packed by `pack_kv`."""
-    k, v = kv_EC.split([heads * dim_qk, heads * dim_v], 1)
-    return k.unflatten(1, (heads, dim_qk)), v.unflatten(1, (heads, dim_v))
+    rows, width = kv_EC.shape[0], heads * dim_qk
+    return kv_EC[:, :width].view(rows, heads, dim_qk), kv_EC[:, width:].view(rows, heads, dim_v)
 
 
 def as_rows(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -72,9 +72,9 @@ _known = WeakTensorKeyDictionary()
 
 def has_gaps(tables: Tables, rows: int) -> bool:
     """Whether some of the local rows may be of no document: of tables that are no ring's. Found once per batch."""
-    if tables.sizes_are_bounds:
-        return True
-    if tables.pieces not in _known:
+    known = _known.get(tables.pieces)
+    if known is None:
         at = PieceRow(*tables.pieces.unbind(1))
-        _known[tables.pieces] = int(((at.q1 - at.q0) * (at.k1 > at.k0)).sum())
-    return _known[tables.pieces] < rows
+        of_documents = int(((at.q1 - at.q0) * (at.k1 > at.k0)).sum())
+        known = _known[tables.pieces] = -1 if tables.sizes_are_bounds else of_documents
+    return known < rows

@@ -15,7 +15,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen
-from .fa4_calls import Call, aligned, forward_call, key_of, noting
+from .fa4_calls import Call, aligned, forward_call, key_of, noting, without_grad
 from .fa4_internals import capabilities, run_backward, was_read
 from .launches import Launch
 
@@ -67,7 +67,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: 
     known = launch.kept.get(key)
     if known is not None and aligned(tensors):
         kernel, rest = known
-        kernel(q.detach(), k.detach(), v.detach(), out.detach(), lse, *rest)
+        kernel(*without_grad(*tensors), *rest)
         return
     run: Any = _interface()._flash_attn_fwd
     calls: list[Call] | None = [] if was_read() and key not in launch.kept else None

@@ -72,6 +72,11 @@ def aligned(tensors: Sequence[Tensor]) -> bool:
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
+def without_grad(*tensors: Tensor) -> list[Tensor]:
+    """Tensors as a kernel takes them."""
+    return [x.detach() if x.requires_grad else x for x in tensors]
+
+
 def forward_call(calls: Sequence[Call], tensors: Sequence[Tensor], lengths: Sequence[Tensor]) -> Call | None:
     """(kernel, arguments after the layer's own) of a noted forward over q, k, v, out, lse; None: can't be repeated."""
     if len(calls) != 1:
@@ -138,7 +143,7 @@ class BackwardAgain:
         if overlap is not None:
             overlap.keys_needed()
         kernel, rest = self.kernel
-        kernel(q.detach(), k.detach(), v.detach(), dout, lse_2, dots, sums_dq, *sums, *rest)
+        kernel(*without_grad(q, k, v), dout, lse_2, dots, sums_dq, *sums, *rest)
         for write, x, y in zip(self.writes, sums, keys, strict=False):
             write(x, y, overlap)
         *of_dk_dv, (round_dq, last) = self.ends

@@ -43,7 +43,7 @@ class LaunchShape:
     remote_warps: int = 0
     in_flight: int = 4
 
-    @property
+    @cached_property
     def macros(self) -> cuda.Macros:
         names = {"WARPS": self.warps, "REMOTE_WARPS": self.remote_warps, "IN_FLIGHT": self.in_flight}
         return tuple((name, str(value)) for name, value in names.items())
@@ -67,6 +67,7 @@ class Channel:
     handle: Any
     rank: int
     size: int
+    _rows: tuple[Any, Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +75,11 @@ class Channel:
 
     def rows(self, count: int, like: Tensor, columns: int) -> Tensor:
         """(count, columns), in the dtype of `like`: the memory of the first rows."""
-        taken = self.buffer[_HEADER : _HEADER + count * columns * like.element_size()]
-        return taken.view(like.dtype).view(count, columns)
+        key = count, like.dtype, columns
+        if self._rows is None or self._rows[0] != key:  # all layers of a batch ask for the same
+            taken = self.buffer[_HEADER : _HEADER + count * columns * like.element_size()]
+            self._rows = key, taken.view(like.dtype).view(count, columns)
+        return self._rows[1]
 
     @cached_property
     def _ends(self) -> tuple[Any, ...]:
