@@ -5,7 +5,9 @@
 //
 // Local rows [source, source + count) were read in place: dk and dv hold their gradient already. Where their lists hold
 // this rank's own copy, which is row `listed` of `rank << 32 | expanded row` for the first of them, it is read instead;
-// where lists don't (listed < 0), it is added first.
+// where lists don't (listed < 0), it is added first. The memory of such an own copy is free: while a kernel still works
+// on dk and dv, a launch of PULL puts the peer's gradient there, of rows that one peer holds once, and SUM_PULLED
+// reads it there.
 // What is summed is of DTYPE, or MXINT15 (`rows.cuh`); the results are of DTYPE.
 //
 // One launch sums the gradients of heads [from, to) of `heads`.
@@ -38,10 +40,15 @@ struct Gradients {
   chunk *dk, *dv;
   u32 width, k_width, source, count;
   i64 listed;
+  Step step;
   __device__ __forceinline__ bool in_place(u32 row) const { return row - source < count; }
   // The entry of a row's list in the place of which dk and dv are read; -1: none.
   __device__ __forceinline__ i64 instead(u32 row) const {
     return listed >= 0 && in_place(row) ? listed + (row - source) : -1;
+  }
+  // Whether a list of `count` is of this rank's own copy, and of one of a peer.
+  __device__ __forceinline__ bool pulled(u32 row, int count) const {
+    return step != SUM && instead(row) >= 0 && count == 2;
   }
   __device__ __forceinline__ Row own(u32 row) const {
     return {dk + (u64)row * k_width, dv + (u64)row * (width - k_width), k_width};
@@ -64,12 +71,29 @@ __device__ __forceinline__ void add(const chunk* held, u32 c0, u32 count, float 
     if (c0 + 32 * u < count) accumulate_part(held[u], sum[u]);
 }
 
+__device__ __forceinline__ void pull_row(
+    const Peers& peers, const Gradients& grads, const Columns& part, const i64* holders, int begin, u32 row, u32 lane) {
+  const i64 instead = grads.instead(row);
+  const Row from = grads.held(peers, holders[begin] == instead ? holders[begin + 1] : holders[begin]);
+  const Row into = grads.held(peers, instead);
+  for (u32 c0 = lane; c0 < part.count; c0 += SPAN) {
+    chunk held[IN_FLIGHT];
+    load(from, part, c0, held);
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; ++u)
+      if (c0 + 32 * u < part.count) *into.at(part.at(c0 + 32 * u)) = held[u];
+  }
+}
+
 __device__ __forceinline__ void sum_row(
     const Peers& peers, const Gradients& grads, const Columns& part, const i64* holders, int begin, int end, u32 row,
     u32 lane) {
   const i64 instead = grads.instead(row);
   const Row own = grads.own(row);
-  const bool first = instead < 0 && grads.in_place(row);
+  const bool first = instead < 0 && grads.in_place(row), pulled = grads.pulled(row, end - begin);
+  const auto from = [&](int j) {
+    return j < begin || holders[j] == instead ? own : grads.held(peers, pulled ? instead : holders[j]);
+  };
   for (u32 c0 = lane; c0 < part.count; c0 += SPAN) {
     float sum[IN_FLIGHT][PER_CHUNK];
 #pragma unroll
@@ -78,8 +102,8 @@ __device__ __forceinline__ void sum_row(
       for (int i = 0; i < PER_CHUNK; ++i) sum[u][i] = 0.f;
     chunk held[2][IN_FLIGHT];  // two rows are on their way at once
     for (int j = begin - first; j < end; j += 2) {
-      load(j < begin || holders[j] == instead ? own : grads.held(peers, holders[j]), part, c0, held[0]);
-      if (j + 1 < end) load(holders[j + 1] == instead ? own : grads.held(peers, holders[j + 1]), part, c0, held[1]);
+      load(from(j), part, c0, held[0]);
+      if (j + 1 < end) load(from(j + 1), part, c0, held[1]);
       add(held[0], c0, part.count, sum);
       if (j + 1 < end) add(held[1], c0, part.count, sum);
     }
@@ -91,10 +115,11 @@ __device__ __forceinline__ void sum_row(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source,
-    u32 count, i64 listed, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world) {
+    u32 count, i64 listed, u32 step, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank,
+    int world) {
   const Peers peers = {addresses, state, rank, world};
   const u32 call = peers.call();
-  const Gradients grads = {dk, dv, width, k_width, source, count, listed};
+  const Gradients grads = {dk, dv, width, k_width, source, count, listed, (Step)step};
   const Columns columns(heads, from, to, k_width, width);
   const Share mine;
   // A warp looks at the lists of its next 32 rows at once, one per lane.
@@ -108,15 +133,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) return_rows(
       end = ptr[candidate + 1];
       for (int j = begin; j < end; ++j) remote |= (int)(holders[j] >> 32) != rank;
       there = end - begin > (listed >= 0) || !grads.in_place(candidate);
+      const bool pulled = grads.pulled(candidate, end - begin);
+      if (step == PULL) there &= pulled;
+      if (step == SUM_PULLED) remote &= !pulled;
     }
     u32 todo = __ballot_sync(0xffffffffu, there && remote == mine.remote);
     for (; todo; todo &= todo - 1) {
       const int at = __ffs(todo) - 1;
       const int start = __shfl_sync(0xffffffffu, begin, at), stop = __shfl_sync(0xffffffffu, end, at);
-      sum_row(peers, grads, columns, holders, start, stop, first + at * mine.step, mine.lane);
+      const u32 row = first + at * mine.step;
+      if (step == PULL)
+        pull_row(peers, grads, columns, holders, start, row, mine.lane);
+      else
+        sum_row(peers, grads, columns, holders, start, stop, row, mine.lane);
     }
   }
-  if (peers.last_block(0)) {
+  if (step != PULL && peers.last_block(0)) {
     peers.signal(LEFT, call);
     state[CALLS] = call;
   }

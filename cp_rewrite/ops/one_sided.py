@@ -89,9 +89,11 @@ def return_pushed(
         grad[here] = part[: at.whole]
     if int(capacity):
         with nvtx("exchange_backward"):
-            rows = peers.gradient_rows(dkv[: copied.shape[0]], capacity, group)
-            rows.copy_(dkv[: copied.shape[0]])
-            peers.return_rows(rows, partners, capacity, here, holder_ptr, holders, dk, dv, group)
+            expanded = dkv[: copied.shape[0]]
+            back = peers.Return(expanded, partners, capacity, holder_ptr, holders, group)
+            back.rows.copy_(expanded)
+            back.written()
+            back.sum_up(dk, dv, here)
     else:
         zero_others((dk, dv), here)
     return dk, dv

@@ -238,11 +238,15 @@ def _finer(
     if early:
         for into, grad in zip(sums, grads, strict=True):
             into[here] = grad[listed : listed + early]
-    rows = peers.gradient_rows(buffer[: route["copied"].shape[0]], route["capacity"], group)
-    rows.copy_(buffer[: route["copied"].shape[0]])
-    lists = [route[name] for name in ("holder_ptr", "holders")]
-    where = route["partners"], route["capacity"], here
-    peers.return_rows(rows, *where, *lists, *sums, group=group, mxint15=True, listed=listed)
+    lists = [route[name] for name in ("partners", "capacity", "holder_ptr", "holders")]
+    expanded = buffer[: route["copied"].shape[0]]
+    back, side = peers.Return(expanded, *lists, group=group, mxint15=True), peers.side_stream(buffer.device)
+    back.rows.copy_(expanded)
+    back.written(side)
+    if early:
+        back.pull(sums[0], sums[1], here, listed, side)
+    back.sum_up(sums[0], sums[1], here, side, listed=listed, pulled=early > 0)
+    torch.cuda.current_stream().wait_stream(side)
     return sums
 
 

@@ -10,7 +10,7 @@ Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 
 from .channel import MAX_STAGES, LaunchShape, first_lane, lane, side_stream
 from .push import FEW_BLOCKS, WHOLE_GPU, Push, dense_rows
-from .return_gradients import BESIDE, SHAPE, gradient_rows, return_rows
+from .return_gradients import BESIDE, SHAPE, Return
 
 __all__ = [
     "BESIDE",
@@ -20,10 +20,9 @@ __all__ = [
     "WHOLE_GPU",
     "LaunchShape",
     "Push",
+    "Return",
     "dense_rows",
     "first_lane",
-    "gradient_rows",
     "lane",
-    "return_rows",
     "side_stream",
 ]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,64 +15,106 @@ from .channel import CALL_BEFORE, LEFT, WRITTEN, LaunchShape, channel, chunks
 SHAPE = LaunchShape(0, 16, remote_warps=4)
 BESIDE = LaunchShape(24, 16, remote_warps=8)
 """To run while a kernel runs that fills every multiprocessor it gets."""
+_SUM, _PULL, _SUM_PULLED = 0, 1, 2
+"""Of `csrc/return_rows.cu`."""
 
 
-def gradient_rows(expanded_EC: Tensor, capacity: Tensor, group: str, stream: torch.cuda.Stream | None = None) -> Tensor:
-    """(E, C): where `return_rows` reads the gradients of expanded rows. The caller writes them there once it waits for
-    `stream`: until then peers may read what the call before returned. All ranks call both functions, in turns."""
-    rows, columns = expanded_EC.shape
-    memory = channel(group, "return", int(capacity) * chunks(expanded_EC) * 16, expanded_EC.device)
-    memory.signal_and_wait(stream, LEFT, CALL_BEFORE)
-    return memory.rows(rows, expanded_EC, columns)
-
-
-def return_rows(
-    grad_EC: Tensor,
-    partners: Tensor,
-    capacity: Tensor,
-    here: slice,
-    holder_ptr: Tensor,
-    holders: Tensor,
-    dk_RHD: Tensor,
-    dv_RHV: Tensor,
-    group: str,
-    stream: torch.cuda.Stream | None = None,
-    mxint15: bool = False,
-    heads: tuple[int, int, int] = (0, 1, 1),
-    shape: LaunchShape = SHAPE,
-    listed: int = -1,
-) -> None:
-    """Write dk and dv: fp32 sums over all ranks' expanded rows, in a fixed order. All ranks call it, in one order.
+class Return:
+    """Gradients of expanded rows on their way home: the caller writes `rows`, then calls `written` and `sum_up`, once,
+    or once for each stage of heads. All ranks do it, in the same order.
 
     Args:
-        grad_EC: (E, C), of `gradient_rows`, written.
-        partners, capacity, holder_ptr, holders: of `push_route`, with capacity > 0.
-        here: these rows of dk and dv hold a gradient already, which is added.
-        dk_RHD, dv_RHV: contiguous, in the gradient's dtype. stream: as of `Push.to_peers`.
+        expanded_EC: rows of the shape and dtype of the gradients.
+        partners, capacity, holder_ptr, holders: of `push_route`; capacity is not 0.
         mxint15: what is summed is MXINT15 (`csrc/rows.cuh`).
-        heads: (first, stop, of how many): only the gradients of these; then one call for each stage. shape: SHAPE or
-            BESIDE.
-        listed: the lists of rows `here` hold this rank's own copies, expanded rows from this one on, which are not
-            read: what dk and dv hold is added in their place. -1: the lists don't.
+        stream: as of `Push.to_peers`.
+    Attributes:
+        rows: (E, C). The caller writes there once it has waited for `stream`: until then peers may read what the call
+            before returned.
     """
-    width = chunks(grad_EC)
-    memory = channel(group, "return", int(capacity) * width * 16, grad_EC.device)
-    memory.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=partners[1:])
-    dtypes = ((cuda.DTYPES[grad_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
-    memory.launch(
-        cuda.kernel("return_rows", memory.device, (*dtypes, *shape.macros)),
-        shape,
-        stream,
-        holder_ptr.data_ptr(),
-        holders.data_ptr(),
-        dk_RHD.shape[0],
-        dk_RHD.data_ptr(),
-        dv_RHV.data_ptr(),
-        chunks(dk_RHD),
-        width,
-        here.start,
-        here.stop - here.start,
-        (memory.rank << 32 | listed) if listed >= 0 else -1,
-        *(heads[i] for i in (2, 0, 1)),
-        waits=False,
-    )
+
+    def __init__(
+        self,
+        expanded_EC: Tensor,
+        partners: Tensor,
+        capacity: Tensor,
+        holder_ptr: Tensor,
+        holders: Tensor,
+        group: str,
+        mxint15: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._width, self._receivers = chunks(expanded_EC), partners[1:]
+        self._lists = holder_ptr.data_ptr(), holders.data_ptr()
+        self._macros = ((cuda.DTYPES[expanded_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
+        self._channel = channel(group, "return", int(capacity) * self._width * 16, expanded_EC.device)
+        self._channel.signal_and_wait(stream, LEFT, CALL_BEFORE)
+        self.rows = self._channel.rows(expanded_EC.shape[0], expanded_EC, expanded_EC.shape[1])
+
+    def written(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Tell peers that `rows` are written, by what is enqueued on the current stream so far, and wait, on `stream`,
+        for those ranks to write theirs that hold rows of this one."""
+        self._channel.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=self._receivers)
+
+    def pull(self, dk_RHD: Tensor, dv_RHV: Tensor, here: slice, listed: int, stream: torch.cuda.Stream) -> None:
+        """Fetch peers' `rows` of rows `here` while the current stream's kernel works on these; arguments and order are
+        those of `sum_up`, which is told of it. The memory of expanded rows from `listed` on is used."""
+        self._launch(dk_RHD, dv_RHV, here, listed, _PULL, (0, 1, 1), BESIDE, stream, waits=False)
+
+    def sum_up(
+        self,
+        dk_RHD: Tensor,
+        dv_RHV: Tensor,
+        here: slice,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        listed: int = -1,
+        pulled: bool = False,
+        heads: tuple[int, int, int] = (0, 1, 1),
+        shape: LaunchShape = SHAPE,
+    ) -> None:
+        """Write dk and dv: fp32 sums over all ranks' `rows`, in a fixed order.
+
+        Args:
+            dk_RHD, dv_RHV: contiguous, in the gradient's dtype.
+            here: these rows of dk and dv hold a gradient already, which is added.
+            stream: as of `Push.to_peers`, and after `written` there.
+            listed: the lists of rows `here` hold this rank's own copies, expanded rows from this one on, which are not
+                read: what dk and dv hold is added in their place. -1: the lists don't.
+            pulled: `pull` has been called.
+            heads: (first, stop, of how many): only the gradients of these.
+            shape: SHAPE or BESIDE.
+        """
+        self._launch(dk_RHD, dv_RHV, here, listed, _SUM_PULLED if pulled else _SUM, heads, shape, stream)
+
+    def _launch(
+        self,
+        dk_RHD: Tensor,
+        dv_RHV: Tensor,
+        here: slice,
+        listed: int,
+        step: int,
+        heads: tuple[int, int, int],
+        shape: LaunchShape,
+        stream: torch.cuda.Stream | None,
+        **options: Any,
+    ) -> None:
+        self._channel.launch(
+            cuda.kernel("return_rows", self._channel.device, (*self._macros, *shape.macros)),
+            shape,
+            stream,
+            *self._lists,
+            dk_RHD.shape[0],
+            dk_RHD.data_ptr(),
+            dv_RHV.data_ptr(),
+            chunks(dk_RHD),
+            self._width,
+            here.start,
+            here.stop - here.start,
+            (self._channel.rank << 32 | listed) if listed >= 0 else -1,
+            step,
+            heads[2],
+            heads[0],
+            heads[1],
+            **options,
+        )

@@ -24,7 +24,7 @@ from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.ops.one_sided import zero_others
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 
-from .stages import csr_part
+from .stages import csr_part, returned
 
 Run = Callable[[Sequence[Tensor], BackwardOverlap | BackwardParts], Tensor]
 """dq of a kernel over (k, v), with its exchange."""
@@ -89,15 +89,15 @@ def _around(
     if kv is None:
         with nvtx("exchange"):
             kv = push(k, v, route, peers.FEW_BLOCKS if whole else peers.WHOLE_GPU, group, side).rows
-    rows = peers.gradient_rows(kv, route.capacity, group, side)
+    back = returned(kv, route, group, mxint15, side)
     sums: list[Tensor] = []
 
     def send_home() -> None:
         if not sums:  # made when the kernel has given its memory back
             sums.extend(y.new_empty(y.shape) for y in (k, v))
         with nvtx("exchange_backward"):
-            lists = route.partners, route.capacity, here, route.holder_ptr, route.holders
-            peers.return_rows(rows, *lists, sums[0], sums[1], group, side, mxint15)
+            back.written(side)
+            back.sum_up(sums[0], sums[1], here, side)
 
     if whole:
         sums.extend(y.new_empty(y.shape) for y in (k, v))
@@ -105,7 +105,7 @@ def _around(
         holder_ptr = csr_part(route.holder_ptr, here)
         overlap = BackwardOverlap(grads, gradients_written=send_home, mxint15=mxint15, holder_ptr=holder_ptr)
     else:
-        keys, grads = (split_kv(y, k.shape[1], k.shape[2], v.shape[2]) for y in (kv, rows))
+        keys, grads = (split_kv(y, k.shape[1], k.shape[2], v.shape[2]) for y in (kv, back.rows))
         overlap = BackwardOverlap(grads, partial(main.wait_stream, side), send_home, mxint15)
     dq = run(keys, overlap)
     main.wait_stream(side)
@@ -121,17 +121,19 @@ def _in_parts(
     if kv is None:
         with nvtx("exchange"):
             kv = push(k, v, route, peers.FEW_BLOCKS, group, side, here.stop - here.start, lane).rows
-    rows = peers.gradient_rows(kv, route.capacity, group, side)
-    keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, rows))
+    back = returned(kv, route, group, mxint15, side)
+    keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, back.rows))
     parts = parts_of(route, (k[here], v[here]))
-    late_ends: list[torch.cuda.Event] = []
+    listed = parts.keys(parts.early).start or 0
+
+    def fetch() -> None:
+        with nvtx("exchange_backward"):
+            back.written(side)
+            back.pull(dk, dv, here, listed, side)
 
     def send_home() -> None:
-        side.wait_event(late_ends[0])
         with nvtx("exchange_backward"):
-            lists = route.partners, route.capacity, here, route.holder_ptr, route.holders
-            listed = parts.keys(parts.early).start or 0
-            peers.return_rows(rows, *lists, dk, dv, group, side, mxint15, listed=listed)
+            back.sum_up(dk, dv, here, side, listed=listed, pulled=True)
 
     holder_ptr, of_late = csr_part(route.holder_ptr, here), parts.keys(1 - parts.early)
     early = BackwardOverlap(
@@ -140,7 +142,7 @@ def _in_parts(
     late = BackwardOverlap(
         (grads[0][of_late], grads[1][of_late]),
         keys_needed=partial(lane.wait_stream, side),
-        gradients_written=lambda: late_ends.append(lane.record_event()),
+        gradients_written=fetch,
         mxint15=mxint15,
     )
     dq = run(keys, BackwardParts(parts, (early, late), lane))

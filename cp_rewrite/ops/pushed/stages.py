@@ -99,6 +99,14 @@ def csr_part(ptr: Tensor, here: slice) -> Tensor:
     return ptr[here.start : here.stop + 1]
 
 
+def returned(
+    expanded: Tensor, route: Any, group: str, mxint15: bool, stream: torch.cuda.Stream | None = None
+) -> peers.Return:
+    """Where gradients of expanded rows go, by a route."""
+    lists = route.partners, route.capacity, route.holder_ptr, route.holders
+    return peers.Return(expanded, *lists, group, mxint15, stream)
+
+
 class _Streams:
     """Kernels of even stages on the main stream, of odd ones on another. The exchange has a third, `side`."""
 
@@ -170,16 +178,15 @@ def backward(
         with nvtx("exchange"):
             push, copied = _start(k, v, route, sizes, group, at)
         kv = push.rows
-    rows = peers.gradient_rows(kv, route.capacity, group)
+    mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
+    back = returned(kv, route, group, mxint15)
     at.lane.wait_stream(at.main)
     here = in_place(route)
-    lists = route.partners, route.capacity, here, route.holder_ptr, route.holders
     if whole(here):
         keys, grads, holder_ptr = (k[here], v[here]), (dk[here], dv[here]), csr_part(route.holder_ptr, here)
     else:
-        keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, rows))
+        keys, grads = (split_kv(x, k.shape[1], k.shape[2], v.shape[2]) for x in (kv, back.rows))
         holder_ptr = None
-    mxint15 = capabilities(kernel).unrounded_gradients(q, k.shape[1])
 
     def wait(stage: Stage) -> None:
         if push is not None and not whole(here):
@@ -189,8 +196,8 @@ def backward(
         at.side.wait_stream(at.of(stage))
         shape = peers.SHAPE if stage.last else peers.BESIDE
         with cuda.on(at.side), nvtx("exchange_backward"):
-            heads = stage.first, stage.stop, stage.heads
-            peers.return_rows(rows, *lists, dk, dv, group, None, mxint15, heads, shape)
+            back.written()
+            back.sum_up(dk, dv, here, heads=(stage.first, stage.stop, stage.heads), shape=shape)
 
     for stage in stages_of(sizes, q.shape[1]):
         with cuda.on(at.of(stage)), nvtx("attention_backward"):

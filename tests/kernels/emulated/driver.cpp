@@ -41,8 +41,8 @@ struct Host {
 
   void signal_wait(
       Direction direction, Stream stream, const char* name, int signaled, int flag, const u32* ranks, Word word,
-      u32 ahead) {
-    if (stream == SIDE) wait(SIDE, MAIN);
+      u32 ahead, Stream current = MAIN) {
+    if (stream == SIDE) wait(SIDE, current);
     u32* state = states[direction][rank].data();
     enqueue(stream, name, 1, 32, [=, rank = rank] {
       ::signal_wait(signaled, flag, word, ahead, ranks, addresses[direction].data(), state, rank, world);
@@ -92,12 +92,22 @@ struct Host {
   }
 
   void return_to_owners(Stream stream, u32 stage, u32 stop, i64 in_place, i64 listed) {
-    signal_wait(RETURN, stream, "wait for WRITTEN", WRITTEN, WRITTEN, table.partners.data() + 1, CALLS, 1);
+    written(stream);
     if (stream == SIDE) wait(SIDE, MAIN);
-    enqueue(stream, "return_rows", WHOLE_GPU, THREADS, [=, c = &call, t = &table, rank = rank] {
-      return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                  c->width(), t->place[0], in_place, listed, c->heads(), c->bounds[stage], c->bounds[stop],
-                  addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
+    return_rows(stream, "return_rows", WHOLE_GPU, in_place, listed, SUM, stage, stop);
+  }
+
+  void written(Stream stream, Stream current = MAIN) {
+    const u32* ranks = table.partners.data() + 1;
+    signal_wait(RETURN, stream, "wait for WRITTEN", WRITTEN, WRITTEN, ranks, CALLS, 1, current);
+  }
+
+  void return_rows(
+      Stream stream, const char* what, u32 blocks, i64 in_place, i64 listed, Step step, u32 stage, u32 stop) {
+    enqueue(stream, what, blocks, THREADS, [=, c = &call, t = &table, rank = rank] {
+      ::return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
+                    c->width(), t->place[0], in_place, listed, step, c->heads(), c->bounds[stage], c->bounds[stop],
+                    addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
   }
 
@@ -143,11 +153,14 @@ struct Host {
     enqueue(FIRST, "late gradients", 1 + below(2), 1, [=, c = &call, rank = rank] {
       write_gradients(*c, rank, from, to, 0, c->stages());
     });
+    const i64 listed = (i64)rank << 32 | first;
+    written(SIDE, FIRST);
+    return_rows(SIDE, "pull", FEW_BLOCKS, count, listed, PULL, 0, call.stages());
     enqueue(MAIN, "early gradients", 1 + below(2), 1, [=, c = &call, rank = rank] {
       write_in_place(*c, rank, count, first, 0, c->stages());
     });
-    wait(SIDE, FIRST);
-    return_to_owners(SIDE, 0, call.stages(), count, (i64)rank << 32 | first);
+    wait(SIDE, MAIN);
+    return_rows(SIDE, "return_rows", WHOLE_GPU, count, listed, SUM_PULLED, 0, call.stages());
     wait(MAIN, FIRST);
     wait(MAIN, SIDE);
     check_all_sums();
