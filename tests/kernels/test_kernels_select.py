@@ -138,9 +138,12 @@ def test_capabilities_are_those_of_versions_that_were_read(monkeypatch: pytest.M
 
     for version, expected in ((lambda _: "4.0.0b36", True), (lambda _: "4.0.0", False), (missing, False)):
         monkeypatch.setattr(fa4_internals, "version", version)
+        fa4_internals.was_read.cache_clear()
         found = fa4_internals.capabilities()
         assert found.overlaps_exchange == expected
         assert (found == Capabilities()) != expected
+    monkeypatch.undo()
+    fa4_internals.was_read.cache_clear()
     assert capabilities("fa3") == Capabilities(overlaps_exchange=True)
     assert all(capabilities(name) == Capabilities() for name in ("aten_flash", "reference"))
 
