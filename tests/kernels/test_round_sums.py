@@ -206,8 +206,8 @@ def test_the_order_in_a_tile_is_read_off() -> None:
         for batch in ("one", "another"):
             options = OPTIONS | {"cu_total_m_blocks": batch, "kind": kind}
             found = fa4_internals._order(rounding_of(order), like, *REST, **options)
-            assert (found[0].numpy() == order).all()
-            assert found[1] == macros
+            assert (found.places.numpy() == order).all()
+            assert (found.width, found.macros) == (64, macros)
 
 
 @pytest.mark.parametrize("wrong", ["twice", "seqused", "cluster", "tile"])
