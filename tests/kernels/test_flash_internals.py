@@ -156,6 +156,17 @@ def test_fa4_kernels_take_a_layers_own_tensors_first(fa4_source: dict[str, ast.F
         assert [ast.unparse(x) for x in call.args[: len(own)]] == own
 
 
+def test_fa4_takes_any_rows_of_lse(fa4_source: dict[str, ast.FunctionDef]) -> None:
+    """The forward's kernel writes them at any address, the backward's first one reads them there."""
+    (layout,) = (
+        call for name, call in calls(fa4_source["_flash_attn_fwd"])
+        if name == "validate_output_layout" and ast.unparse(call.args[0]) == "lse"
+    )  # fmt: skip
+    assert ast.unparse(layout.keywords[0].value) == "4"
+    made = ast.unparse(fa4_source["make_fake_bwd_tensors"])
+    assert "mLSE = fake_tensor(Float32, shape(sq), divisibility=1)" in made
+
+
 def test_fa4_backward_clears_the_sums_of_keys_only(fa4_source: dict[str, ast.FunctionDef]) -> None:
     """What a repeated backward makes for itself: zeros for dk and dv of grouped heads, and no other memory is cleared
     where nothing has to be deterministic."""

@@ -44,7 +44,7 @@ def _bwd_postprocess_convert(sums, output, scale, cu_seqlens, *, fake_mode):
 def _flash_attn_fwd(q, k, v, softmax_scale=None, softcap=None, out=None, lse=None, cu_seqlens_q=None, cu_seqlens_k=None,
                     **_):
     python("forward")
-    lse = lse.clone() if copies else lse
+    k = k.clone() if copies else k
     _flash_attn_fwd.compile_cache["key"](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale,
                                          cu_seqlens_q, cu_seqlens_k, None)
 
@@ -52,7 +52,7 @@ def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, s
                     cu_seqlens_q=None, cu_seqlens_k=None, deterministic=False, **_):
     assert q.dtype == dk.dtype == dv.dtype and k.shape == dk.shape and v.shape == dv.shape
     python("backward")
-    lse = lse.clone() if copies else lse
+    k = k.clone() if copies else k
     lengths[:] = cu_seqlens_q, cu_seqlens_k
     dots, lse_2, sums = torch.ones(1, 4), torch.ones(1, 4), torch.ones(1, 32)
     keys = (torch.zeros(1, 64), torch.zeros(1, 64)) if grouped else (dk, dv)
@@ -176,7 +176,8 @@ def test_calls_that_differ_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> 
     assert by_library(torch.rand(17).bfloat16()[1:].view(2, 1, 8), *tensors[1:])
     assert by_library(*tensors, params=Params(0.4))
     assert not by_library(*tensors)
-    assert by_library(*tensors[:4], torch.rand(3)[1:].view(1, 2))
+    assert by_library(*tensors[:4], torch.rand(1, 3)[:, 1:])
+    assert not by_library(*tensors[:4], torch.rand(1, 3)[:, :2])
     library["copies"] = True
     launch.kept.clear()
     assert all(by_library(*tensors) for _ in range(3))

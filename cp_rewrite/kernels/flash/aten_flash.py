@@ -56,7 +56,7 @@ def _backward(
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     # The kernel reads its own +inf for rows without a key; their probabilities are exp(s - inf) = 0.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    lse = lse.contiguous().masked_fill(lse == -torch.inf, torch.inf)
     with _deterministic(params.deterministic):
         grads = _aten._flash_attention_backward(
             dout, q, k, v, out, lse, *_lengths(launch), 0.0, launch.causal, seed, unused, scale=params.scale,

@@ -106,7 +106,7 @@ def _backward(
     if launch.overlap is not None:
         launch.overlap.keys_needed()
     _ops().bwd(
-        dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=params.scale, is_causal=launch.causal,
+        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=params.scale, is_causal=launch.causal,
         deterministic=params.deterministic, **_arguments(launch),
     )  # fmt: skip
     if launch.overlap is not None:

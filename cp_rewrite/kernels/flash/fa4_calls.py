@@ -68,7 +68,7 @@ def key_of(tensors: Sequence[Tensor], *others: Any) -> tuple[Any, ...]:
 
 
 def aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels take them as they are: the library copies others."""
+    """Whether kernels take them as they are: the library copies others. Not for lse, of which any rows will do."""
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
@@ -94,16 +94,16 @@ class BackwardCalls:
     writes: list[Callable[[Tensor, Tensor, BackwardOverlap | None], None]] = field(default_factory=list)
 
     def again(self, tensors: Sequence[Tensor], lengths: Sequence[Tensor]) -> BackwardAgain | None:
-        """How to call it for another layer. tensors: q, k, v, out, dout, lse that it was called with. lengths:
-        cu_seqlens_*. None: it can't be repeated."""
-        q, k, v, out, dout, lse = tensors
+        """How to call it for another layer. tensors: q, k, v, out, dout that it was called with. lengths: cu_seqlens_*.
+        None: it can't be repeated."""
+        q, k, v, out, dout = tensors
         rounded = len(self.calls) - 2 + len(self.writes)
         if rounded not in (1, 3):  # dq; and dk and dv, of grouped heads
             return None
         (first, before), (kernel, args), *rounding = self.calls
         shapes = before[5].shape, before[2].shape, args[7].shape if rounded == 3 else None
         fitting = (
-            _same((before[0], before[1], before[3], *args[:4]), (out, dout, lse, q, k, v, dout))
+            _same((*before[:2], *args[:4]), (out, dout, q, k, v, dout))
             and before[4].shape == shapes[1]
             and (rounded == 1 or args[8].shape == shapes[2])
             and all(_shared(rest, lengths) for rest in (before[_PREPROCESS:], args[_KERNEL:]))

@@ -25,9 +25,10 @@ from .launches import Launch, launches_of
 from .overlap import BackwardOverlap, BackwardParts, ForwardOverlap
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
-"""(q, k, v, out, lse, launch, params): writes out (rows, Hq, V) and lse (Hq, rows), -inf where a row sees no key."""
+"""(q, k, v, out, lse, launch, params): writes out (rows, Hq, V) and lse (Hq, rows), -inf where a row sees no key. The
+heads of lse may lie apart."""
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Params], None]
-"""(dout, q, k, v, out, lse, dq, dk, dv, launch, params): writes dq, dk and dv."""
+"""(dout, q, k, v, out, lse, dq, dk, dv, launch, params): writes dq, dk and dv. lse: as of `Forward`."""
 
 
 def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -69,27 +70,13 @@ def run_forward(
             lse.index_copy_(1, launch.rows, part[1])
         elif overlap is not None:
             parts = overlap.parts.split(launch, (k, v))
-            overlap.run([_over(kernel, q_RHD[q], x[0], x[1], out[q], lse[:, q], part, params) for part, q, x in parts])
+            overlap.run([partial(kernel, q_RHD[q], *x, out[q], lse[:, q], part, params) for part, q, x in parts])
         elif launch.stop:
             seen = slice(launch.stop)
-            _over(kernel, q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)()
+            kernel(q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)
         if into is None and number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return out, lse
-
-
-def _over(
-    kernel: Forward, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: Launch, params: Params
-) -> Callable[[], None]:
-    """A call of the kernel over some rows. Kernels write a contiguous lse: where these are not all rows, a copy."""
-    part = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
-
-    def run() -> None:
-        kernel(q, k, v, out, part, launch, params)
-        if part is not lse:
-            lse.copy_(part)
-
-    return run
 
 
 def run_backward(
@@ -132,7 +119,7 @@ def run_backward(
             out, lse = out.index_select(0, launch.rows), lse.index_select(1, launch.rows)
             grad = dq.new_empty(q.shape)
         elif launch.stop < rows:
-            out, lse, grad = out[: launch.stop], lse[:, : launch.stop].contiguous(), dq[: launch.stop]
+            out, lse, grad = out[: launch.stop], lse[:, : launch.stop], dq[: launch.stop]
         if q.shape[0]:
             kernel(dout, q, k_EHD[keys], v_EHV[keys], out, lse, grad, *outputs, launch, params)
         if launch.rows is not None:
@@ -156,7 +143,7 @@ def _run_in_parts(
     def over(part: Launch, rows: slice, keys: tuple[Tensor, ...]) -> Callable[[BackwardOverlap], None]:
         def run(at: BackwardOverlap) -> None:
             at = at.of_keys(slice(keys[0].shape[0]), calls=True)
-            inputs = dout[rows], q[rows], keys[0], keys[1], out[rows], lse[:, rows].contiguous()
+            inputs = dout[rows], q[rows], keys[0], keys[1], out[rows], lse[:, rows]
             kernel(*inputs, dq[rows], *at.grads, replace(part, overlap=at), params)
 
         return run
