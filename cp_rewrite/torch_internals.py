@@ -158,8 +158,13 @@ def fixed_number(size: SymInt | SymFloat) -> float | None:
 
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:
     """What a condition on sizes is in the example that is traced, without a guard."""
+    return in_example(shape_env, condition) == True  # noqa: E712
+
+
+def in_example(shape_env: Any, expr: Any) -> Any:
+    """What an expression of sizes is in the example that is traced."""
     named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # up to torch 2.12
-    return condition.xreplace(getattr(shape_env, named)) == True  # noqa: E712
+    return expr.xreplace(getattr(shape_env, named))
 
 
 def guard(shape_env: Any, condition: sympy.Basic) -> None:

@@ -26,7 +26,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     part_multihead(copy)
     part_flash_attn(copy)
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
-    chunked: dict[fx.Node, Any] = {}
+    chunked = False
     if sharding.resolve:
         part_moves(copy)
         bodies = [graph.owning_module for graph in region_calls(copy)]

@@ -115,7 +115,7 @@ def break_reason(gm: fx.GraphModule) -> str | None:
 
 def is_resumed() -> bool:
     """Whether the graph that is compiled now begins after a graph break."""
-    translator = _translator()
+    translator = current_frame()
     return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
 
 
@@ -125,7 +125,7 @@ def wrapped_names() -> dict[str, str]:
     def decorated(self, *args, **kwargs)      L['args'][0] -> hidden_states
     def forward(self, hidden_states, mask)    L['args'][1] -> mask
     """
-    translator = _translator()
+    translator = current_frame()
     code = getattr(translator, "f_code", None)
     if code is None or not code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
         return {}
@@ -142,7 +142,7 @@ def wrapped_names() -> dict[str, str]:
 def kept_values() -> dict[fx.Node, str]:
     """Nodes of the graph that is compiled now whose values outlive the call by another way than its result: assigned to
     attributes, globals and variables of outer functions, or put into lists and dicts. -> what keeps them."""
-    translator = _translator()
+    translator = current_frame()
     effects = None if translator is None else translator.output.side_effects
     found: dict[fx.Node, str] = {}
     for holder, name, value in () if effects is None else _writes(effects):
@@ -169,7 +169,7 @@ def _writes(effects: Any) -> Iterator[tuple[Any, str, Any]]:
             yield holder, "", holder
 
 
-def _translator() -> Any:
+def current_frame() -> Any:
     """What translates the frame, while a backend runs; None outside of one."""
     try:
         return InstructionTranslator.current_tx()

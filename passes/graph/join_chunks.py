@@ -15,42 +15,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .new_nodes import place_by
-from .operands import op_name, value_of
+from .operands import op_name
 from .writes import written_nodes
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
 
 
-def join_chunks(gm: fx.GraphModule, symbols: Collection[Any], kept: Collection[fx.Node]) -> dict[fx.Node, Any]:
-    """Join such loops of a graph; returns the nodes that worked on chunks, which are gone -> of those that cut, how
-    many chunks there are, as a number made from the tokens.
+def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> bool:
+    """Join such loops of a graph; returns whether there were any.
 
     Args:
-        symbols: of the number of tokens. kept: nodes that something reads beside the graph.
+        counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.
     """
-    cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, symbols)) is not None}
+    cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, counts)) is not None}
     mode = fake_mode_of(gm.graph.nodes)
     if not cuts or mode is None:
-        return {}
-    numbers = {cut: _count(cut, dim) for cut, dim in cuts.items()}
-    chunks = _Chunks(cuts, dict.fromkeys(symbols, next(iter(symbols))))
+        return False
+    chunks = _Chunks(cuts, dict.fromkeys(counts, next(iter(counts))))
     try:
         for node in gm.graph.nodes:
             chunks.visit(node)
         ends = chunks.ends()
     except (_NotAlike, TypeError):
-        return {}
+        return False
     gone = {*cuts, *(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
-    if gone & {*kept}:
-        return {}
-    found = dict.fromkeys(gone) | numbers
-    return found if _Joiner(gm.graph, chunks, mode).join(ends, gone) else {}
+    return not gone & {*kept} and _Joiner(gm.graph, chunks, mode).join(ends, gone)
 
 
 class _NotAlike(Exception):
@@ -277,7 +272,7 @@ class _Joiner:
         return new
 
 
-def _cut_dim(node: fx.Node, symbols: Collection[Any]) -> int | None:
+def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
     """The dim along which a node cuts tokens into chunks; None of other nodes."""
     if op_name(node) not in ("chunk", "split", "tensor_split") or not isinstance(node.args[0], fx.Node):
         return None
@@ -286,19 +281,9 @@ def _cut_dim(node: fx.Node, symbols: Collection[Any]) -> int | None:
     if not isinstance(source, Tensor) or not isinstance(given[0], int):
         return None
     dim = given[0] % source.ndim
-    counts = expression(source.shape[dim]).free_symbols & {s for symbol in symbols for s in symbol.free_symbols}
-    return dim if counts and len(node.meta["example_value"]) > 1 else None
-
-
-def _count(cut: fx.Node, dim: int) -> Any:
-    """How many chunks a node makes; None: as many of any number of tokens."""
-    given = [*cut.args[1:2], *(v for name, v in cut.kwargs.items() if name not in ("dim", "axis", "input"))]
-    each: Any = value_of(given[0]) if given and isinstance(given[0], fx.Node) else given[0] if given else None
-    if op_name(cut) == "tensor_split" or not isinstance(each, int | SymInt):
-        return None
-    tokens = cut.args[0].meta["example_value"].shape[dim]  # type: ignore[union-attr]
-    size = each if op_name(cut) == "split" else -(-tokens // each)
-    return -(-tokens // size)
+    size = expression(source.shape[dim])
+    counted = any(size.free_symbols & n.free_symbols or (n.is_Integer and size % n == 0) for n in counts)
+    return dim if counted and len(node.meta["example_value"]) > 1 else None
 
 
 def _is_dead(node: fx.Node) -> bool:

@@ -105,6 +105,11 @@ class TokenAxis:
         return frozenset(expression(found.tokens) for found in self.inputs)
 
     @property
+    def symbols(self) -> set[sympy.Basic]:
+        """Those symbols."""
+        return {symbol for count in self.counts for symbol in count.free_symbols}
+
+    @property
     def row_counts(self) -> frozenset[sympy.Expr]:
         """What counts the rows of the batch."""
         return frozenset(expression(found.rows) for found in self.inputs)

@@ -18,12 +18,17 @@ class SizeConditions:
         conditions: expression -> the line it is from.
         tokens: symbols of a shard's token count.
         places: other symbols -> (place among the graph's inputs, dim; None: the input itself is the number).
+        exact: conditions on the shard's own count, for rows of all lengths that it may be a shard of.
     """
 
     def __init__(
-        self, conditions: Mapping[Any, str], tokens: set[Any], places: Mapping[Any, tuple[int, int | None]]
+        self,
+        conditions: Mapping[Any, str],
+        tokens: set[Any],
+        places: Mapping[Any, tuple[int, int | None]],
+        exact: Sequence[Any] = (),
     ) -> None:
-        self.conditions = conditions
+        self.conditions, self.exact = conditions, exact
         self.tokens = tokens
         self.others = [(symbol, *place) for symbol, place in places.items() if symbol not in tokens]
         self._wrong = lru_cache(maxsize=64)(self._find_wrong)

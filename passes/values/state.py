@@ -87,8 +87,7 @@ class State:
         device: where the graph runs.
         plan: of the batch in flight; the extra inputs take their sizes from it.
         frame: what Dynamo says of the function.
-        chunked: nodes that cut tokens into chunks, or worked on them; others run on all tokens in their place -> of
-            those that cut, how many chunks there are, a number made from the tokens, where that depends on them.
+        chunked: loops over chunks of tokens were made one run over all of them.
         size_conditions: what the graph decided by token counts.
         sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
             for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
@@ -112,7 +111,7 @@ class State:
     device: torch.device
     plan: ActivePlan
     frame: Frame
-    chunked: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    chunked: bool = False
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
