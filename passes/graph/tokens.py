@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch.fx as fx
@@ -105,7 +106,7 @@ class TokenAxis:
         return frozenset(expression(found.tokens) for found in self.inputs)
 
     @property
-    def symbols(self) -> set[sympy.Basic]:
+    def symbols(self) -> set[Any]:
         """Those symbols."""
         return {symbol for count in self.counts for symbol in count.free_symbols}
 

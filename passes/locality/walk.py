@@ -209,6 +209,9 @@ class _Walk:
 
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
+        inserts = mask_sum(node, self.runner) if outcome.events.unmasked else ()
+        if outcome.events.unmasked and not inserts and self.sharding.resolve:
+            outcome = self.runner.masked(node, outcome)
         events = outcome.events
         if isinstance(outcome.states, Moved):
             self.found.note(node, events)
@@ -221,7 +224,7 @@ class _Walk:
         if why is not None:
             return self.found.refuse(node, Reason.TOKEN_MIXING, why)
         if events.unmasked:
-            self.found.note_padded_sum(node, mask_sum(node, self.runner))
+            self.found.note_padded_sum(node, inserts)
         return outcome.states
 
     def visit_transformed(self, node: fx.Node) -> States:

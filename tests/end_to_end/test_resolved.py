@@ -60,6 +60,29 @@ def whitened(x: Tensor) -> Tensor:
     return (x - x.mean()) / (x.std() + 1e-4)
 
 
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x[..., 0], (y > 5).double(), reduction="sum"),
+    "weighted_bce": lambda x, y: F.binary_cross_entropy(
+        x.sigmoid()[..., 1], (y > 5).double(), x[..., 2].detach().exp(), reduction="sum"
+    ),
+    "soft_margin": lambda x, y: F.soft_margin_loss(x[..., 0], (y > 5) * 2.0 - 1, reduction="sum"),
+    "soft_margins": lambda x, y: F.multilabel_soft_margin_loss(x[..., 0], (y > 5).double(), reduction="sum"),
+    "poisson": lambda x, y: F.poisson_nll_loss(x[..., 0], y.double(), reduction="sum"),
+    "hinge": lambda x, y: F.hinge_embedding_loss(x[..., 0], (y > 5) * 2 - 1, reduction="sum"),
+    "ranking": lambda x, y: F.margin_ranking_loss(x[..., 0], x[..., 1], (y > 5) * 2 - 1, 0.5, reduction="sum"),
+    "cosine": lambda x, y: F.cosine_embedding_loss(
+        x.flatten(0, 1) + 1, x.flip(-1).flatten(0, 1), y.flatten() % 2 * 2 - 1, 0.1, reduction="sum"
+    ),
+    "huber": lambda x, y: F.huber_loss(x[..., 0], x[..., 1], reduction="sum"),
+    "mse": lambda x, y: F.mse_loss(x[..., 1], x[..., 3] + 1, reduction="sum"),
+    "l1": lambda x, y: F.l1_loss(x[..., 1], x[..., 2].exp(), reduction="sum"),
+    "kl": lambda x, y: F.kl_div(x.log_softmax(-1), x.flip(-1).log_softmax(-1), reduction="sum", log_target=True),
+    "smoothed": lambda x, y: F.cross_entropy(
+        x.flatten(0, 1), x.flip(-1).softmax(-1).flatten(0, 1), reduction="sum", label_smoothing=0.1
+    ),
+    "of_fewer": lambda x, y: F.binary_cross_entropy_with_logits(x[:, 1:, 0], (y > 5).double()[:, 1:], reduction="sum"),
+}
+"""Over all tokens: rows that fill a rank up must be left out, whatever they hold."""
 LOSSES: dict[str, Loss] = {
     "cross_entropy": lambda m, x, y: F.cross_entropy(*flat(x, y)),
     "cross_entropy_weighted": lambda m, x, y: F.cross_entropy(*flat(x, y.clamp(min=0)), m.weights, ignore_index=0),
@@ -74,6 +97,7 @@ LOSSES: dict[str, Loss] = {
     "bce_mean": lambda m, x, y: F.binary_cross_entropy_with_logits(x[..., 0], (y > 5).double()),
     "kl_mean": lambda m, x, y: F.kl_div(x.log_softmax(-1), x.flip(-1).softmax(-1), reduction="sum") + x.mean(),
     "stacked_losses": lambda m, x, y: torch.stack([losses(x, y).sum() / 9, x.square().mean(), x.sum() / 50]).mean(),
+    "sums_of_losses": lambda m, x, y: sum(SUMS[name](x, y) for name in SUMS) / 99,
     "exp_of_mean": lambda m, x, y: F.cross_entropy(*flat(x, y)).exp().sqrt() * m.scale.sum(),
     "weight_norm": lambda m, x, y: F.cross_entropy(*flat(x, y)) + 0.1 * m.scale.square().sum(),
     "sum_of_losses": lambda m, x, y: losses(x, y).sum() / 10,
@@ -115,7 +139,9 @@ MIXES: dict[str, Mix] = {
 CASES = (*LOSSES, *MIXES)
 TOGETHER = [CASES[first::4] for first in range(4)]
 """Cases in one graph, which is compiled once for all of them."""
-PARTS = frozenset({"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm", "mean_on_tokens"})
+PARTS = frozenset(
+    {"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm", "mean_on_tokens", "sums_of_losses"}
+)
 """What comes back as this rank's part."""
 
 

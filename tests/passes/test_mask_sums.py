@@ -59,6 +59,8 @@ def sums_of(h: Tensor, labels: Tensor) -> list[Tensor]:
         torch.dot(each.flatten(), each.flatten()),
         h.transpose(1, 2).cos().flatten(1).sum(),
         F.mse_loss(h, h.detach() + 1, reduction="sum"),
+        F.binary_cross_entropy_with_logits(each, (labels > 3).float(), reduction="sum"),
+        F.poisson_nll_loss(each, labels.float(), reduction="sum"),
         F.cross_entropy(flat, labels.flatten(), ignore_index=1, reduction="sum"),
         checkpoint(lambda x: x.exp().sum(), each, use_reentrant=False),  # pyright: ignore[reportUnknownLambdaType]
         torch.ones_like(each).sum(),

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.new_nodes import tracing
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
-from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, TensorState
 from cp_rewrite.passes.locality.resolve.attempts import NO_STEPS, Steps, on_operands
@@ -91,6 +91,18 @@ class NodeRunner:
         if key is not None and again:
             self._memo[key] = outcome
         return outcome
+
+    def masked(self, node: fx.Node, otherwise: Outcome) -> Outcome:
+        """The same, of a node that is taken apart so that its sums leave out rows that fill a rank up, if it can be."""
+        if written_nodes(node) or self.facts.in_function:
+            return otherwise
+        self.facts.masks = True
+        try:
+            found = self.outcome(node)
+        finally:
+            self.facts.masks = False
+        found.events.gaps = otherwise.events.gaps  # what they hold there is the op's own to ignore
+        return otherwise if found.events.refusals else found
 
     def _run(self, node: fx.Node) -> Outcome:
         operands: list[_Operand] = []
@@ -210,7 +222,7 @@ class NodeRunner:
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
-        flags = self.facts.in_function, self.trace.moves
+        flags = self.facts.in_function, self.facts.masks, self.trace.moves
         key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), *flags, own)
         try:
             hash(key)

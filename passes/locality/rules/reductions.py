@@ -81,6 +81,8 @@ def sum_over_tokens(call: Call, zero_padding: bool) -> TensorState:
     """A per-rank part of a sum; noted where padding rows may hold something else than 0."""
     if any(fewer(rows.dims) < 0 for rows in map(call.rows, call.tensors) if rows):
         raise Mixes(f"{call.name} adds up more tokens than the row has")
+    if call.facts.masks and not zero_padding:
+        raise Mixes(f"{call.name} takes in rows without a token")
     call.facts.events.unmasked |= not zero_padding
     return Partial()
 

@@ -23,13 +23,12 @@ from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.rules.elementwise import pointwise
+from cp_rewrite.passes.locality.rules.losses import nll_rows
+from cp_rewrite.passes.locality.rules.picked.first import LargestPlace
+from cp_rewrite.passes.locality.rules.rule import States, given_dims
+from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-
-from .elementwise import pointwise
-from .losses import nll_rows
-from .picked.first import LargestPlace
-from .rule import States, given_dims
-from .spread import can_spread, has_row, reads_of
 
 _aten: Any = torch.ops.aten
 
@@ -128,7 +127,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class _OverTokens:
+class OverTokens:
     """dims: of the tensor whose tokens are reduced."""
 
     dims: Dims
@@ -166,7 +165,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mean(_OverTokens):
+class Mean(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, dims = args["self"], _given(args)
         dtype = args.get("dtype") or x.dtype
@@ -201,7 +200,7 @@ class Variance(Mean):
 
 
 @dataclass(frozen=True)
-class Norm(_OverTokens):
+class Norm(OverTokens):
     """The Euclidean one."""
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
@@ -218,7 +217,7 @@ def _root(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Largest(_OverTokens):
+class Largest(OverTokens):
     """amax, max; and amin, min as the largest of -x."""
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Any:
@@ -232,7 +231,7 @@ class Largest(_OverTokens):
 
 
 @dataclass(frozen=True)
-class LargestWithPlace(_OverTokens):
+class LargestWithPlace(OverTokens):
     """max and min of one dim, of numbers without a gradient."""
 
     @property
@@ -247,7 +246,7 @@ class LargestWithPlace(_OverTokens):
 
 
 @dataclass(frozen=True)
-class AnyOrAll(_OverTokens):
+class AnyOrAll(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, of_all = args["self"] != 0, func._schema.name == "aten::all"
         found = self.keep(ranks, ~x if of_all else x, 0)
@@ -258,7 +257,7 @@ class AnyOrAll(_OverTokens):
 
 
 @dataclass(frozen=True)
-class LogSumExp(_OverTokens):
+class LogSumExp(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
         part = self.keep(ranks, _wide(x), -torch.inf).logsumexp(dims, keepdim=keepdim)
@@ -267,7 +266,7 @@ class LogSumExp(_OverTokens):
 
 
 @dataclass(frozen=True)
-class MeanNLL(_OverTokens):
+class MeanNLL(OverTokens):
     """The sum of losses over the sum of the targets' weights."""
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -278,14 +277,14 @@ class MeanNLL(_OverTokens):
 
 
 @dataclass(frozen=True)
-class BinCount(_OverTokens):
+class BinCount(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x: Tensor = args["self"]
         ones = self.keep(ranks, torch.ones_like(x, dtype=torch.int64), 0)
         return x.new_zeros(args["minlength"], dtype=torch.int64).scatter_add(0, x.to(torch.int64), ones)
 
 
-class Histogram(_OverTokens):
+class Histogram(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         return func(**{**args, "self": self.keep(ranks, args["self"], args["max"] + 1)})
 
