@@ -20,6 +20,7 @@ import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._dispatch.python import enable_python_dispatcher
+from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -78,10 +79,30 @@ def raw_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+_direct: list[torch.library.Library] = []
+
+
 def call_directly(op: CustomOpDef, device_type: str = "cuda") -> None:
-    """On GPUs the dispatcher calls the function of a custom op itself. Torch's layers around it, which check that
-    results are no inputs, take longer than a launch; they stay on the CPU, where tests run."""
+    """On GPUs the dispatcher calls the function of a custom op itself, once where no gradient is asked for. Torch's
+    layers around it, which check that results are no inputs, and the second way through the dispatcher, below autograd,
+    take longer than a launch; they stay on the CPU, where tests run. To be called after `register_autograd`."""
     torch.library.impl(op._qualname, device_type, op._init_fn)
+    kernel, with_gradients = getattr(torch._C.DispatchKey, device_type.upper()), make_autograd_impl(op._opoverload, op)
+    alone: dict[int, bool] = {}  # by the keys of a call: whether nothing else follows autograd, as modes and traces do
+
+    def run(keys: Any, *args: Any) -> Any:
+        known = alone.get(raw := keys.raw_repr())
+        if known is None:
+            below = (keys & torch._C._after_ADInplaceOrView_keyset).remove(torch._C.DispatchKey.BackendSelect)
+            known = alone[raw] = below.highestPriorityTypeId() == kernel
+        if not known or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return with_gradients(keys, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op._init_fn(*args)
+
+    library = torch.library.Library(op._namespace, "FRAGMENT")
+    library.impl(op._name, run, f"Autograd{device_type.upper()}", with_keyset=True)
+    _direct.append(library)
 
 
 # -- functorch ---------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._guards import Source
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -163,8 +164,31 @@ def test_ops_that_are_called_directly() -> None:
     assert torch.equal(y, 2 * x)
     assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
     assert callers[0] != callers[1]
+
+    seen: list[Any] = []
+
+    class Watch(ours.TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    twice.register_fake(torch.empty_like)
+    with torch.no_grad():
+        assert not twice(x).requires_grad
+        assert callers.pop() == "run"
+        with Watch():  # modes and traces see the op all the same
+            twice(x)
+        assert torch.ops.cp_rewrite_test.twice.default in seen
+        calls = len(callers)
+        with ours.FakeTensorMode() as mode:
+            assert isinstance(twice(mode.from_tensor(x)), ours.FakeTensor)
+        traced = make_fx(twice, tracing_mode="fake")(x)
+        assert len(callers) == calls
+        assert torch.ops.cp_rewrite_test.twice.default in [node.target for node in traced.graph.nodes]
+        assert torch.equal(traced(x), 2 * x)
     for name in ("packed_attention", "pushed_attention_backward"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cp_rewrite::{name}", "CUDA")
+        for key in ("CUDA", "AutogradCUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cp_rewrite::{name}", key)
 
 
 def test_raw_stream() -> None:
