@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Of symbolic shapes, which most tests have, torch's cache of fake results remembers little and costs half of all time.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
@@ -49,3 +50,13 @@ def pool() -> Iterator[Pool]:
     processes = Pool(4)
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
+    """How many of a file's mutants ended how, which is printed at the end."""
+    counts: Counter[str] = Counter()
+    yield counts
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\n{counts.total()} mutants of {request.path.stem}: {dict(counts)}")

@@ -10,6 +10,7 @@ from cp_rewrite.masks import DROPPED_AT
 from cp_rewrite.passes.graph.operands import constant, filled, op_name, read_by, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.torch_internals import expression
 
 from .grouped_heads import repeats_per_head
 from .written_products import SCORES, Differs, argument, is_copy, is_product, keeps_pairs, product_of
@@ -33,8 +34,11 @@ def same_tensor(node: fx.Node) -> list[fx.Node]:
 def _is_written(node: fx.Node) -> bool:
     """Whether a node writes into its first operand and returns it."""
     source = node.args[0] if node.args else None
-    returns = isinstance(source, fx.Node) and shape_of(node) is not None and shape_of(node) == shape_of(source)
-    return returns and source in written_nodes(node)
+    if not isinstance(source, fx.Node) or source not in written_nodes(node):
+        return False
+    sizes, others = shape_of(node), shape_of(source)
+    # As expressions: sizes that happen to be equal on this batch would be guarded to stay so.
+    return sizes is not None and others is not None and [*map(expression, sizes)] == [*map(expression, others)]
 
 
 def _operand(node: fx.Node, source: Any) -> Any:

@@ -190,8 +190,8 @@ def _sink_factor(scope: Scope, logits: fx.Node, output: fx.Node) -> tuple[fx.Nod
             if sinks is None:
                 return None
         elif name == "mul" and sinks is not None and {*node.args} == {aside[-1], output} and not node.kwargs:
-            shape, whole = (shape_of(x) or () for x in (aside[-1], output))
-            column = len(shape) == 4 and expression(shape[3]) == 1 and shape[:3] == whole[:3]
+            shape, whole = ([*map(expression, shape_of(x) or ())] for x in (aside[-1], output))
+            column = len(shape) == 4 and shape[3] == 1 and shape[:3] == whole[:3]
             alike = node.meta["example_value"].dtype == output.meta["example_value"].dtype
             return (node, sinks, aside) if column and alike and "sigmoid" in map(op_name, aside) else None
         elif name == "sigmoid":

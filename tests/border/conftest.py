@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -36,13 +34,3 @@ def forks() -> Iterator[Forks]:
     server = Forks()
     yield server
     server.close()
-
-
-@pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """How many of a file's mutants ended how, which is printed at the end."""
-    counts: Counter[str] = Counter()
-    yield counts
-    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n{counts.total()} mutants of {request.path.stem}: {dict(counts)}")

@@ -17,7 +17,7 @@ import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 from tests.helpers.matching import BATCH, PACKED, heads, reasons, the_site
 from tests.helpers.pool import Pool
-from tests.passes.mask_spellings import DOCUMENTS, annotate
+from tests.passes.mask_spellings import DOCUMENTS, annotate, make_batch
 
 pytestmark = pytest.mark.long
 
@@ -188,6 +188,13 @@ def test_spellings_are_read(attend: Attention) -> None:
     assert site.heads_of(site.key) == 2
     assert site.form == ("BTHD" if attend is tokens_first else "BHTD")
     assert (site.sinks is not None) == (attend in (with_sinks, by_factor_sinks))
+
+
+def test_a_rank_may_have_as_many_tokens_as_a_head_has_dims() -> None:
+    """Sizes that happen to be equal stay apart."""
+    batch = make_batch([[1, 3], [2, 2]])
+    for attend in (in_place, by_factor_sinks):
+        assert the_site(Written(attend), batch=batch).mask.packed
 
 
 @pytest.mark.parametrize("attend", [*SPELLINGS, checkpointed_sinks])
