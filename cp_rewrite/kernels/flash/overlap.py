@@ -124,6 +124,8 @@ class BackwardOverlap:
     def of_keys(self, keys: slice, *, calls: bool) -> BackwardOverlap:
         """The same for one launch over some of the keys; without `calls` it calls nothing."""
         stop = min(keys.stop, self.grads[0].shape[0])
+        if calls and not keys.start and stop == self.grads[0].shape[0]:
+            return self
         grads = self.grads[0][keys], self.grads[1][keys]
         ptr = None if self.holder_ptr is None else self.holder_ptr[keys.start : stop + 1]
         called = (self.keys_needed, self.gradients_written) if calls else (_nothing, _nothing)
