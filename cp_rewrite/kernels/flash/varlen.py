@@ -61,7 +61,7 @@ def run_forward(
         overlap.join()
         overlap = None
     for number, launch in enumerate(launches):
-        k, v = k_EHD[slice(*launch.keys)], v_EHV[slice(*launch.keys)]
+        k, v = _rows(k_EHD, launch.keys), _rows(v_EHV, launch.keys)
         if launch.rows is not None:
             q = q_RHD.index_select(0, launch.rows)
             part = out.new_empty(q.shape[0], *out.shape[1:]), lse.new_empty(heads, q.shape[0])
@@ -72,8 +72,9 @@ def run_forward(
             parts = overlap.parts.split(launch, (k, v))
             overlap.run([partial(kernel, q_RHD[q], *x, out[q], lse[:, q], part, params) for part, q, x in parts])
         elif launch.stop:
-            seen = slice(launch.stop)
-            kernel(q_RHD[seen], k, v, out[seen], lse[:, seen], launch, params)
+            seen = 0, launch.stop
+            part = lse if launch.stop == rows else lse[:, : launch.stop]
+            kernel(_rows(q_RHD, seen), k, v, _rows(out, seen), part, launch, params)
         if into is None and number == 0 and (launch.gaps or launch.stop < rows):
             zero_gaps(out, lse, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return out, lse
@@ -109,10 +110,9 @@ def run_backward(
     if overlap is None and last < dk.shape[0]:
         dk[last:], dv[last:] = 0, 0
     for number, launch in enumerate(launches):
-        keys = slice(*launch.keys)
-        outputs = dk[keys], dv[keys]
+        k, v, grad_k, grad_v = (_rows(x, launch.keys) for x in (k_EHD, v_EHV, dk, dv))
         if overlap is not None:
-            launch = replace(launch, overlap=overlap.of_keys(keys, calls=inside))
+            launch = replace(launch, overlap=overlap.of_keys(slice(*launch.keys), calls=inside))
         q, dout = _clean(q_RHD, tables, launch), _clean(dout_RHV, tables, launch)
         out, lse, grad = out_RHV, lse_HR, dq
         if launch.rows is not None:
@@ -121,7 +121,7 @@ def run_backward(
         elif launch.stop < rows:
             out, lse, grad = out[: launch.stop], lse[:, : launch.stop], dq[: launch.stop]
         if q.shape[0]:
-            kernel(dout, q, k_EHD[keys], v_EHV[keys], out, lse, grad, *outputs, launch, params)
+            kernel(dout, q, k, v, out, lse, grad, grad_k, grad_v, launch, params)
         if launch.rows is not None:
             dq.index_copy_(0, launch.rows, grad)
         if into is None and number == 0 and (launch.gaps or launch.stop < rows):
@@ -138,7 +138,6 @@ def _run_in_parts(
     """`run_backward` of a batch of one launch, in two parts: writes dq, and gradients of keys where `overlap` says."""
     (launch,) = launches_of(tables, q.shape[0])
     q, dout = _clean(q, tables, launch), _clean(dout, tables, launch)
-    here = slice(*launch.keys)
 
     def over(part: Launch, rows: slice, keys: tuple[Tensor, ...]) -> Callable[[BackwardOverlap], None]:
         def run(at: BackwardOverlap) -> None:
@@ -148,7 +147,7 @@ def _run_in_parts(
 
         return run
 
-    overlap.run([over(*part) for part in overlap.parts.split(launch, (k[here], v[here]))])
+    overlap.run([over(*part) for part in overlap.parts.split(launch, (_rows(k, launch.keys), _rows(v, launch.keys)))])
     if launch.gaps or launch.stop < dq.shape[0]:
         zero_gaps(dq, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
 
@@ -158,10 +157,16 @@ def _clean(x: Tensor, tables: Tables, launch: Launch) -> Tensor:
     if launch.rows is not None:
         return x.index_select(0, launch.rows)
     if not launch.dirty:
-        return x[: launch.stop]
+        return _rows(x, (0, launch.stop))
     x = x.clone(memory_format=torch.contiguous_format)
     zero_gaps(x, None, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return x
+
+
+def _rows(x: Tensor, part: tuple[int, int]) -> Tensor:
+    """Rows [first, stop) of x; x itself where these are all, for a view takes the host almost as long as a launch."""
+    first, stop = part
+    return x if first == 0 and stop >= x.shape[0] else x[first:stop]
 
 
 def _grad_rows(k_EHD: Tensor, v_EHV: Tensor, fp32: bool) -> tuple[Tensor, Tensor]:
