@@ -3,6 +3,8 @@
 x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
 x.diff(dim=1)               x[:, 1:] - x[:, :-1]
 x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
+arange(1, T + 1)            arange(T), and of that + 1
+arange(T - 1, -1, -1)       arange(T), and of that * -1 + (T - 1)
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import SymInt, Tensor
 
-from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .new_nodes import place_by
 from .operands import op_name
@@ -38,6 +40,8 @@ def part_moves(gm: fx.GraphModule) -> None:
             _split(node, mode)
         elif node.target is torch.nn.functional.unfold:  # im2col, which has but the name in common
             continue
+        elif node.target is torch.arange:
+            _count(node, mode)
         elif op_name(node) in ("diff", "unfold") and isinstance(node.args[0], fx.Node):
             part = _diff if op_name(node) == "diff" else _unfold
             if memory_of(node.args[0]) not in written:  # what unfold gives is a view
@@ -98,10 +102,31 @@ def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
     _take_place(node, new(torch.stack, taps, -1))
 
 
+def _count(node: fx.Node, mode: FakeTensorMode) -> None:
+    """arange from another start, or by other steps, along a dim that is made of sizes."""
+    names = ("end",) if len(node.args) == 1 else ("start", "end", "step")
+    given: dict[str, Any] = {"start": 0, "step": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    start, end, step = (given.pop(name, None) for name in ("start", "end", "step"))
+    numbers = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in (start, end, step)]
+    count = node.meta["example_value"].shape[0]
+    if (start, step) == (0, 1) or given.keys() - {"device", "dtype"} or not isinstance(count, SymInt):
+        return
+    if step not in (1, -1) or not all(isinstance(n, int | SymInt) for n in numbers):
+        return
+    dtype, new = given.pop("dtype", None), _maker(node, mode)
+    length = new(operator.sub, *((end, start) if step == 1 else (start, end)))
+    if expression(length.meta["example_value"]) != expression(count):  # more than the row has, or none
+        node.graph.erase_node(length)
+        return
+    places = new(torch.arange, length, **given)
+    places = new(operator.add, new(operator.neg, places) if step == -1 else places, start)
+    _take_place(node, places if dtype in (None, torch.int64) else new(torch.Tensor.to, places, dtype))
+
+
 def _maker(node: fx.Node, mode: FakeTensorMode) -> _New:
-    def new(target: Any, *args: Any) -> fx.Node:
+    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(target, args)
+            made = node.graph.call_function(target, args, kwargs)
         place_by(made, node, mode, node.meta["example_value"].requires_grad)
         return made
 

@@ -32,6 +32,7 @@ from cp_rewrite.torch_internals import OpOverload
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
 from .over_ranks import masked, wholes
+from .over_ranks.counted import counted
 from .picked import entries as picked
 from .picked import first, looked_up, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
@@ -80,7 +81,9 @@ FILLED = (
 POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
 LOG_SIGMOID = Rule("log_sigmoid_forward", log_sigmoid)
 # With a number made from the token count: that of the whole row in its place.
-SCALED = Rule("mul div", pointwise, SUMS | UNCUT, wholes.counted)
+COUNTED = Rule(
+    "mul div add sub rsub eq ne lt le gt ge remainder clamp clamp_min clamp_max", pointwise, SUMS | UNCUT, counted
+)
 CAST = Rule("_to_copy", cast, SUMS | UNCUT | GROUPS)
 
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
@@ -172,7 +175,7 @@ MIXING = (
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 
-RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, SCALED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
+RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, COUNTED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
 _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.locality.rules.elementwise import pointwise
 from cp_rewrite.passes.locality.rules.losses import nll_rows
 from cp_rewrite.passes.locality.rules.picked.first import LargestPlace
 from cp_rewrite.passes.locality.rules.rule import States, given_dims
@@ -79,24 +77,6 @@ def nll_loss(call: Call) -> tuple[States, Whole]:
     return [WHOLE, WHOLE], MeanNLL(rows.dims)
 
 
-def counted(call: Call) -> tuple[States, Whole]:
-    """Products and quotients with a number made from the token count, as in x.sum() / x.shape[1]."""
-    numbers = [name for name, value in call.bound.items() if call.extents.counts_tokens(value)]
-    if call.name not in ("mul", "div") or numbers != ["other"] or call.written:
-        raise Mixes(f"{call.name} takes a number made from the token count")
-    expr = call.extents.size(call.bound["other"])
-    expr = sympy.expand(expr.replace(_to_float, lambda x: x.args[0]))  # type: ignore[union-attr]
-    each = expr.coeff(call.extents.tokens, 1)
-    more = sympy.expand(expr - each * call.extents.tokens)
-    if not each.is_Number or not more.is_Number:
-        raise Mixes("the number is no multiple of the token count")
-    return pointwise(call), Counted(float(each), float(more))
-
-
-def _to_float(x: Any) -> bool:
-    return type(x).__name__ == "ToFloat"
-
-
 def bincount(call: Call) -> tuple[States, Whole]:
     """Of whole numbers below `minlength`, one or more for each token: a part of the counts of all."""
     rows = call.rows(call.first)
@@ -111,19 +91,6 @@ def histc(call: Call) -> tuple[States, Whole]:
     if rows is None or not can_spread(rows) or not call.arg("min") < call.arg("max"):
         raise Mixes("histc without bounds counts between the shard's least number and its largest")
     return Partial(), Histogram(rows.dims)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """each: how often the number has the tokens of a row. more: what is added."""
-
-    each: float
-    more: float = 0.0
-
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        each, more = (int(x) if x == int(x) else x for x in (self.each, self.more))
-        number = ranks.row_tokens.select(0, 0) * each
-        return getattr(_aten, func._schema.name[6:]).Tensor(args["self"], number + more if more else number)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Numbers made from a row's token count as values: those of the whole row, on one process and on ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.helpers.one_process import check_or_refuse
+from tests.helpers.packed_model import PackedModel
+
+Factor = Callable[[Tensor, Tensor, int], Tensor]
+"""Of hidden states (B, T, C), places (T,) and T: what they are multiplied with."""
+
+
+class Counting(PackedModel):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def mix(self, h: Tensor) -> Tensor:
+        for name in self.names:
+            found = (RIGHT | REFUSED)[name](h, torch.arange(h.shape[1]), h.shape[1])
+            h = h * (1 + 0.1 * (found[:, None] if found.ndim == 1 else found))
+        return h
+
+
+RIGHT: dict[str, Factor] = {
+    "from_one": lambda h, i, t: torch.arange(1, t + 1).log1p(),
+    "from_three_in_fp32": lambda h, i, t: torch.arange(3, t + 3, dtype=torch.float32).log1p(),
+    "backwards": lambda h, i, t: torch.arange(t - 1, -1, -1).log1p(),
+    "from_the_end_on": lambda h, i, t: torch.arange(t, 2 * t) / t,
+    "one_more": lambda h, i, t: (i + 1).log(),
+    "last": lambda h, i, t: (i == t - 1) * 1.0,
+    "not_last": lambda h, i, t: (i != t - 1) * 1.0,
+    "before_the_last_two": lambda h, i, t: (i < t - 2) * 1.0,
+    "behind": lambda h, i, t: (t - 3 > i) * 1.0,
+    "first_half": lambda h, i, t: (i < t // 2) * 1.0,
+    "last_third": lambda h, i, t: (i >= t - t // 3) * 1.0,
+    "to_the_end": lambda h, i, t: (t - 1 - i).log1p(),
+    "share": lambda h, i, t: i / (t - 1),
+    "reciprocal": lambda h, i, t: i * (1 / t),
+    "root": lambda h, i, t: i * math.sqrt(t) * 0.1,
+    "rounded_down": lambda h, i, t: torch.div(5 * i, t, rounding_mode="floor"),
+    "remainder": lambda h, i, t: i * 3 % t,
+    "clamped": lambda h, i, t: (i + 3).clamp(max=t - 1),
+    "clamped_twice": lambda h, i, t: (i + 3).clamp(4, t - 1),
+    "sum_rounded": lambda h, i, t: torch.div((h > 0).sum(), t, rounding_mode="floor"),
+    "sum_less": lambda h, i, t: (h > 0).sum() - t,
+    "sum_clamped": lambda h, i, t: (h > 0).sum().int().clamp(max=t),
+    "sum_times": lambda h, i, t: h.sum() * (3 / (2 * t - 1)),
+    "without_the_last": lambda h, i, t: h.masked_fill((i == t - 1)[:, None], 0),
+}
+REFUSED: dict[str, Factor] = {
+    "one_too_many": lambda h, i, t: torch.arange(1, t + 2).log().sum(),
+    "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t), (1, 0)),
+    "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2).log1p(),
+    "cosine": lambda h, i, t: i * math.cos(t),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 13), (2, 15)])
+@pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
+def test_numbers_of_tokens_are_the_rows(name: str, rows: int, tokens: int) -> None:
+    assert (check_or_refuse(Counting(name), rows, tokens) is None) == (name in RIGHT)
+
+
+def test_some_are() -> None:
+    assert check_or_refuse(Counting("from_one", "last", "sum_rounded")) is None
