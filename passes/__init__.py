@@ -32,6 +32,7 @@ from dataclasses import replace
 
 from cp_rewrite.passes.graph.argument_names import module_numbers
 from cp_rewrite.passes.graph.operands import guard_number
+from cp_rewrite.passes.locality.filled_offsets import check_filled_offsets
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
@@ -81,6 +82,7 @@ def check_token_locality(state: State) -> State:
         kept=state.frame.kept,
     )
     masked = {insert.node for insert in report.inserts}
+    filled = check_filled_offsets(state.graph_module, state.sharding, state.sites, state.tokens.names)
     return replace(
         state,
         positions=() if report.row_positions else tuple(report.positions),
@@ -95,7 +97,7 @@ def check_token_locality(state: State) -> State:
         reads=tuple(report.reads),
         states=report.states,
         fewer=report.fewer,
-        refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals))),
+        refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals, *filled))),
     )
 
 

@@ -103,6 +103,8 @@ def fixed_values(
         if isinstance(value, Tensor):
             filled = fill_cu_seqlens(value, name, capacity) if name in sums else value
             fixed[name] = buffers.fill(name, filled, value.device)
+            if name in sums:  # a fixed number of entries would be a plain constant where a model counts documents
+                torch._dynamo.maybe_mark_dynamic(fixed[name], 0)
         else:
             buffers.keep(name, value)
     return fixed

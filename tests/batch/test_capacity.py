@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import PlanInput, active_plan, is_part
@@ -262,3 +264,48 @@ def test_masks_and_exchanges_that_need_the_host_are_refused() -> None:
     refused = cp.explain(build_model("tiny"), ring, shift_labels=True)(**batch)
     assert "EXCHANGE: p2p: with capacity, rows travel by all_gather, or by needed where GPUs" in str(refused)
     assert "all_gather: capacity is set" in str(cp.explain(build_model("tiny"), sharding, shift_labels=True)(**batch))
+
+
+class Offsets(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
+    """Attention in documents that offsets tell apart. `read`: (tokens, offsets, each token's document) -> a loss."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(20, 8), read
+
+    def forward(self, x: Tensor, cu: Tensor) -> Tensor:
+        index = torch.arange(x.shape[0])
+        document = torch.searchsorted(cu, index, right=True) - 1
+        h = self.table(x)
+        mask = (document[:, None] == document[None]) & (index[:, None] >= index)
+        h = torch.nn.functional.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None], mask)[0, 0]
+        return self.read(h, cu, document)
+
+
+def reads_of_offsets() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def place(h: Tensor, cu: Tensor, d: Tensor) -> Tensor:
+        return (h * (torch.arange(len(h)) - cu[d])[:, None]).sum()
+
+    return {
+        "place": place,
+        "length": lambda h, cu, d: (h / cu.diff()[d][:, None]).sum() + (h / (cu[1:] - cu[:-1])[d][:, None]).sum(),
+        "tokens": lambda h, cu, d: h.sum() / cu[-1],
+        "checkpointed": lambda h, cu, d: checkpoint(place, h, cu, d, use_reentrant=False),  # type: ignore[return-value]
+        "ends": lambda h, cu, d: h[cu[1:] - 1].mean(),
+        "count": lambda h, cu, d: h.sum() / (len(cu) - 1),
+        "mean_length": lambda h, cu, d: h.sum() / cu.diff().float().mean(),
+        "last_begins": lambda h, cu, d: h.sum() / cu[:-1][-1],
+        "checkpointed_ends": lambda h, cu, d: checkpoint(  # type: ignore[return-value]
+            lambda h, cu: h[cu[1:] - 1].mean(), h, cu, use_reentrant=False
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", reads_of_offsets())
+def test_offsets_that_are_filled_up_are_not_counted(name: str) -> None:
+    model, capacity = Offsets(reads_of_offsets()[name]), Capacity(5, 8, 64)
+    sharding = cp.Sharding(2, {"x": 0}, cp.CuSeqlens("cu"), exchange="all_gather", capacity=capacity)
+    torch._dynamo.reset()
+    report = cp.explain(model, sharding)(x=torch.arange(14), cu=torch.tensor([0, 5, 14]))
+    expected = set[str]() if name in ("place", "length", "tokens", "checkpointed") else {"CAPACITY"}
+    assert {refusal.reason.name for refusal in report.refusals} == expected, str(report)
