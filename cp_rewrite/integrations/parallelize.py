@@ -85,6 +85,7 @@ def parallelize(
         wrapped = _with_ddp(model, mesh, sharding)
     else:
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
+        check_shared_weights(model, chosen)
         twin = Twin(model, device_of(sharding), policy.param_dtype)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
@@ -111,6 +112,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return list(dict.fromkeys(found))
+
+
+def check_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise a ValueError where a weight is of two blocks, or of one and of the model around it: FSDP gathers each in
+    one place."""
+    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+
+    def visit(module: nn.Module, owner: nn.Module, path: str) -> None:
+        owner = module if module in blocks else owner
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            known, first = owners.setdefault(parameter, (owner, name))
+            if known is not owner:
+                raise ValueError(
+                    f"{first} and {name} are one weight, of two blocks or of one and of the model around it: name "
+                    "other blocks, or blocks=() for none"
+                )
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, owner, f"{path}.{name}" if path else name)
+
+    visit(model, model, "")
 
 
 def _is_block(module: nn.Module) -> bool:

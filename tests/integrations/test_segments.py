@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from cp_rewrite.integrations.parallelize import find_blocks
+from cp_rewrite.integrations.parallelize import check_shared_weights, find_blocks
 from cp_rewrite.integrations.segments import Segment, cut_graph
 from cp_rewrite.integrations.twin import Twin
 from tests.helpers.models import build_model
@@ -75,6 +75,19 @@ def test_cuts_between_blocks(order: str, units: list[int] | None) -> None:
         assert len(segment.outputs) == 1, "the hidden states alone cross"
         assert {places[node] for node in segment.inputs if node in places} == {segment.unit}
     assert torch.equal(run(gm, segments, inputs), net(x))
+
+
+def test_weights_of_two_blocks_are_named() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "blocks": nn.ModuleList(nn.Linear(3, 4) for _ in range(2))})
+    first, last = blocks = find_blocks(model)
+    check_shared_weights(model, blocks)
+    last.bias = first.bias
+    with pytest.raises(ValueError, match=r"blocks.0.bias and blocks.1.bias are one weight"):
+        check_shared_weights(model, blocks)
+    check_shared_weights(model, ())
+    first.weight = model["embed"].weight
+    with pytest.raises(ValueError, match=r"embed.weight and blocks.0.weight are one weight"):
+        check_shared_weights(model, blocks[:1])
 
 
 def test_no_cut_inside_of_autocast() -> None:
