@@ -26,7 +26,7 @@ def check_size_conditions(state: State) -> State:
     Runs before any pass puts guards of its own on sizes.
     """
     world_size, mode = state.sharding.world_size, fake_mode_of(state.graph_module.graph.nodes)
-    sizes = state.tokens.symbols
+    sizes = state.tokens.symbols | state.tokens.mask_symbols
     if world_size == 1 or not sizes or mode is None or mode.shape_env is None:
         return state
     recorded = [(simplified(mode.shape_env, condition), where) for condition, where in guards_of(mode.shape_env)]

@@ -111,6 +111,12 @@ class TokenAxis:
         return {symbol for count in self.counts for symbol in count.free_symbols}
 
     @property
+    def mask_symbols(self) -> set[Any]:
+        """What counts them in masks that come in, before `unified`."""
+        shapes = [node.meta["example_value"].shape for node, argument in self.masks.items() if not argument.is_list]
+        return {symbol for shape in shapes for size in shape[-2:] for symbol in expression(size).free_symbols}
+
+    @property
     def row_counts(self) -> frozenset[sympy.Expr]:
         """What counts the rows of the batch."""
         return frozenset(expression(found.rows) for found in self.inputs)

@@ -71,7 +71,7 @@ class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask["window" if layer else "full"][:, None])
             case "numbers":
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=(1.0 - mask) * LOWEST)
-            case "added" if layer:
+            case "added":  # before anything has compared its size with that of tokens
                 return ((q @ k.mT) * 8**-0.5 + mask[:, :, :, : k.shape[2]]).softmax(-1) @ v
             case "what is hidden":
                 mask = ~mask
