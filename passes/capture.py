@@ -11,7 +11,8 @@ from cp_rewrite.passes.graph.attention.flash_attn import part_flash_attn
 from cp_rewrite.passes.graph.attention.multihead import part_multihead
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
 from cp_rewrite.passes.graph.join_chunks import join_chunks
-from cp_rewrite.passes.graph.part_moves import part_moves
+from cp_rewrite.passes.graph.moves.part_moves import part_moves
+from cp_rewrite.passes.graph.moves.place_writes import place_writes
 from cp_rewrite.passes.graph.regions import attribute_of, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
@@ -28,6 +29,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked = False
     if sharding.resolve:
+        place_writes(copy, tokens.counts)
         part_moves(copy)
         bodies = [graph.owning_module for graph in region_calls(copy)]
         for body in (copy, *bodies):

@@ -17,11 +17,10 @@ import torch
 import torch.fx as fx
 from torch import SymInt, Tensor
 
+from cp_rewrite.passes.graph.new_nodes import place_by
+from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
-
-from .new_nodes import place_by
-from .operands import op_name
-from .writes import memory_of, written_nodes
 
 _ALL = slice(None)
 _New = Callable[..., fx.Node]

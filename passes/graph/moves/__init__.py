@@ -1,0 +1,1 @@
+"""Nodes that move tokens, or write at places among them, as nodes that the rules know."""

@@ -1,0 +1,205 @@
+"""Writes at places of the row as choices, token by token, of a new value or the old one.
+
+h[:, 0] = y              h.copy_(where(arange(T)[:, None] == 0, y[:, None], h))
+h[:, 1:] += h[:, :-1]    h.copy_(where(arange(T)[:, None] >= 1, h + pad(h[:, :-1], by one in front), h))
+
+Written are tensors with one dim of T. Whole numbers that come near attention are left as they are: the pass that reads
+masks reads these writes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.passes.graph.new_nodes import place_by
+from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of
+
+_ALL = slice(None)
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
+    """Rewrite those of a graph and its nested regions. counts: the number of tokens, in all its symbols."""
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+        for node in [*module.graph.nodes]:
+            write = _Write.of(node, counts)
+            if write is not None and not _near_attention(write.x, counts):
+                write.put(mode)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One of them.
+
+    Args:
+        node: that writes. x: what it writes into. value: what. index: of each dim of `x`. dim: of the tokens.
+        first, end: places, from the row's end below 0; end None: to the end. single: the value has no dim for it.
+        in_place: `x` is written; else the node gives a copy.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    value: Any
+    index: tuple[Any, ...]
+    dim: int
+    first: int
+    end: int | None
+    single: bool
+    in_place: bool
+
+    @staticmethod
+    def of(node: fx.Node, counts: Collection[Any]) -> _Write | None:
+        if node.target is operator.setitem:
+            (x, index, value), in_place = node.args, True
+        elif node.target in (torch.select_scatter, torch.slice_scatter):
+            names = ("input", "src", "dim") + (
+                ("index",) if node.target is torch.select_scatter else ("start", "end", "step")
+            )
+            given: dict[str, Any] = {"dim": 0, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+            x, value, in_place = given["input"], given["src"], False
+            at = given["index"] if "index" in given else slice(*(given.get(name) for name in names[3:]))
+            ndim = x.meta["example_value"].ndim
+            index = tuple(at if dim == given["dim"] % ndim else _ALL for dim in range(ndim))
+        else:
+            return None
+        entries = _entries(x, index)
+        dim = _token_dim(x, counts)
+        if entries is None or dim is None or entries[dim] == _ALL:
+            return None
+        at = entries[dim]
+        single = isinstance(at, int)
+        first, end = (at, at + 1 or None) if single else (at.start or 0, at.stop)
+        if end is not None and ((first < 0 <= end) or ((first < 0) == (end < 0) and end <= first)):
+            return None  # from a place from behind to one from the front, or none
+        return _Write(node, x, value, entries, dim, first, end, single, in_place)  # type: ignore[arg-type]
+
+    def put(self, mode: FakeTensorMode) -> None:
+        node, graph = self.node, self.node.graph
+        x: Tensor = self.x.meta["example_value"]
+        added, value = self.joined()
+        parts = [n for n in (self.x, value) if isinstance(n, fx.Node)]
+        gradient = any(getattr(n.meta["example_value"], "requires_grad", False) for n in parts)
+
+        def new(target: Any, *args: Any, gradient: bool = False, **kwargs: Any) -> fx.Node:
+            with graph.inserting_before(node):
+                method = isinstance(target, str)
+                made = graph.create_node("call_method" if method else "call_function", target, args, kwargs)
+            place_by(made, node, mode, gradient)
+            return made
+
+        def place(at: int) -> Any:
+            return at if at >= 0 else new(operator.add, tokens, at)
+
+        tokens = new("size", self.x, self.dim)
+        places = new(torch.arange, tokens, device=x.device)
+        others = tuple(_ALL if dim == self.dim else entry for dim, entry in enumerate(self.index))
+        view = self.x
+        if any(entry != _ALL for entry in others):
+            view = new(operator.getitem, self.x, others, gradient=x.requires_grad)
+        behind = view.meta["example_value"].ndim - 1 - (self.dim - sum(isinstance(e, int) for e in others[: self.dim]))
+        if self.single:
+            chosen = new(operator.eq, places, place(self.first))
+        else:
+            chosen = new(operator.ge, places, place(self.first))
+            if self.end is not None:
+                chosen = new(operator.and_, chosen, new(operator.lt, places, place(self.end)))
+        if behind:
+            chosen = new(operator.getitem, chosen, (_ALL, *[None] * behind))
+        if isinstance(value, fx.Node) and isinstance(value.meta["example_value"], Tensor):
+            value = self.spread(new, value, behind, places, place)
+        if added is not None:
+            old = new("clone", view, gradient=x.requires_grad)  # which a product keeps for its gradient
+            value = new(_OUT_OF_PLACE[added.target], old, value, gradient=gradient)
+        chosen = new(torch.where, chosen, value, view, gradient=gradient)
+        if self.in_place:
+            new("copy_", view, chosen, gradient=gradient)
+        else:
+            node.replace_all_uses_with(chosen)
+        graph.erase_node(node)
+        if added is not None:
+            read = added.args[0]
+            graph.erase_node(added)
+            graph.erase_node(read)
+
+    def spread(self, new: Any, value: fx.Node, behind: int, places: fx.Node, place: Any) -> fx.Node:
+        """The value with a dim of T, or of 1, for the tokens."""
+        found: Tensor = value.meta["example_value"]
+        gradient = found.requires_grad
+        if self.single:
+            index = (Ellipsis, None, *[_ALL] * behind)
+            return new(operator.getitem, value, index, gradient=gradient) if found.ndim > behind else value
+        size: Any = found.shape[found.ndim - 1 - behind] if found.ndim > behind else 1
+        if not isinstance(size, int):  # an entry for each token but for some at the ends
+            amounts = [0, 0] * behind + [self.first, -(self.end or 0)]
+            return new(torch.nn.functional.pad, value, amounts, gradient=gradient)
+        if size == 1:
+            return value
+        own = new("clamp", new(operator.sub, places, place(self.first)), 0, size - 1)
+        return new("index_select", value, found.ndim - 1 - behind, own, gradient=gradient)
+
+    def joined(self) -> tuple[Any, Any]:
+        """(None, what is written); of `h[:, :1] += y`, which writes a sum made in place, (that sum, y)."""
+        value: Any = self.value
+        if not isinstance(value, fx.Node) or value.target not in _OUT_OF_PLACE or [*value.users] != [self.node]:
+            return None, value
+        read = value.args[0]
+        same = read.target is operator.getitem and read.args[0] is self.x and [*read.users] == [value]
+        if same and self.in_place and _entries(self.x, read.args[1]) == self.index:
+            return value, value.args[1]
+        return None, value
+
+
+def _entries(x: Any, index: Any) -> tuple[Any, ...] | None:
+    """The index of each dim; None where it is no basic one with plain numbers."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("example_value"), Tensor):
+        return None
+    numbers = [n for i in given if isinstance(i, slice) for n in (i.start, i.stop, i.step)]
+    plain = all(isinstance(i, slice) or i is Ellipsis or type(i) is int for i in given)
+    if not plain or any(n is not None and type(n) is not int for n in numbers):
+        return None
+    if any(isinstance(i, slice) and i.step not in (None, 1) for i in given):
+        return None
+    missing = x.meta["example_value"].ndim - sum(i is not Ellipsis for i in given)
+    place = given.index(Ellipsis) if Ellipsis in given else len(given)
+    given[place : place + 1] = [_ALL] * missing
+    return tuple(_ALL if isinstance(i, slice) and (i.start or 0) == 0 and i.stop is None else i for i in given)
+
+
+def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:
+    dims = [dim for dim, size in enumerate(x.meta["example_value"].shape) if expression(size) in counts]
+    return dims[0] if len(dims) == 1 else None
+
+
+def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
+    """Whether whole numbers may be read by a mask: something behind them has two dims of T, or is attention."""
+    if x.meta["example_value"].is_floating_point():
+        return False
+    memory = memory_of(x)
+    behind = {n for n in x.graph.nodes if memory is not None and memory_of(n) == memory} | {x}
+    for node in x.graph.nodes:
+        if behind.isdisjoint((node, *node.all_input_nodes)):
+            continue
+        behind.add(node)
+        value = node.meta.get("example_value")
+        pairs = isinstance(value, Tensor) and sum(expression(size) in counts for size in value.shape) > 1
+        if pairs or isinstance(node.target, HigherOrderOperator) or "attention" in op_name(node):
+            return True
+    return False

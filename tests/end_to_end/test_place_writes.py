@@ -1,0 +1,143 @@
+"""Writes at places of the row: one process's loss and gradients, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.one_process import check_or_refuse
+from tests.helpers.packed_model import WIDTH, PackedModel
+
+Write = Callable[["Writing", Tensor, Tensor, Tensor], Tensor | None]
+"""Into `x` (B, T, C), or `y` (B, T) whole numbers, by hidden states `h` (B, T, C); or what takes the place of `x`."""
+
+
+class Writing(PackedModel):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def extra(self) -> None:
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, h: Tensor) -> Tensor:
+        for name in self.names:
+            x, y = h * 1.0, (h[..., 0] > 0).long() * 3
+            found = (RIGHT | REFUSED)[name](self, x, y, h)
+            h = (x if found is None else found) * (1 + F.one_hot(y.clamp(min=0), 9) * 0.1).sum(-1, keepdim=True)
+        return h
+
+
+def number(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 0] = 0
+    y[:, -1] = -100
+
+
+def last(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, -1] = h[:, 0].sin()
+
+
+def several(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, :2] = h[:, -2:]
+    x[:, 2:5] = m.lin.weight[:3]
+
+
+def at_ends(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, -3:-1] = h[:, :2].flip(1)
+    y[:, 1:-1] = 2
+
+
+def added(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, :1] += h[:, -1:]
+    x[:, 3] -= h.sum(1)
+
+
+def multiplied(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, -2:] *= m.lin.bias
+
+
+def shifted(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 1:] += h[:, :-1]
+
+
+def of_features(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 0, 3] = m.lin.bias[0]
+    x[:, 1, :4] = m.lin.bias[:4]
+    x[..., 2, 5:] = h.mean()
+
+
+def by_a_view(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x.transpose(1, 2)[..., 0] = 0
+
+
+def shifted_right(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    """As transformers makes inputs of a decoder of labels."""
+    moved = y.new_zeros(y.shape)
+    moved[:, 1:] = y[:, :-1].clone()
+    moved[:, 0] = 7
+    return x * (moved[..., None] + 1)
+
+
+RIGHT: dict[str, Write] = {
+    "number": number,
+    "last": last,
+    "several": several,
+    "at_ends": at_ends,
+    "added": added,
+    "multiplied": multiplied,
+    "shifted": shifted,
+    "of_features": of_features,
+    "by_a_view": by_a_view,
+    "shifted_right": shifted_right,
+    "select_scatter": lambda m, x, y, h: torch.select_scatter(h, h[:, -1], 1, 0),
+    "slice_scatter": lambda m, x, y, h: torch.slice_scatter(h, h[:, -2:].sin(), dim=1, start=0, end=2),
+    "shifted_by_slice_scatter": lambda m, x, y, h: torch.slice_scatter(h, h[:, :-1].sin(), 1, 1),
+}
+
+
+def of_itself(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    y[..., :-1] = y[..., 1:].clone()
+
+
+def read_between(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    first = x[:, :1]
+    x[:, 0] = 0
+    return x + first
+
+
+def every_other(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, ::2] = 0
+
+
+def one_row(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[0, 1] = h[0, 2]
+
+
+def emptied(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 0].zero_()
+
+
+REFUSED: dict[str, Write] = {
+    "no_place": lambda m, x, y, h: torch.slice_scatter(h, h[:, :0], 1, 3, 3),
+    "of_itself": of_itself,
+    "read_between": read_between,
+    "every_other": every_other,
+    "one_row": one_row,
+    "emptied": emptied,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 13), (2, 15)])
+@pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
+def test_writes_at_places_are_right(name: str, rows: int, tokens: int) -> None:
+    refused = check_or_refuse(Writing(name), rows, tokens)
+    assert refused is None or name in REFUSED, refused
+
+
+def test_some_are() -> None:
+    assert check_or_refuse(Writing("number", "added", "shifted_right")) is None
