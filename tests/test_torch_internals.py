@@ -30,6 +30,7 @@ from cp_rewrite.passes.graph import dynamo_internals
 from cp_rewrite.passes.graph.argument_names import argument_names, module_numbers
 from cp_rewrite.passes.graph.new_nodes import traced
 from cp_rewrite.passes.graph.regions import REGION_OPS, nested_graphs, region_call
+from cp_rewrite.passes.graph.traced_again import traced_again
 from tests.test_rooms import SOURCES
 
 
@@ -559,6 +560,27 @@ def test_inputs_of_the_inner_compiler() -> None:
     assert sizes[1:] == [3, 5]
     mode = ours.FakeTensorMode()
     assert dynamo_internals.inner_mode(mode) is mode
+
+
+@canary("the frame that Dynamo translates, and a compile inside of a backend", "dynamo_internals.frame_call")
+def test_a_function_is_traced_again_on_other_tensors() -> None:
+    short, long, scale = torch.ones(2), torch.ones(5), 3
+    seen: list[Any] = []
+
+    def function(x: Tensor, *more: Tensor, y: Tensor, **others: Tensor) -> Tensor:
+        return sum(c.sum() for c in x.split(1)) * len(more) * scale + y.sum() + others["z"].sum()
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        count: Any = lambda gm: sum(n.target == "sum" for n in gm.graph.nodes)  # noqa: E731
+        seen.extend([count(gm), traced_again({id(short): long}, count)])
+        assert dynamo_internals.frame_call(lambda x: x) is not None
+        return gm.forward
+
+    torch._dynamo.reset()
+    found = torch.compile(function, backend=backend)(short, short, y=short, z=short)
+    assert found == function(short, short, y=short, z=short)
+    assert seen == [4, 7]
+    assert traced_again({}, lambda gm: gm) is None
 
 
 # -- higher-order ops --------------------------------------------------------------------------------------

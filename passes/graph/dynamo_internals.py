@@ -7,8 +7,9 @@ Read in torch 2.11 to 2.15, which agree in all of it unless a comment says other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.torch_internals import FakeTensorMode
@@ -115,7 +117,7 @@ def break_reason(gm: fx.GraphModule) -> str | None:
 
 def is_resumed() -> bool:
     """Whether the graph that is compiled now begins after a graph break."""
-    translator = current_frame()
+    translator = _translator()
     return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
 
 
@@ -125,7 +127,7 @@ def wrapped_names() -> dict[str, str]:
     def decorated(self, *args, **kwargs)      L['args'][0] -> hidden_states
     def forward(self, hidden_states, mask)    L['args'][1] -> mask
     """
-    translator = current_frame()
+    translator = _translator()
     code = getattr(translator, "f_code", None)
     if code is None or not code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
         return {}
@@ -139,10 +141,33 @@ def wrapped_names() -> dict[str, str]:
     return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
 
 
+def frame_call(replaced: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
+    """The function that is compiled now, and its arguments with other tensors; None outside of a backend.
+
+    Its code is a copy, so that Dynamo notes nothing of a call for the code itself.
+    """
+    translator = _translator()
+    if translator is None:
+        return None
+    code: CodeType = translator.f_code.replace()
+    values: dict[str, Any] = tree_map_only(Tensor, replaced, dict(translator.f_locals))
+    cells = tuple(CellType(values[name]) for name in code.co_freevars)
+    function = FunctionType(code, translator.f_globals, code.co_name, None, cells)
+    by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
+    args = [values[name] for name in code.co_varnames[:by_place]]
+    kwargs = {name: values[name] for name in code.co_varnames[by_place:by_name]}
+    rest = iter(code.co_varnames[by_name:])
+    if code.co_flags & inspect.CO_VARARGS:
+        args += values[next(rest)]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        kwargs |= values[next(rest)]
+    return function, args, kwargs
+
+
 def kept_values() -> dict[fx.Node, str]:
     """Nodes of the graph that is compiled now whose values outlive the call by another way than its result: assigned to
     attributes, globals and variables of outer functions, or put into lists and dicts. -> what keeps them."""
-    translator = current_frame()
+    translator = _translator()
     effects = None if translator is None else translator.output.side_effects
     found: dict[fx.Node, str] = {}
     for holder, name, value in () if effects is None else _writes(effects):
@@ -169,7 +194,7 @@ def _writes(effects: Any) -> Iterator[tuple[Any, str, Any]]:
             yield holder, "", holder
 
 
-def current_frame() -> Any:
+def _translator() -> Any:
     """What translates the frame, while a backend runs; None outside of one."""
     try:
         return InstructionTranslator.current_tx()

@@ -6,17 +6,15 @@ shard is cut into. In the graph of a longer row it is another number.
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from .dynamo_internals import current_frame, source_name, source_of
+from .dynamo_internals import frame_call, source_name, source_of
 from .regions import attribute_of
 
 
@@ -26,8 +24,8 @@ def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], 
     Args:
         others: the `id` of a tensor among the function's arguments -> what takes its place.
     """
-    frame = current_frame()
-    if frame is None:
+    call = frame_call(lambda x: others.get(id(x), x))
+    if call is None:
         return None
     found: list[Any] = []
 
@@ -39,7 +37,7 @@ def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], 
         raise _Stop
 
     try:
-        function, args, kwargs = _call(frame, others)
+        function, args, kwargs = call
         with torch._dynamo.config.patch(suppress_errors=False):
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except Exception:  # _Stop inside of one of Dynamo's, or what the function has against these tensors
@@ -51,23 +49,6 @@ def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], 
 
 class _Stop(Exception):
     """The graph is known; nothing need run."""
-
-
-def _call(frame: Any, others: Mapping[int, Tensor]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """The frame's function and its arguments. Its code is a copy, so that nothing is noted for the code itself."""
-    code: types.CodeType = frame.f_code.replace()
-    values = tree_map_only(Tensor, lambda x: others.get(id(x), x), dict(frame.f_locals))
-    cells = tuple(types.CellType(values[name]) for name in code.co_freevars)
-    function = types.FunctionType(code, frame.f_globals, code.co_name, None, cells)
-    by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
-    args = [values[name] for name in code.co_varnames[:by_place]]
-    kwargs = {name: values[name] for name in code.co_varnames[by_place:by_name]}
-    rest = iter(code.co_varnames[by_name:])
-    if code.co_flags & inspect.CO_VARARGS:
-        args += values[next(rest)]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        kwargs |= values[next(rest)]
-    return function, args, kwargs
 
 
 Same = Callable[[Any, Any], bool]
