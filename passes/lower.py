@@ -50,7 +50,7 @@ def _traced(
             sharding.world_size,
             dict(zip(lowering.reads, (given[key] for key in plan), strict=True)),
         )
-        with _Changes(lowering, ranks) as changes:
+        with Changes(lowering, ranks) as changes:
             out = call(node, given.__getitem__)
         assert not changes.steps, f"{node.name} runs other ops than before: {changes.steps} are missing"
         return out
@@ -59,7 +59,7 @@ def _traced(
         return traced(run, [value_of(n) for n in operands], mode)
 
 
-class _Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
+class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Runs the ops of a node, counted as the locality check counts them, those with a step in the changed way."""
 
     def __init__(self, lowering: Lowering, ranks: Ranks) -> None:

@@ -57,12 +57,14 @@ def rewrite_sites(state: State) -> State:
     _move_rows(state.graph_module, state, inputs, replaced, set())  # first: what is read may be replaced below
     for insert in state.inserts:
         _insert_before(replace(insert, operand=replaced.get(insert.operand, insert.operand)), inputs, made)
+    apart = state.row_positions.lowered if state.row_positions else ()
     for lowering in state.lowered:
-        lower_node(lowering, inputs, state.sharding)
+        if lowering not in apart:
+            lower_node(lowering, inputs, state.sharding)
     for position in state.positions:
         _globalize(position, inputs)
     if state.row_positions:
-        keep_rows_apart(state.row_positions, inputs)
+        keep_rows_apart(state.row_positions, inputs, state.sharding)
     # Masks, and key and value heads that the model had expanded for its query heads.
     live = live_nodes(state.graph_module, state.decisions)
     stale += [n for d in state.decisions for n in (*d.site.node.all_input_nodes, *d.site.operands)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,23 +12,26 @@ from torch import Tensor
 from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active import TOKEN_INDEX
+from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode
 
 from .graph.new_nodes import call, insert, traced
 from .graph.operands import value_of
+from .lower import Changes
 from .plan_inputs import Inputs
 from .values.position import PositionGenerator, RowPositions
+from .values.resolution import READ, Ranks, group_of
 
 WHY = "positions of each row of the batch"
 
 
-def keep_rows_apart(rows: RowPositions, inputs: Inputs) -> None:
+def keep_rows_apart(rows: RowPositions, inputs: Inputs, sharding: Sharding) -> None:
     """Let readers read what is computed for each row; what nothing reads any more goes."""
     made: dict[fx.Node, fx.Node] = {}
     generators = {generator.node: generator for generator in rows.generators}
     for reader in rows.readers:
         if reader.source not in made:
-            made[reader.source] = _by_rows(reader.source, generators, set(rows.shared), inputs)
+            made[reader.source] = _by_rows(reader.source, generators, rows, inputs, sharding)
         new = _placed(made[reader.source], reader.node, reader.dim, inputs.mode)
         reader.node.replace_input_with(reader.source, new)
     for node in reversed(rows.shared):
@@ -36,19 +40,27 @@ def keep_rows_apart(rows: RowPositions, inputs: Inputs) -> None:
 
 
 def _by_rows(
-    source: fx.Node, generators: dict[fx.Node, PositionGenerator], shared: set[fx.Node], inputs: Inputs
+    source: fx.Node,
+    generators: dict[fx.Node, PositionGenerator],
+    rows: RowPositions,
+    inputs: Inputs,
+    sharding: Sharding,
 ) -> fx.Node:
     """(B, …) a shared node's value for each row, behind it in the graph."""
     graph = source.graph
-    needed = _needed(source, generators, shared)
+    needed = _needed(source, generators, set(rows.shared))
+    lowered = {lowering.node: lowering for lowering in rows.lowered if lowering.node in needed}
+    plan = {key: inputs.node(graph, key) for key in READ if lowered}
     operands = [n for node in needed for n in _read(node, generators) if n not in needed]
-    operands = [inputs.node(graph, TOKEN_INDEX), *dict.fromkeys(operands)]
+    operands = [inputs.node(graph, TOKEN_INDEX), *dict.fromkeys([*plan.values(), *operands])]
 
     def run(index_BT: Tensor, *others: Any) -> Tensor:
         def one(index_T: Tensor) -> Tensor:
             env = dict(zip(operands[1:], others, strict=True))
+            ranks = Ranks(group_of(sharding), sharding.world_size, {key: env[n] for key, n in plan.items()})
             for node in needed:
-                env[node] = _run(node, generators.get(node), index_T, env)
+                with Changes(lowered[node], ranks) if node in lowered else nullcontext():
+                    env[node] = _run(node, generators.get(node), index_T, env)
             return env[source]
 
         return torch.vmap(one)(index_BT)

@@ -38,6 +38,7 @@ from cp_rewrite.passes.locality.node.trace import Trace
 from cp_rewrite.passes.locality.resolve.mask_sums import mask_sum
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
+from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
@@ -196,9 +197,11 @@ class _Walk:
         report = replace(report, states=states, fewer=fewer)
         if self.extents.batch == 1 or not report.positions:
             return report
-        inserts = *report.inserts, *report.resolved
-        changed = {*fewer, *(x.node for x in (*inserts, *report.lowered, *report.reads))}
-        return replace(report, row_positions=shared_by_rows(gm, report.positions, self.env, self.live, changed))
+        inserted = {(x.node, x.operand) for x in (*report.inserts, *report.resolved)}
+        counted = {x.node: x for x in report.lowered if all(isinstance(step.whole, Counted) for step in x.steps)}
+        changed = {*fewer, *(x.node for x in report.reads), *({x.node for x in report.lowered} - counted.keys())}
+        rows = shared_by_rows(gm, report.positions, self.env, self.live, changed, inserted, counted)
+        return replace(report, row_positions=rows)
 
     def shares_ranks(self, group: str) -> bool:
         """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch.fx as fx
 
+from .resolution import Lowering
+
 
 @dataclass(frozen=True)
 class PositionGenerator:
@@ -48,8 +50,10 @@ class RowPositions:
 
     Args:
         generators: what makes them. shared: what is computed of them, in the graph's order. readers: of these.
+        lowered: those that count with the tokens of a row.
     """
 
     generators: tuple[PositionGenerator, ...] = ()
     shared: tuple[fx.Node, ...] = ()
     readers: tuple[RowReader, ...] = ()
+    lowered: tuple[Lowering, ...] = ()

@@ -49,6 +49,19 @@ def end_of_first(m: Any, h: Tensor, b: Batch) -> Tensor:
     return h + h[torch.arange(h.shape[0]), (b["doc_ids"] == 0).sum(1) - 1][:, None]
 
 
+def written(m: Any, h: Tensor, b: Batch) -> Tensor:
+    x = h * 1.0
+    x[:, 0] = 0
+    x[:, -1] = h[:, 1].sin()
+    x[:, 2:] += h[:, :-2]
+    return x
+
+
+def to_the_end(m: Any, h: Tensor, b: Batch) -> Tensor:
+    index, count = torch.arange(h.shape[1]), h.shape[1]
+    return h * ((count - index) / count + (index == count - 1) + (index < count // 2))[:, None]
+
+
 MIXES: dict[str, Mix] = {
     "shifted": lambda m, h, b: h + F.pad(m.out(h[:, 1:]) - h[:, :-1], (0, 0, 1, 0)),
     "convolved": lambda m, h, b: h + F.silu(m.conv(h.mT)[..., : h.shape[1]]).mT,
@@ -60,6 +73,8 @@ MIXES: dict[str, Mix] = {
     "in_documents": in_documents,
     "own_backward": lambda m, h, b: Scaled.apply(h, m.w),  # type: ignore[arg-type]
     "chunked": lambda m, h, b: torch.cat([m.out(c).tanh() * c for c in h.chunk(2, 1)], 1),
+    "written": written,
+    "to_the_end": to_the_end,
     "normed": lambda m, h, b: (h - h[:, 1:].mean(1, keepdim=True)) / (1 + h.std(1, keepdim=True)),
     "table": lambda m, h, b: h * m.table[: h.shape[1]] * m.table[: h.shape[1]][b["position_ids"]],
 }

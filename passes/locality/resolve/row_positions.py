@@ -18,6 +18,7 @@ from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, has
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.values.position import PositionGenerator, RowPositions, RowReader
+from cp_rewrite.passes.values.resolution import Lowering
 
 _BROADCASTS = frozenset(
     "add sub mul div truediv multiply true_divide eq ne lt le gt ge where and or logical_and logical_or maximum "
@@ -32,12 +33,15 @@ def shared_by_rows(
     env: Mapping[fx.Node, Any],
     live: Collection[fx.Node],
     changed: Collection[fx.Node],
+    inserted: Collection[tuple[fx.Node, fx.Node]],
+    counted: Mapping[fx.Node, Lowering],
 ) -> RowPositions | None:
     """What follows from positions and has no rows of the batch; None where it can't be told apart by rows.
 
     Args:
         env: what is known of the nodes. live: those that outputs depend on, not only masks.
-        changed: nodes that will be replaced, or read something else.
+        changed: nodes that will be replaced. inserted: (node, operand) where something is put between both.
+        counted: nodes that count with the row's tokens.
     """
     shared = {generator.node: None for generator in generators}
     readers: list[RowReader] = []
@@ -56,14 +60,20 @@ def shared_by_rows(
             return None
         if region_call(node) is not None:
             return None
+        own = [operand for reader, operand in inserted if reader is node]
         if not any(has(dim, B) for dim in state.dims):
+            if own:
+                return None
             shared[node] = None
             continue
+        if node in counted or any(operand in shared for operand in own):
+            return None
         found = [_reader(node, source, state) for source in sources]
         readers += [reader for reader in found if reader is not None]
         if None in found:
             return None
-    return RowPositions(tuple(generators), tuple(shared), tuple(readers))
+    lowered = tuple(counted[node] for node in shared if node in counted)
+    return RowPositions(tuple(generators), tuple(shared), tuple(readers), lowered)
 
 
 def _reader(node: fx.Node, source: fx.Node, state: Rows) -> RowReader | None:
