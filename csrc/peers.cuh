@@ -32,7 +32,6 @@ enum Word { CALLS, STARTED, BLOCKS };
 //   SENT        all its rows are there
 //   SENT_STAGE  and those after it: the heads of stage 0, 1, … of its rows are there, but for the last stage's (SENT)
 enum Flag { ARRIVED, SENT_EARLY, SENT, SENT_STAGE, WRITTEN = 0, LEFT = 1 };
-enum Step { SUM, PULL, SUM_PULLED };  // what a launch of `return_rows.cu` does
 
 // Heads [from, to) of the `heads` of a row, which is k_width chunks of k, then those of v.
 struct Columns {

@@ -20,7 +20,7 @@ def test_parameters_are_read_in_the_source() -> None:
     codes = {path.stem: driver.parameter_codes(path.read_text(), path.stem) for path in cuda.SOURCES.glob("*.cu")}
     assert codes["signal_wait"] == "iiIIPPPii"
     assert codes["round_sums"] == "PQfPIIIPIPQPI"
-    assert codes["return_rows"] == "PPIPPIIIIqIIIIPPii"
+    assert codes["return_rows"] == "PPIPPIIIIqIIIIIIPPii"
     for source in ("", "__global__ void f(half x) {}"):
         with pytest.raises(ValueError, match="f"):
             driver.parameter_codes(source, "f")

@@ -240,13 +240,10 @@ def _finer(
             into[here] = grad[listed : listed + early]
     lists = [route[name] for name in ("partners", "capacity", "holder_ptr", "holders")]
     expanded = buffer[: route["copied"].shape[0]]
-    back, side = peers.Return(expanded, *lists, group=group, mxint15=True), peers.side_stream(buffer.device)
+    back = peers.Return(expanded, *lists, group=group, mxint15=True)
     back.rows.copy_(expanded)
-    back.written(side)
-    if early:
-        back.pull(sums[0], sums[1], here, listed, side)
-    back.sum_up(sums[0], sums[1], here, side, listed=listed, pulled=early > 0)
-    torch.cuda.current_stream().wait_stream(side)
+    back.written()
+    back.sum_up(sums[0], sums[1], here, listed=listed)
     return sums
 
 

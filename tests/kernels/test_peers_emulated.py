@@ -96,15 +96,12 @@ MUTANTS = {
     "gradients in place are overwritten": Mutant(
         "return_rows.cu", "first = instead < 0 && grads.in_place(row)", "first = false"
     ),
-    "own copies are read though none were made": Mutant("return_rows.cu", "|| holders[j] == instead ?", "?"),
-    "one of several peers is pulled": Mutant("return_rows.cu", "&& count == 2", "&& count >= 2"),
+    "own copies are read though none were made": Mutant("return_rows.cu", " || holders[j] == instead", ""),
     "pulled into the next row": Mutant(
-        "return_rows.cu", "into = grads.held(peers, instead)", "into = grads.held(peers, instead + 1)"
+        "return_rows.cu", "grads.pulled(row, peers.rank));", "grads.pulled(row, peers.rank) + 1);"
     ),
-    "own copies are pulled": Mutant(
-        "return_rows.cu", "== instead ? holders[begin + 1]", "!= instead ? holders[begin + 1]"
-    ),
-    "a pull ends the call": Mutant("return_rows.cu", "step != PULL && peers", "peers"),
+    "only what is pulled is summed": Mutant("return_rows.cu", "j == pulled ?", "j >= pulled ?"),
+    "a pull ends the call": Mutant("return_rows.cu", "!pull && peers", "peers"),
     "what peers read in place is left out": Mutant("return_rows.cu", "> (listed >= 0)", "> 2"),
     "peers' part of rows in place is lost": Mutant("return_rows.cu", "end - begin > (listed >= 0) || !grads", "!grads"),
     "a row too many is left out": Mutant("push_rows.cu", "== OWN ? skip", "== OWN ? skip + (skip > 0)"),

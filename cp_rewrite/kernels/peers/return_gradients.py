@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,6 @@ from .channel import CALL_BEFORE, LEFT, WRITTEN, LaunchShape, channel, chunks
 SHAPE = LaunchShape(0, 16, remote_warps=4)
 BESIDE = LaunchShape(24, 16, remote_warps=8)
 """To run while a kernel runs that fills every multiprocessor it gets."""
-_SUM, _PULL, _SUM_PULLED = 0, 1, 2
-"""Of `csrc/return_rows.cu`."""
 
 
 class Return:
@@ -46,8 +42,9 @@ class Return:
     ) -> None:
         self._width, self._receivers = chunks(expanded_EC), partners[1:]
         self._lists = holder_ptr.data_ptr(), holders.data_ptr()
+        self._capacity, self._slots = int(capacity), (0, 0)
         self._macros = ((cuda.DTYPES[expanded_EC.dtype], "1"), *cuda.MXINT15 * mxint15)
-        self._channel = channel(group, "return", int(capacity) * self._width * 16, expanded_EC.device)
+        self._channel = channel(group, "return", self._capacity * self._width * 16, expanded_EC.device)
         self._channel.signal_and_wait(stream, LEFT, CALL_BEFORE)
         self.rows = self._channel.rows(expanded_EC.shape[0], expanded_EC, expanded_EC.shape[1])
 
@@ -56,10 +53,13 @@ class Return:
         for those ranks to write theirs that hold rows of this one."""
         self._channel.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=self._receivers)
 
-    def pull(self, dk_RHD: Tensor, dv_RHV: Tensor, here: slice, listed: int, stream: torch.cuda.Stream) -> None:
-        """Fetch peers' `rows` of rows `here` while the current stream's kernel works on these; arguments and order are
-        those of `sum_up`, which is told of it. The memory of expanded rows from `listed` on is used."""
-        self._launch(dk_RHD, dv_RHV, here, listed, _PULL, (0, 1, 1), BESIDE, stream, waits=False)
+    def pull(self, dk_RHD: Tensor, dv_RHV: Tensor, here: slice, stream: torch.cuda.Stream, *, listed: int = -1) -> None:
+        """Fetch a peer's gradient, the first, of each row of `here`, while a kernel still works on dk and dv. Arguments
+        as of `sum_up`, which comes later; `written` came before, on the same stream. The memory of own copies is used;
+        where there are none, that of `rows`, which a rank without other keys does not write."""
+        count = here.stop - here.start
+        self._slots = (listed, count) if listed >= 0 else (0, min(count, self._capacity))
+        self._launch(dk_RHD, dv_RHV, here, listed, (0, 1, 1), BESIDE, stream, pull=True)
 
     def sum_up(
         self,
@@ -69,7 +69,6 @@ class Return:
         stream: torch.cuda.Stream | None = None,
         *,
         listed: int = -1,
-        pulled: bool = False,
         heads: tuple[int, int, int] = (0, 1, 1),
         shape: LaunchShape = SHAPE,
     ) -> None:
@@ -81,11 +80,10 @@ class Return:
             stream: as of `Push.to_peers`, and after `written` there.
             listed: the lists of rows `here` hold this rank's own copies, expanded rows from this one on, which are not
                 read: what dk and dv hold is added in their place. -1: the lists don't.
-            pulled: `pull` has been called.
             heads: (first, stop, of how many): only the gradients of these.
             shape: SHAPE or BESIDE.
         """
-        self._launch(dk_RHD, dv_RHV, here, listed, _SUM_PULLED if pulled else _SUM, heads, shape, stream)
+        self._launch(dk_RHD, dv_RHV, here, listed, heads, shape, stream)
 
     def _launch(
         self,
@@ -93,11 +91,11 @@ class Return:
         dv_RHV: Tensor,
         here: slice,
         listed: int,
-        step: int,
         heads: tuple[int, int, int],
         shape: LaunchShape,
         stream: torch.cuda.Stream | None,
-        **options: Any,
+        *,
+        pull: bool = False,
     ) -> None:
         self._channel.launch(
             cuda.kernel("return_rows", self._channel.device, (*self._macros, *shape.macros)),
@@ -112,9 +110,10 @@ class Return:
             here.start,
             here.stop - here.start,
             (self._channel.rank << 32 | listed) if listed >= 0 else -1,
-            step,
+            *self._slots,
+            pull,
             heads[2],
             heads[0],
             heads[1],
-            **options,
+            waits=not pull,
         )

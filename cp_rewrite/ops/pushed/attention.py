@@ -6,8 +6,8 @@ Keys that lie side by side in the local rows are read in place (`planning/routes
     forward     own rows      | early entries' kernel   | late entries' kernel, as the GPU empties
                 rows for them | rows of the late entries
 
-    backward    early entries' kernel | late entries' kernel, as soon as it can | rounding of dq
-                rows of peers         |                                         | gradients go home
+    backward    late entries' kernel, as soon as it can | early entries' kernel | rounding of dq
+                rows of peers                           | gradients go home     | and are added
 
 Keys of the early entries that `push_cut.py` found side by side are read in place, and their gradients written there. A
 rank without such keys exchanges before and after its backward's kernel (`one_stage.py`). Where rows travel longer than

@@ -96,11 +96,15 @@ def _around(
         if not sums:  # made when the kernel has given its memory back
             sums.extend(y.new_empty(y.shape) for y in (k, v))
         with nvtx("exchange_backward"):
-            back.written(side)
+            if not whole:
+                back.written(side)
             back.sum_up(sums[0], sums[1], here, side)
 
     if whole:
         sums.extend(y.new_empty(y.shape) for y in (k, v))
+        with nvtx("exchange_backward"):
+            back.written(side)  # none
+            back.pull(sums[0], sums[1], here, side)
         keys, grads = (k[here], v[here]), (sums[0][here], sums[1][here])
         holder_ptr = csr_part(route.holder_ptr, here)
         overlap = BackwardOverlap(grads, gradients_written=send_home, mxint15=mxint15, holder_ptr=holder_ptr)
@@ -129,11 +133,11 @@ def _in_parts(
     def fetch() -> None:
         with nvtx("exchange_backward"):
             back.written(side)
-            back.pull(dk, dv, here, listed, side)
+            back.pull(dk, dv, here, side, listed=listed)
 
     def send_home() -> None:
         with nvtx("exchange_backward"):
-            back.sum_up(dk, dv, here, side, listed=listed, pulled=True)
+            back.sum_up(dk, dv, here, side, listed=listed)
 
     holder_ptr, of_late = csr_part(route.holder_ptr, here), parts.keys(1 - parts.early)
     early = BackwardOverlap(

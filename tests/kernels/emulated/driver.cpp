@@ -86,15 +86,23 @@ struct Host {
   void gradient_rows(Stream stream) { signal_wait(RETURN, stream, "wait for LEFT", -1, LEFT, nullptr, CALLS, 0); }
 
   void return_to_owners(Stream stream) {
-    return_to_owners(stream, 0, call.stages(), table.place[2], -1);
+    return_to_owners(stream, 0, call.stages());
     if (stream == SIDE) wait(MAIN, SIDE);
     check_all_sums();
   }
 
-  void return_to_owners(Stream stream, u32 stage, u32 stop, i64 in_place, i64 listed) {
+  void return_to_owners(Stream stream, u32 stage, u32 stop) {
     written(stream);
+    sum_up(stream, table.place[2], -1, 0, 0, stage, stop);
+  }
+
+  void sum_up(Stream stream, i64 in_place, i64 listed, i64 slot, i64 slots, u32 stage, u32 stop) {
     if (stream == SIDE) wait(SIDE, MAIN);
-    return_rows(stream, "return_rows", WHOLE_GPU, in_place, listed, SUM, stage, stop);
+    return_rows(stream, "return_rows", WHOLE_GPU, in_place, listed, slot, slots, 0, stage, stop);
+  }
+
+  void pull(i64 in_place, i64 listed, i64 slot, i64 slots) {
+    return_rows(SIDE, "pull", FEW_BLOCKS, in_place, listed, slot, slots, 1, 0, call.stages());
   }
 
   void written(Stream stream, Stream current = MAIN) {
@@ -103,11 +111,12 @@ struct Host {
   }
 
   void return_rows(
-      Stream stream, const char* what, u32 blocks, i64 in_place, i64 listed, Step step, u32 stage, u32 stop) {
+      Stream stream, const char* what, u32 blocks, i64 in_place, i64 listed, i64 slot, i64 slots, u32 pull, u32 stage,
+      u32 stop) {
     enqueue(stream, what, blocks, THREADS, [=, c = &call, t = &table, rank = rank] {
       ::return_rows(t->ptr.data(), t->holders.data(), c->size(), c->dk[rank].data(), c->dv[rank].data(), c->k_width,
-                    c->width(), t->place[0], in_place, listed, step, c->heads(), c->bounds[stage], c->bounds[stop],
-                    addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
+                    c->width(), t->place[0], in_place, listed, slot, slots, pull, c->heads(), c->bounds[stage],
+                    c->bounds[stop], addresses[RETURN].data(), states[RETURN][rank].data(), rank, world);
     });
   }
 
@@ -155,12 +164,11 @@ struct Host {
     });
     const i64 listed = (i64)rank << 32 | first;
     written(SIDE, FIRST);
-    return_rows(SIDE, "pull", FEW_BLOCKS, count, listed, PULL, 0, call.stages());
+    pull(count, listed, first, count);
     enqueue(MAIN, "early gradients", 1 + below(2), 1, [=, c = &call, rank = rank] {
       write_in_place(*c, rank, count, first, 0, c->stages());
     });
-    wait(SIDE, MAIN);
-    return_rows(SIDE, "return_rows", WHOLE_GPU, count, listed, SUM_PULLED, 0, call.stages());
+    sum_up(SIDE, count, listed, first, count, 0, call.stages());
     wait(MAIN, FIRST);
     wait(MAIN, SIDE);
     check_all_sums();
@@ -172,10 +180,17 @@ struct Host {
     const bool in_place = table.place[2];
     if (!kept) to_peers(SIDE, in_place ? FEW_BLOCKS : WHOLE_GPU), own_rows();
     gradient_rows(SIDE);
-    if (!in_place) wait(MAIN, SIDE);
+    const i64 count = table.place[2], slots = std::min(count, (i64)call.route->capacity);
+    if (in_place)
+      written(SIDE), pull(count, -1, 0, slots);
+    else
+      wait(MAIN, SIDE);
     if (!kept) read(MAIN, "attention backward", 0, all());
     gradients();
-    return_to_owners(SIDE);
+    if (!in_place) return return_to_owners(SIDE);
+    sum_up(SIDE, count, -1, 0, slots, 0, call.stages());
+    wait(MAIN, SIDE);
+    check_all_sums();
   }
 
   Stream of(u32 stage) const { return stage % 2 ? LANE : MAIN; }
@@ -226,7 +241,7 @@ struct Host {
       if (!kept) wait_for_stage(stage), read(of(stage), "a stage backward", 0, all(), stage, stage + 1);
       gradients(of(stage), stage, stage + 1);
       wait(SIDE, of(stage));
-      return_to_owners(SIDE, stage, stage + 1, table.place[2], -1);
+      return_to_owners(SIDE, stage, stage + 1);
     }
     join();
     check_all_sums();

@@ -15,7 +15,7 @@ extern "C" void signal_wait(
     int world);
 extern "C" void return_rows(
     const int* ptr, const i64* holders, u32 rows, chunk* dk, chunk* dv, u32 k_width, u32 width, u32 source, u32 count,
-    i64 listed, u32 step, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world);
+    i64 listed, u32 slot, u32 slots, u32 pull, u32 heads, u32 from, u32 to, const u64* addresses, u32* state, int rank, int world);
 
 struct Table {  // of one rank: see `push_route`. sources: owner * R + row of every expanded row that is copied, of which
 // `used` count
