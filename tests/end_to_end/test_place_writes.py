@@ -131,6 +131,19 @@ REFUSED: dict[str, Write] = {
 }
 
 
+class WrittenIds(PackedModel):
+    def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        ids = input_ids.new_zeros(input_ids.shape)
+        ids[:, 1:] = input_ids[:, :-1].clone()
+        ids[:, 0] = 5
+        return self.embed(ids)
+
+
+@pytest.mark.slow
+def test_ids_that_are_shifted_in_the_model_are_right() -> None:
+    assert check_or_refuse(WrittenIds()) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 13), (2, 15)])
 @pytest.mark.parametrize("name", [*RIGHT, *REFUSED])

@@ -195,7 +195,7 @@ def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
     memory = memory_of(x)
     behind = {n for n in x.graph.nodes if memory is not None and memory_of(n) == memory} | {x}
     for node in x.graph.nodes:
-        if behind.isdisjoint((node, *node.all_input_nodes)):
+        if behind.isdisjoint((node, *node.all_input_nodes)) or op_name(node) == "embedding":
             continue
         behind.add(node)
         value = node.meta.get("example_value")
