@@ -40,10 +40,11 @@ from typing import Any
 
 import sympy
 import torch.fx as fx
+from sympy.core.function import AppliedUndef
 
 from cp_rewrite.batch.masks.argument import MaskArgument
 from cp_rewrite.masks import DROPPED_AT, PackedMask
-from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask, Tree
+from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask, Tree, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical
 from cp_rewrite.passes.predicate.reading.recognise import Reader
 from cp_rewrite.passes.values.table import Table
@@ -161,7 +162,7 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
         seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in plain.items() if yes) or "nowhere"
         detail = f"query - key may be {seen}: no window around the query itself"
     elif not detail:
-        detail = _odd_padding(reader, value, spans, kept, form)
+        detail = _padding_told(reader, value, form) or _odd_padding(reader, value, spans, kept, form)
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
     cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
@@ -184,6 +185,19 @@ def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> l
         return list(dict.fromkeys(Refusal(t.reason, t.detail, t.node or mask) for t in unread))
     counts = "the mask depends on the number of tokens, which a shard changes"
     return [Refusal(Reason.MASK_NOT_PACKED, counts if value.has(TOKENS) else first, mask)]
+
+
+def _padding_told(reader: Reader, value: Value, form: Form) -> str:
+    """What is wrong with a mask of the whole row that reads what tells documents from padding: the cells say nothing of
+    queries that are padding, but of the whole row the next layer's queries see what these saw."""
+    packing = reader.sharding.packing
+    if form.packed or not isinstance(packing, CuSeqlens | DocumentIds | PaddingMask):
+        return ""
+    read = {reader.leaves[term.func].name for term in value.atoms(AppliedUndef) if term.func in reader.leaves}
+    told = sorted(read & {*packing_args(packing)})
+    return (
+        f"the mask sees the whole row, and reads {told[0]!r}, by which queries of padding may see less" if told else ""
+    )
 
 
 def _odd_padding(reader: Reader, value: Value, spans: Sequence[Span], kept: Kept, form: Form) -> str:

@@ -92,7 +92,6 @@ MEANINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], cp.PackedMask]] = 
     "both": (lambda m, c: (m[:, None, :, None] * m[:, None, None]).bool() & c, CAUSAL),
     "an encoder's": (lambda m, _: m.bool()[:, None, None], cp.PackedMask(causal=False)),
     "not read": (lambda m, c: c.expand(len(m), 1, -1, -1), WHOLE),
-    "queries": (lambda m, c: c & m.bool()[:, None, :, None], WHOLE),
 }
 
 
@@ -105,6 +104,15 @@ def test_what_masks_of_padding_mean(name: str) -> None:
     report = cp.explain(Masked(of), sharding)(input_ids=torch.arange(16)[None] % VOCAB, marks=torch.ones(1, 16).long())
     assert [site.mask for site in report.sites] == [str(expected)]
     assert not report.refusals
+
+
+@pytest.mark.parametrize("right", [None, 0])
+def test_masks_of_queries_alone_are_refused(right: int | None) -> None:
+    """What padding saw is seen behind it, or before it, by the next layer's queries."""
+    sharding = cp.Sharding(2, {"input_ids": 1, "marks": 1}, cp.PaddingMask("marks"))
+    model = Masked(lambda m, c: ((c | (right is None)) & m.bool()[:, None, :, None]) | torch.eye(len(c)).bool())
+    report = cp.explain(model, sharding)(input_ids=torch.arange(16)[None] % VOCAB, marks=torch.ones(1, 16).long())
+    assert [refusal.reason for refusal in report.refusals] == [cp.Reason.MASK_NOT_PACKED], str(report)
 
 
 def test_padding_masks_that_are_none() -> None:
