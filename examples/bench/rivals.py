@@ -178,6 +178,28 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
+def block_mask(pack: Pack, block: int, device: torch.device) -> Any:
+    """Causal documents. `create_block_mask` asks for every pair of tokens; compiling it takes minutes."""
+    lengths = torch.tensor(pack.lengths, device=device)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
+
+    def same_document_and_causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= starts[query])
+
+    first = torch.arange(0, pack.tokens, block, device=device)
+    last = first + block - 1
+    # Queries of a block see, together, all keys from the first one's document on; each of them all from the last one's.
+    seen = (first[None] <= last[:, None]) & (last[None] >= starts[first][:, None])
+    full = (last[None] <= first[:, None]) & (first[None] >= starts[last][:, None])
+    lists: list[Tensor] = []
+    for blocks in (seen & ~full, full):
+        lists += [
+            blocks.sum(-1).int()[None, None],
+            blocks.int().argsort(dim=-1, descending=True, stable=True).int()[None, None],
+        ]
+    return flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=same_document_and_causal)
+
+
 class FlexTriton(_Autograd):
     """`_ContextParallel` of torch around compiled FlexAttention: keys and values all-gathered, their gradients
     reduce-scattered, a BlockMask made beforehand. `_PTRRLoadBalancer` deals out blocks of queries by how many blocks of
@@ -207,14 +229,7 @@ class FlexTriton(_Autograd):
         block = flex._DEFAULT_SPARSE_BLOCK_SIZE
         if pack.tokens % (block * setup.world_size):
             raise ValueError(f"tokens must be a multiple of {block} on each rank")
-        lengths = torch.tensor(pack.lengths, device=q.device)
-        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
-
-        def same_document_and_causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key >= starts[query])
-
-        make: Any = compiled(flex.create_block_mask)
-        whole = make(same_document_and_causal, 1, 1, pack.tokens, pack.tokens, device=q.device.type)
+        whole = block_mask(pack, block, q.device)
         balancer = _PTRRLoadBalancer(whole, setup.world_size)
         (self.mask,) = _context_parallel_shard(mesh, [whole], [0], balancer)
         self.rows = balancer._generate_indices()[0].view(setup.world_size, rows)[setup.rank]
