@@ -28,7 +28,7 @@ class Writing(PackedModel):
         for name in self.names:
             x, y = h * 1.0, (h[..., 0] > 0).long() * 3
             found = (RIGHT | REFUSED)[name](self, x, y, h)
-            h = (x if found is None else found) * (1 + F.one_hot(y.clamp(min=0), 9) * 0.1).sum(-1, keepdim=True)
+            h = (x if found is None else found).tanh() * (1 + F.one_hot(y.clamp(min=0), 9) * 0.1).sum(-1, keepdim=True)
         return h
 
 

@@ -15,13 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import is_part
-from tests.end_to_end import test_neighbours, test_picked, test_resolved
+from tests.end_to_end import test_neighbours, test_picked, test_place_writes, test_resolved, test_token_counts
 from tests.end_to_end.test_conformance_gpu import free_port
 from tests.helpers.packed_model import packed_batch
 
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], Callable[[], dict[str, Any]]]] = {
     "sums": (test_resolved.Resolved, test_resolved.CASES, lambda: packed_batch(1, 14)),
     "picks": (test_picked.Picked, [*test_picked.LOSSES], lambda: test_picked.packed(1, 14)),
+    "counts": (
+        lambda names: test_token_counts.Counting(*names),
+        [*test_token_counts.RIGHT],
+        lambda: packed_batch(1, 14),
+    ),
+    "writes": (
+        lambda names: test_place_writes.Writing(*names),
+        [*test_place_writes.RIGHT],
+        lambda: packed_batch(1, 14),
+    ),
     "neighbours": (test_neighbours.Neighbours, test_neighbours.CASES, lambda: packed_batch(1, 14)),
 }
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}

@@ -24,16 +24,16 @@ class Counting(PackedModel):
 
     def mix(self, h: Tensor) -> Tensor:
         for name in self.names:
-            found = (RIGHT | REFUSED)[name](h, torch.arange(h.shape[1]), h.shape[1])
+            found = (RIGHT | REFUSED)[name](h, torch.arange(h.shape[1], device=h.device), h.shape[1])
             h = h * (1 + 0.1 * (found[:, None] if found.ndim == 1 else found))
         return h
 
 
 RIGHT: dict[str, Factor] = {
-    "from_one": lambda h, i, t: torch.arange(1, t + 1).log1p(),
-    "from_three_in_fp32": lambda h, i, t: torch.arange(3, t + 3, dtype=torch.float32).log1p(),
-    "backwards": lambda h, i, t: torch.arange(t - 1, -1, -1).log1p(),
-    "from_the_end_on": lambda h, i, t: torch.arange(t, 2 * t) / t,
+    "from_one": lambda h, i, t: torch.arange(1, t + 1, device=h.device).log1p(),
+    "from_three_in_fp32": lambda h, i, t: torch.arange(3, t + 3, dtype=torch.float32, device=h.device).log1p(),
+    "backwards": lambda h, i, t: torch.arange(t - 1, -1, -1, device=h.device).log1p(),
+    "from_the_end_on": lambda h, i, t: torch.arange(t, 2 * t, device=h.device) / t,
     "one_more": lambda h, i, t: (i + 1).log(),
     "last": lambda h, i, t: (i == t - 1) * 1.0,
     "not_last": lambda h, i, t: (i != t - 1) * 1.0,
@@ -56,9 +56,9 @@ RIGHT: dict[str, Factor] = {
     "without_the_last": lambda h, i, t: h.masked_fill((i == t - 1)[:, None], 0),
 }
 REFUSED: dict[str, Factor] = {
-    "one_too_many": lambda h, i, t: torch.arange(1, t + 2).log().sum(),
-    "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t), (1, 0)),
-    "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2).log1p(),
+    "one_too_many": lambda h, i, t: torch.arange(1, t + 2, device=h.device).log().sum(),
+    "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t, device=h.device), (1, 0)),
+    "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2, device=h.device).log1p(),
     "cosine": lambda h, i, t: i * math.cos(t),
 }
 

@@ -63,7 +63,9 @@ class Counted:
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # these hold few numbers of tokens
         given = {name: value for name, value in args.items() if name != "self"}
         for name, expr in self.numbers:
-            given[name] = sympy.lambdify([self.tokens], expr, [_FUNCTIONS])(ranks.row_tokens.select(0, 0))
+            number: Tensor = sympy.lambdify([self.tokens], expr, [_FUNCTIONS])(ranks.row_tokens.select(0, 0))
+            kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+            given[name] = number.to(kind) if number.is_floating_point() else number
         if "clamp" in func._schema.name:  # which takes two tensors, or two numbers
             numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
             given |= {name: torch.full((), value, device=x.device) for name, value in numbers.items()}
