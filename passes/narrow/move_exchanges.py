@@ -32,8 +32,9 @@ from .read_way import GraphOrder, Way, modes_of
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
-_GAIN = 0.9
-"""A cut is taken that is predicted to take no more than this part of the time: what is predicted is no better."""
+_GAIN = 0.92
+"""A cut is taken that is predicted to take no more than this part of the time. Where 0.91 was predicted, 0.89 was
+measured, of the whole layer."""
 
 
 def move_exchanges(state: State) -> State:
