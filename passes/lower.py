@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
+from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 
@@ -52,11 +53,18 @@ def _traced(
         )
         with Changes(lowering, ranks) as changes:
             out = call(node, given.__getitem__)
-        assert not changes.steps, f"{node.name} runs other ops than before: {changes.steps} are missing"
+        if changes.steps:
+            raise _other_ops(node)
         return out
 
     with autocasts_open(lowering.autocasts):
         return traced(run, [value_of(n) for n in operands], mode)
+
+
+def _other_ops(node: fx.Node) -> RewriteRefused:
+    """Of a node that torch takes apart into other ops than when they were looked at."""
+    detail = "torch takes it apart into other ops here than when it was looked at: write it out in simpler ones"
+    return RewriteRefused([Refusal(Reason.TOKEN_MIXING, detail, node)])
 
 
 class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
@@ -64,7 +72,7 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
 
     def __init__(self, lowering: Lowering, ranks: Ranks) -> None:
         super().__init__()
-        self.steps = {step.place: step for step in lowering.steps}
+        self.node, self.steps = lowering.node, {step.place: step for step in lowering.steps}
         self.ranks, self.casts = ranks, bool(lowering.autocasts)
         self.place = 0
 
@@ -78,7 +86,8 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.place += op_name(func) not in COPIES
         if step is None:
             return func(*args, **kwargs)
-        assert op_name(func) == step.op, f"{func} runs where {step.op} ran before"
+        if op_name(func) != step.op:
+            raise _other_ops(self.node)
         args, kwargs = self._converted(step, args, kwargs)
         if step.whole is None:
             return func(*args, **kwargs)

@@ -193,6 +193,16 @@ def test_sums_are_made_whole_on_more_ranks(pool: Pool, ranks: int, layout: str, 
     compare(pool, [*CASES], ranks, layout, rows, 14)
 
 
+def test_what_torch_takes_apart_in_two_ways_is_refused() -> None:
+    class Margin(Resolved):
+        def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
+            return F.multi_margin_loss(logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="sum")
+
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+    with pytest.raises(Exception, match=r"multi_margin_loss.*write it out"):
+        cp.explain(Margin(()), sharding)(**packed_batch())
+
+
 def test_they_are_refused_where_nothing_is_to_be_resolved() -> None:
     sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), resolve=False)
     report = cp.explain(Resolved(("mean_of_all",)), sharding)(**packed_batch())
