@@ -52,8 +52,8 @@ def test_refusals_name_their_reason(case: Refused) -> None:
 
 def test_a_sample_of_cells(pool: Pool) -> None:
     """Not TransformerEngine's, but for some with few heads: those take long."""
-    sample = [cell for cell in cells() if cell.padding in PACKS][::67]
-    sample += [cell for cell in cells() if cell.heads == (12, 2) and cell.padding not in PACKS][::14]
+    sample = [cell for cell in cells() if cell.padding in PACKS][::97]
+    sample += [cell for cell in cells() if cell.heads == (12, 2) and cell.padding not in PACKS][::20]
     assert not failures(worst_errors(pool, sample))
 
 

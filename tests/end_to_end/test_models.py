@@ -27,8 +27,8 @@ VERSION = f"transformers {importlib.metadata.version('transformers')}"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5
-QUICK = ("llama", "modernbert", "nanogpt", "nanogpt_mean_loss", "torchtitan_eos_mask")
-"""One of each kind of attention, mask, position and loss; the others are slow."""
+QUICK = ("llama", "modernbert", "nanogpt", "torchtitan_eos_mask")
+"""One of each kind of attention, mask and position; the others are slow."""
 
 REFUSED: dict[str, tuple[str, str]] = {}
 """Model -> the reason it must be refused for, and why that is true."""

@@ -101,7 +101,9 @@ def compare(expected: Recorded, found: Recorded, limit: float = LIMIT) -> None:
             assert error <= limit, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("kind", ["by blocks", pytest.param("whole", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize(
+    "kind", ["by blocks", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("whole", "ddp"))]
+)
 def test_steps_equal_one_process(pair: Pool, kind: str) -> None:
     """Losses, all gradients, their norm and the weights, with accumulation and clipping."""
     expected = train_alone()

@@ -91,6 +91,7 @@ def test_training_with_accumulation_equals_one_process(pair: Pool, tmp_path: Pat
         compare(expected, found)
 
 
+@pytest.mark.slow
 def test_training_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path) -> None:
     """The same, with the weights of each block sharded over all ranks."""
     options = {"gradient_accumulation_steps": 2}

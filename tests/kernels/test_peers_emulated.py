@@ -37,7 +37,7 @@ pytestmark = [
 
 KERNELS = ("rows.cuh", "peers.cuh", "push_rows.cu", "signal_wait.cu", "return_rows.cu")
 MACROS = ("-DWARPS=2", "-DREMOTE_WARPS=1", "-DIN_FLIGHT=2", "-DDTYPE_FP32")
-SEEDS, SEEDS_FOR_MUTANTS = amount.examples(1500, 600), 400
+SEEDS, SEEDS_FOR_MUTANTS = amount.examples(1500, 400), 400
 
 CASES: tuple[tuple[list[int], str, PackedMask], ...] = (
     ([24], "balanced", PackedMask()),

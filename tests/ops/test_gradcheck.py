@@ -109,7 +109,11 @@ def test_kept_rows(pool: Pool, exchange: str) -> None:
     assert all(pool.run(2, gradcheck_on, exchange, MASKS[0], (2, 2), True))
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (3, 1)], ids=["padded_heads", "copied_and_padded_heads"])
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param((3, 3), marks=pytest.mark.slow), (3, 1)],
+    ids=["padded_heads", "copied_and_padded_heads"],
+)
 def test_scattered_heads(pool: Pool, heads: tuple[int, int]) -> None:
     assert all(pool.run(2, gradcheck_on, "a2a", MASKS[0], heads, False))
 

@@ -47,7 +47,9 @@ TRANSFORMERS = cp.Sharding(
 )
 
 
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Mistral", marks=pytest.mark.slow), "Mixtral"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Mistral")), "Mixtral"]
+)
 def test_transformers_models_are_proven(family: str) -> None:
     verdict = judge(transformers_model(family, 2), transformers_batch(), TRANSFORMERS)
     assert not verdict.refusals, str(verdict)
