@@ -58,19 +58,24 @@ def move_exchanges(state: State) -> State:
 def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], Way | None]) -> Decision:
     site, sharding = decision.site, state.sharding
     movable = _movable(decision, state)
-    way = None if movable is None else way_to(site.node)
-    if movable is None or way is None:
+    if movable is None:
         return decision
     device = sharding.device_speeds or speeds_of(state.device)
     load, model = load_for(site, state), _model_of(decision)
     forced = sharding.exchange_at == "narrowest"
+    before = exchange_seconds(load, device, model, sharding.node_size).get(decision.exchange_name)
+    kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
+    if not forced and (before is None or kernel > _GAIN * before):  # no cut takes less than the kernel
+        return decision
+    way = way_to(site.node)
+    if way is None:
+        return decision
     cut = find_cut(site, way, Costs(1e-9, 0.0, 0.0) if forced else costs_of(load, device))
     if cut is None:
         why = "nothing narrower than keys and values is at hand to exchange"
         return replace(decision, why=(*decision.why, why)) if forced else decision
-    before = exchange_seconds(load, device, model, sharding.node_size).get(decision.exchange_name)
     after = _seconds(movable.exchange.kind, load, device, model, sharding.node_size, cut)
-    if not forced and (before is None or after > _GAIN * before):
+    if before is not None and not forced and after > _GAIN * before:
         return decision
     against = "" if before is None else f", {1e3 * before:.2f} with keys and values by {decision.exchange_name}"
     return replace(movable, cut=cut, why=(*movable.why, f"{cut}; predicted {1e3 * after:.2f} ms per layer{against}"))
