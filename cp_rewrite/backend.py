@@ -21,7 +21,7 @@ from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
-from cp_rewrite.passes.values.plan_conditions import PlanConditions
+from cp_rewrite.passes.values.conditions import PlanConditions
 
 from . import passes
 from .arguments import untaken

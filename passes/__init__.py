@@ -73,7 +73,7 @@ def match_attention(state: State) -> State:
 
 def check_token_locality(state: State) -> State:
     """Prove that nothing but attention mixes tokens."""
-    report = check_locality(
+    found = check_locality(
         state.graph_module,
         state.sharding,
         state.sites,
@@ -81,24 +81,9 @@ def check_token_locality(state: State) -> State:
         refused=state.refused,
         kept=state.frame.kept,
     )
-    masked = {insert.node for insert in report.inserts}
     filled = check_filled_offsets(state.graph_module, state.sharding, state.sites, state.tokens.names)
-    return replace(
-        state,
-        positions=() if report.row_positions else tuple(report.positions),
-        looked_up=tuple(report.looked_up),
-        row_positions=report.row_positions,
-        outputs=tuple(report.outputs),
-        parts=tuple(report.parts),
-        inserts=(*state.inserts, *report.inserts, *report.resolved),
-        padded_sums=tuple(node for node in report.padded_sums if node not in masked),
-        gap_sums=tuple(report.gap_sums),
-        lowered=tuple(report.lowered),
-        reads=tuple(report.reads),
-        states=report.states,
-        fewer=report.fewer,
-        refusals=tuple(dict.fromkeys((*state.refusals, *report.refusals, *filled))),
-    )
+    refusals = dict.fromkeys((*state.refusals, *found.refusals, *filled))
+    return replace(state, locality=found, refusals=tuple(refusals))
 
 
 FIND = (

@@ -21,9 +21,9 @@ from cp_rewrite.passes.graph.operands import needs_gradient
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.values.insert import Insert
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.torch_internals import FakeTensorMode
 
@@ -40,31 +40,32 @@ _WHY = "rewrite_sites"
 
 def rewrite_sites(state: State) -> State:
     """Add the plan's tensors as inputs, put packed attention in the place of each site, drop what only masks read."""
+    found = state.locality
     keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
-    keys += [key for insert in state.inserts for key in insert.inputs]
-    keys += [key for lowering in state.lowered for key in lowering.reads]
-    keys += [key for read in state.reads for key in read.inputs]
-    keys += [HAS_TOKEN] * any(node.graph is not state.graph_module.graph for node in state.fewer)
-    keys += [ROW_INDEX] * bool(state.positions) + [TOKEN_INDEX] * bool(state.row_positions)
+    keys += [key for insert in found.inserts for key in insert.inputs]
+    keys += [key for lowering in found.lowered for key in lowering.reads]
+    keys += [key for read in found.reads for key in read.inputs]
+    keys += [HAS_TOKEN] * any(node.graph is not state.graph_module.graph for node in found.fewer)
+    keys += [ROW_INDEX] * bool(found.positions) + [TOKEN_INDEX] * bool(found.row_positions)
     inputs = Inputs(state, keys)
     made: dict[Any, fx.Node] = {}
     replaced: dict[fx.Node, fx.Node] = {}
-    for table in state.looked_up:
+    for table in found.looked_up:
         table.replace_all_uses_with(table.args[0])  # type: ignore[arg-type]
         table.graph.erase_node(table)
-    stale = [operand for read in state.reads for operand in read.node.all_input_nodes]
+    stale = [operand for read in found.reads for operand in read.node.all_input_nodes]
     keep_sizes(state, inputs)
     _move_rows(state.graph_module, state, inputs, replaced, set())  # first: what is read may be replaced below
-    for insert in state.inserts:
+    for insert in found.inserts:
         _insert_before(replace(insert, operand=replaced.get(insert.operand, insert.operand)), inputs, made)
-    apart = state.row_positions.lowered if state.row_positions else ()
-    for lowering in state.lowered:
+    apart = found.row_positions.lowered if found.row_positions else ()
+    for lowering in found.lowered:
         if lowering not in apart:
             lower_node(lowering, inputs, state.sharding)
-    for position in state.positions:
+    for position in found.positions:
         _globalize(position, inputs)
-    if state.row_positions:
-        keep_rows_apart(state.row_positions, inputs, state.sharding)
+    if found.row_positions:
+        keep_rows_apart(found.row_positions, inputs, state.sharding)
     # Masks, and key and value heads that the model had expanded for its query heads.
     live = live_nodes(state.graph_module, state.decisions)
     stale += [n for d in state.decisions for n in (*d.site.node.all_input_nodes, *d.site.operands)]
@@ -82,9 +83,10 @@ def _move_rows(
 ) -> None:
     """Replace reads of neighbours, and let nodes of fewer tokens keep all rows: in the order in which nodes run."""
     entered.add(gm.graph)
-    reads = {read.node: read for read in state.reads}
+    found = state.locality
+    reads = {read.node: read for read in found.reads}
     for node in list(gm.graph.nodes):
-        call = region_call(node) if state.reads or state.fewer else None
+        call = region_call(node) if found.reads or found.fewer else None
         if call is not None and call.body.graph not in entered:
             enter_region(call, state)
             _move_rows(call.body, state, inputs, replaced, entered)
@@ -92,7 +94,7 @@ def _move_rows(
             leave_region(call, state)
         elif node in reads:
             replaced[node] = _replace_read(reads[node], inputs, replaced)
-        elif node in state.fewer and node.op != "placeholder":
+        elif node in found.fewer and node.op != "placeholder":
             keep_rows(node, state, inputs)
 
 

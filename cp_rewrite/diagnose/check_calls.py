@@ -21,10 +21,11 @@ class CallChecks:
     """Of one graph, after the passes."""
 
     def __init__(self, state: State) -> None:
-        self.conditions, self.outputs, self.parts = state.size_conditions, state.outputs, state.parts
-        self.sums = [source_line(node) for node in state.padded_sums]
+        found = state.locality
+        self.conditions, self.outputs, self.parts = state.size_conditions, found.outputs, found.parts
+        self.sums = [source_line(node) for node in found.padded_sums]
         ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
-        self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (state.gap_sums, ahead)))
+        self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (found.gap_sums, ahead)))
         self.tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
         inputs, packing = state.graph_module.graph.find_nodes(op="placeholder"), state.sharding.packing
         names = [state.tokens.names.get(node, "") for node in inputs]

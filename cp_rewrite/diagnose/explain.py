@@ -172,7 +172,7 @@ def _report(state: passes.State) -> Report:
         mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
         chosen = (None, None, ()) if decision is None else (decision.exchange_name, decision.kernel, decision.why)
         sites.append(SiteReport(line, mask, *chosen))
-    inserts = [i for i in state.inserts if not state.refusals and not isinstance(i.emit, Converted)]
+    inserts = [i for i in state.locality.inserts if not state.refusals and not isinstance(i.emit, Converted)]
     found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
     texts = tuple(before), tuple(after), tuple(found)
@@ -204,7 +204,7 @@ def _collectives(gm: fx.GraphModule) -> Iterator[Collective]:
 
 
 def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective]:
-    for read in state.reads:
+    for read in state.locality.reads:
         if read.read is None:  # nothing travels
             continue
         value: Any = read.source.meta["example_value"]

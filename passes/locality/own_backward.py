@@ -31,7 +31,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, 
 from cp_rewrite.passes.locality.node.run import NodeRunner, States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.rules.spread import can_spread, spread
-from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.refusal import Reason
 
 from .report import Findings

@@ -39,6 +39,7 @@ from cp_rewrite.passes.locality.resolve.mask_sums import mask_sum
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
 from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
+from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
@@ -48,7 +49,7 @@ from .inputs import input_state, read_extents
 from .liveness import is_attention, live_nodes, scores_of
 from .outputs import Outputs
 from .own_backward import OwnBackward
-from .report import Findings, LocalityReport, why_static
+from .report import Findings, why_static
 
 
 def check_locality(
@@ -59,7 +60,7 @@ def check_locality(
     *,
     refused: Mapping[fx.Node, Site | None] | None = None,
     kept: Mapping[fx.Node, str] | None = None,
-) -> LocalityReport:
+) -> Locality:
     """Prove that every op outside the attention of `sites` treats tokens alone, or say which does not.
 
     Args:
@@ -73,10 +74,10 @@ def check_locality(
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None else read_extents(tokens, mode.shape_env)
     if mode is None or extents is None:
-        return LocalityReport(list(tokens.refusals))
+        return Locality(tokens.refusals)
     if isinstance(extents.tokens, int):
         fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
-        return LocalityReport(list(tokens.refusals) or [why_static(extents, fixed)])
+        return Locality(tokens.refusals or (why_static(extents, fixed),))
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
     walk = _Walk(gm, sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
@@ -190,18 +191,18 @@ class _Walk:
             return self.found.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
         return self.record(node, self.reads.outcome(node))
 
-    def report(self, gm: fx.GraphModule) -> LocalityReport:
+    def report(self, gm: fx.GraphModule) -> Locality:
         report = self.found.report(self.resolver, self.reads.found.values())
         states = {node: state for node, state in self.env.items() if node.graph not in self.several}
         fewer = {node: by for node, state in self.env.items() if (by := fewer_of(state))}
         report = replace(report, states=states, fewer=fewer)
         if self.extents.batch == 1 or not report.positions:
             return report
-        inserted = {(x.node, x.operand) for x in (*report.inserts, *report.resolved)}
+        inserted = {(x.node, x.operand) for x in report.inserts}
         counted = {x.node: x for x in report.lowered if all(isinstance(step.whole, Counted) for step in x.steps)}
         changed = {*fewer, *(x.node for x in report.reads), *({x.node for x in report.lowered} - counted.keys())}
         rows = shared_by_rows(gm, report.positions, self.env, self.live, changed, inserted, counted)
-        return replace(report, row_positions=rows)
+        return report if rows is None else replace(report, positions=(), row_positions=rows)
 
     def shares_ranks(self, group: str) -> bool:
         """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""

@@ -27,7 +27,7 @@ from cp_rewrite.passes.values.state import State
 
 def keep_sizes(state: State, inputs: Inputs) -> None:
     """Let numbers that are read off such tensors be computed without them."""
-    asked = [user for node in state.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
+    asked = [user for node in state.locality.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
         if _is_number(node) and linear_in(value_of(node), state.tokens.inputs[0].tokens) is not None:
@@ -36,7 +36,7 @@ def keep_sizes(state: State, inputs: Inputs) -> None:
 
 def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
     """Run a node again on operands that keep all rows; sizes among its arguments are those of all rows."""
-    tokens, by = state.tokens.inputs[0].tokens, state.fewer[node]
+    tokens, by = state.tokens.inputs[0].tokens, state.locality.fewer[node]
 
     def changed(given: fx.Node) -> fx.Node:
         found = linear_in(value_of(given), tokens) if _is_number(given) else None
@@ -50,13 +50,13 @@ def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
 def enter_region(call: RegionCall, state: State) -> None:
     """Let a nested region be given all rows."""
     for placeholder, operand in call.filled.items():
-        if placeholder in state.fewer:
+        if placeholder in state.locality.fewer:
             placeholder.meta["example_value"] = value_of(operand)
 
 
 def leave_region(call: RegionCall, state: State) -> None:
     """Let a nested region's call give all rows; they are those that the region returns."""
-    if call.node in state.fewer:
+    if call.node in state.locality.fewer:
         returned = [value_of(x) if isinstance(x, fx.Node) else x for x in outputs_of(call.body)]
         value = value_of(call.node)
         new = type(value)(returned) if isinstance(value, list | tuple) else returned[0]

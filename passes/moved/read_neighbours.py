@@ -52,7 +52,7 @@ def _cut_off(read: NeighbourRead, x: Any) -> Any:
 
 def moved_arguments(state: State) -> set[str]:
     """Names of arguments of whole numbers whose tokens are moved, or go into what is moved."""
-    pending = [read.source for read in state.reads if not value_of(read.source).is_floating_point()]
+    pending = [read.source for read in state.locality.reads if not value_of(read.source).is_floating_point()]
     seen, calls = set[fx.Node](), region_calls(state.graph_module)
     while pending:
         node = pending.pop()

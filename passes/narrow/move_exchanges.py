@@ -3,7 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -43,14 +43,14 @@ def move_exchanges(state: State) -> State:
     extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
     if state.sharding.exchange_at == "attention" or state.refusals or extents is None:
         return state
-    changed, order_of = frozenset(_changed(state)), cache(GraphOrder)
+    changed, order_of = frozenset((*state.locality.changed(), *(site.node for site in state.sites))), cache(GraphOrder)
     outside_autocast = cache(partial(_outside_autocast, root=state.graph_module))
 
     def way_to(node: fx.Node) -> Way | None:
         """None: nothing can be computed again where an autocast is open around the graph."""
         if not outside_autocast(node.graph):
             return None
-        return Way(node, order_of(node.graph), state.states, extents, changed)
+        return Way(node, order_of(node.graph), state.locality.states, extents, changed)
 
     return replace(state, decisions=tuple(_moved(decision, state, way_to) for decision in state.decisions))
 
@@ -93,16 +93,6 @@ def _movable(decision: Decision, state: State) -> Decision | None:
         return None
     other = decide(decision.site, replace(state, sharding=replace(state.sharding, exchange="needed")))
     return other if isinstance(other, Decision) else None
-
-
-def _changed(state: State) -> Iterator[fx.Node]:
-    """Nodes that the rewrite replaces or gives other operands."""
-    for found in (*state.inserts, *state.lowered, *state.reads, *state.positions):
-        yield found.node
-    yield from (site.node for site in state.sites)
-    if state.row_positions is not None:
-        yield from (found.node for found in (*state.row_positions.generators, *state.row_positions.readers))
-        yield from state.row_positions.shared
 
 
 def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -33,8 +33,3 @@ def size_places(inputs: Iterable[fx.Node]) -> dict[Any, tuple[int, int | None]]:
             if isinstance(size, SymInt) and expression(size).is_Symbol:
                 places.setdefault(expression(size), (place, dim))
     return places
-
-
-def first_wrong(conditions: Iterable[Any], sizes: Mapping[Any, int]) -> Any:
-    """The first condition that does not hold for these sizes; None: all do."""
-    return next((condition for condition in conditions if condition.subs(sizes) != True), None)  # noqa: E712

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -12,18 +11,15 @@ import torch.fx as fx
 from cp_rewrite.batch.active import ActivePlan, PlanInput
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
+from .conditions import SizeConditions
 from .cut import Cut
-from .insert import Insert
-from .neighbour_read import NeighbourRead
+from .locality import Locality
 from .recorded_mask import RecordedMask
-from .resolution import Lowering
 from .site import Site
-from .size_conditions import SizeConditions
 from .table import Table
 
 
@@ -89,19 +85,10 @@ class State:
         frame: what Dynamo says of the function.
         chunked: loops over chunks of tokens were made one run over all of them.
         size_conditions: what the graph decided by token counts.
-        sites, positions, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
-            for its mask, where its operands fit. outputs: the token dim of each output, None: it has none.
+        sites, locality, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
+            for its mask, where its operands fit.
         tables: buffers whose numbers masks were proven by. offsets: arguments that must hold what the packing's
             cu_seqlens do.
-        looked_up: nodes that take the first rows of a table, which stays whole.
-        row_positions: positions that are made for each row of the batch by itself; None: none, or not so.
-        parts: whether each output is this rank's part of a sum.
-        padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
-        gap_sums: what takes in the values that tokens of no document have after attention.
-        inserts: what is put between nodes and their operands. lowered: nodes that are taken apart. reads: nodes that
-            are replaced by a read of neighbouring tokens. fewer: nodes whose tensors have so many tokens fewer than the
-            row, and keep a row for each.
-        states: what the locality check knows of each node's tensors.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
     """
 
@@ -117,18 +104,7 @@ class State:
     refused: Mapping[fx.Node, Site | None] = field(default_factory=dict[fx.Node, Site | None])
     tables: Mapping[fx.Node, Table] = field(default_factory=dict[fx.Node, Table])
     offsets: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    positions: tuple[PositionGenerator, ...] = ()
-    looked_up: tuple[fx.Node, ...] = ()
-    row_positions: RowPositions | None = None
-    padded_sums: tuple[fx.Node, ...] = ()
-    gap_sums: tuple[fx.Node, ...] = ()
-    inserts: tuple[Insert, ...] = ()
-    lowered: tuple[Lowering, ...] = ()
-    reads: tuple[NeighbourRead, ...] = ()
-    states: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
-    fewer: Mapping[fx.Node, int] = field(default_factory=dict[fx.Node, int])
-    outputs: tuple[int | None, ...] = ()
-    parts: tuple[bool, ...] = ()
+    locality: Locality = field(default_factory=Locality)
     refusals: tuple[Refusal, ...] = ()
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()

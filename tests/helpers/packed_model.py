@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.locality.report import LocalityReport
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
+from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
 
 VOCAB, WIDTH, HEADS = 19, 24, 2
@@ -103,7 +103,7 @@ class Verdict:
 
     sites: Sequence[Site]
     refusals: Sequence[cp.Refusal]
-    locality: LocalityReport
+    locality: Locality
 
     @property
     def reasons(self) -> set[str]:

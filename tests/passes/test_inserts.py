@@ -15,7 +15,7 @@ from cp_rewrite import passes
 from cp_rewrite.batch.active import ROW_INDEX, active_plan
 from cp_rewrite.passes.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
-from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.torch_internals import expression
 from tests.helpers.packed_model import capture as captured
 
@@ -48,7 +48,7 @@ def test_one_reader_gets_another_operand() -> None:
         inserts = [Insert(n, n.all_input_nodes[0], times_index, "to be seen", (ROW_INDEX,)) for n in readers]
         before.extend(graph_lines(state.graph_module))
         for change in passes.CHANGE:
-            state = change(replace(state, inserts=tuple(inserts)))
+            state = change(replace(state, locality=replace(state.locality, inserts=tuple(inserts))))
         after.extend(graph_lines(state.graph_module))
 
     with sharding.shard(batch) as local:

@@ -240,7 +240,9 @@ class Arange(PackedModel):
 def test_arange_is_reported(rows: int) -> None:
     verdict = judge(Arange(), packed_batch(rows))
     assert not verdict.refusals, str(verdict)
-    (position,) = verdict.locality.positions
+    apart = verdict.locality.row_positions
+    assert (apart is None) == (rows == 1)
+    (position,) = apart.generators if apart else verdict.locality.positions
     assert position.node.target is torch.arange
     assert position.kind == "arange"
 
@@ -287,7 +289,7 @@ def test_graphs_of_fixed_shapes_are_refused() -> None:
 def test_sums_over_padding_are_reported() -> None:
     report = judge(PaddedSum()).locality
     assert not report.refusals
-    assert len(report.padded_sums) == 1
+    assert len(report.inserts) == 1
 
 
 class Summed(PackedModel):
@@ -343,7 +345,7 @@ def test_a_blocks_arguments_were_attended() -> None:
     batch = {"input_ids": torch.ones(1, 14, dtype=torch.long), "hidden_states": torch.ones(1, 14, WIDTH)}
     blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
     report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"]).locality
-    assert len(report.padded_sums) == 2
+    assert len(report.inserts) == 2
     assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.gap_sums] == [True]
     given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
     assert not judge(SummedBlock(), batch, given).locality.gap_sums

@@ -22,7 +22,7 @@ from cp_rewrite.passes.locality.claims.dims import Dims, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Number, Rows
 from cp_rewrite.passes.locality.node.run import NodeRunner
 from cp_rewrite.passes.locality.rules.spread import can_spread, held_BT, spread
-from cp_rewrite.passes.values.insert import Insert
+from cp_rewrite.passes.values.resolution import Insert
 
 WHY = "rows that fill a rank up are left out of this sum"
 

@@ -11,8 +11,7 @@ import torch.fx as fx
 from cp_rewrite.passes.graph.operands import op_name
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.locality.rules.over_ranks.masked import MaskedSum
-from cp_rewrite.passes.values.insert import Insert
-from cp_rewrite.passes.values.resolution import Conversion, Converted, Lowering, Step, group_of
+from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step, group_of
 from cp_rewrite.sharding import Sharding
 
 from .attempts import NO_STEPS, Steps
