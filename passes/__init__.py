@@ -1,6 +1,6 @@
 """The passes over a captured graph, from Dynamo's graph to one that the inner compiler gets.
 
-`capture` (capture.py) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
+`capture` (capture/) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
 
     check_frame            check_frame.py            the graph begins and ends where the compiled function does
     check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row, and
@@ -13,8 +13,8 @@
     move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
     record_masks           record_masks.py           masks that the first call compares, as they were
     guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
-    rewrite_sites          rewrite.py                exchange and packed attention in the place of each site, with
-                                                     the plan's tensors (plan_inputs.py), without dead masks (erase.py)
+    rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
+                                                     not the same on a shard is made so
     verify_graph           verify.py                 the new graph is whole
 
 The first nine only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
@@ -43,7 +43,7 @@ from .check_size_conditions import check_size_conditions, guard_size_conditions
 from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
-from .rewrite import rewrite_sites
+from .rewrite.rewrite_sites import rewrite_sites
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression, fake_mode_of, guards_of, holds, in_example, simplified
 
-from .capture import capture
+from .capture.capture import capture
 
 _Row = Mapping[Any, Any]
 """Symbols of a shard's tokens -> how many the row has."""

@@ -22,6 +22,7 @@ FLOORS = (
     {"batch"},
     {"passes.graph"},
     {"passes.values"},
+    {"passes.capture"},
     {"passes.predicate"},
     {"passes.locality"},
     {"passes.match"},

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.batch.targets import with_true_count
 from cp_rewrite.packing import whole_args
+from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.regions import region_call, region_calls
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.moved.read_neighbours import moved_arguments
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import source_line
 
@@ -36,7 +38,7 @@ class CallChecks:
         self.offsets += [(i, name, packing.arg) for i, name in equal]
         live = live_nodes(state.graph_module, ())
         self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
-        self.moved = moved_arguments(state)
+        self.moved = _moved_arguments(state)
 
     def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
         """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""
@@ -65,3 +67,18 @@ class CallChecks:
                 mark_part(value)
             if isinstance(value, Tensor) and dim is not None:
                 mark_token_dim(value, dim)
+
+
+def _moved_arguments(state: State) -> set[str]:
+    """Names of arguments of whole numbers whose tokens are moved, or go into what is moved."""
+    pending = [read.source for read in state.locality.reads if not value_of(read.source).is_floating_point()]
+    seen, calls = set[fx.Node](), region_calls(state.graph_module)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += node.all_input_nodes
+            given = (region_call(call) for call in calls.get(node.graph, ()))
+            operands = [call.filled.get(node) for call in given if call is not None]
+            pending += [operand for operand in operands if isinstance(operand, fx.Node)]
+    return {state.tokens.names[node] for node in seen if node in state.tokens.names}

@@ -15,8 +15,9 @@ from cp_rewrite import passes
 from cp_rewrite.arguments import untaken
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.packing import packing_args
-from cp_rewrite.passes.capture import capture
+from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.values.resolution import Converted
 from cp_rewrite.refusal import Refusal, folded, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
@@ -193,8 +194,7 @@ _SUMS: dict[str, int] = {
 
 
 def _collectives(gm: fx.GraphModule) -> Iterator[Collective]:
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
+    for node in (node for body in graph_modules(gm) for node in body.graph.nodes if node.op == "call_function"):
         times = _SUMS.get(target_name(node.target))
         if times is not None and "cp_rewrite" in node.meta:
             value: Any = node.args[0].meta["example_value"]  # type: ignore[union-attr]
@@ -215,9 +215,8 @@ def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            counts.update(target_name(node.target) for node in module.graph.nodes if node.op.startswith("call"))
+    for body in graph_modules(gm):
+        counts.update(target_name(node.target) for node in body.graph.nodes if node.op.startswith("call"))
     return counts
 
 

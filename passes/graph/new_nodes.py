@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
 
@@ -43,12 +44,53 @@ def insert(before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, 
     return result
 
 
-def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode, needs_gradient: bool) -> None:
-    """Give a new node what `like` says of its place in the source, and the fake value of its own operands."""
+def size_of(x: fx.Proxy, dim: int) -> Any:
+    """The size of a tensor in a graph: a number, or what asks for it."""
+    size = x.node.meta["example_value"].shape[dim]
+    return size if isinstance(size, int) else x.size(dim)
+
+
+def take_place(node: fx.Node, new: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Let all that read `node` read `new`, and erase it."""
+    # Nested regions take their word for it that no gradient comes in where an output's example needs none.
+    with mode:
+        needed = node.meta["example_value"].requires_grad
+        new.meta["example_value"] = new.meta["example_value"].detach().requires_grad_(needed)
+    node.replace_all_uses_with(new)
+    name = node.name
+    node.graph.erase_node(node)
+    new.name = name
+    return new
+
+
+def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode) -> None:
+    """Give a new node what `like` says of its place in the source, and the fake value of its own operands.
+
+    A gradient reaches it where one reaches an operand, unless none reaches `like`.
+    """
     new.meta = {key: value for key, value in like.meta.items() if key != "example_value"}
     with tracing(mode):
         value = fake_value(new, mode)
-    new.meta["example_value"] = value.detach().requires_grad_(needs_gradient) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        operands = [n.meta["example_value"] for n in new.all_input_nodes]
+        needed = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(operands))
+        given = getattr(like.meta.get("example_value"), "requires_grad", True)
+        value = value.detach().requires_grad_(needed and given and (value.is_floating_point() or value.is_complex()))
+    new.meta["example_value"] = value
+
+
+def maker(before: fx.Node, mode: FakeTensorMode) -> Callable[..., fx.Node]:
+    """What makes nodes in front of a node, in its place of the source: of a function, or a method's name, and its
+    arguments."""
+
+    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            op = "call_method" if isinstance(target, str) else "call_function"
+            made = before.graph.create_node(op, target, args, kwargs)
+        place_by(made, before, mode)
+        return made
+
+    return new
 
 
 @contextmanager
@@ -88,3 +130,32 @@ def traced(run: Callable[..., Any], values: Sequence[Any], mode: FakeTensorMode)
     """
     with tracing(mode), mode, enable_python_dispatcher():
         return make_fx(run, decomposition_table={})(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+
+
+def paste(module: fx.GraphModule, operands: Sequence[fx.Node], before: fx.Node, like: fx.Node, why: str) -> Any:
+    """Put the nodes of a traced function in front of a node, and return what gives its results.
+
+    Args:
+        operands: in the place of its inputs. like: the node whose place in the source new nodes get.
+    """
+    env = dict(zip(module.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with before.graph.inserting_before(before):
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            if node.op == "get_attr":
+                env[node] = _pasted_attribute(node, before.graph, like)
+            elif node.op != "placeholder":
+                env[node] = before.graph.node_copy(node, env.__getitem__)
+                env[node].meta = {"example_value": node.meta["val"]}
+            if node.op != "placeholder":
+                env[node].meta.update(position_of(like), cp_rewrite=why)
+    raise AssertionError("a graph has an output")
+
+
+def _pasted_attribute(node: fx.Node, graph: fx.Graph, like: fx.Node) -> fx.Node:
+    owner, name = graph.owning_module, f"_cp_rewrite_{like.name}_{node.name}"
+    setattr(owner, name, getattr(node.graph.owning_module, str(node.target)))
+    copy = graph.get_attr(name)
+    copy.meta["example_value"] = getattr(owner, name)
+    return copy

@@ -79,11 +79,16 @@ def nested_graphs(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
     return {arg: value for arg, value in given.items() if isinstance(value, fx.GraphModule)}
 
 
+def graph_modules(root: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph's module and those of its nested regions; a region comes behind those that call it."""
+    return [module for module in root.modules() if isinstance(module, fx.GraphModule)]
+
+
 def region_calls(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:
     """The graph of each region of `root`, however deep -> its plain calls."""
     calls: dict[fx.Graph, list[fx.Node]] = {}
-    for gm in root.modules():
-        for node in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+    for gm in graph_modules(root):
+        for node in gm.graph.nodes:
             if (call := region_call(node)) is not None:
                 calls.setdefault(call.body.graph, []).append(node)
     return calls

@@ -27,7 +27,7 @@ from cp_rewrite.passes.graph.operands import (
     same_size,
     shape_of,
 )
-from cp_rewrite.passes.graph.regions import Scope, nested_graphs, nested_scopes
+from cp_rewrite.passes.graph.regions import Scope, graph_modules, nested_graphs, nested_scopes
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.table import Table
@@ -274,6 +274,5 @@ class _Matcher:
 
 def _holds_attention(node: fx.Node) -> bool:
     """Whether a graph that a node is given to run holds attention that is not written out."""
-    modules = (module for body in nested_graphs(node).values() for module in body.modules())
-    graphs = (module.graph for module in modules if isinstance(module, fx.GraphModule))
-    return any(is_sdpa(inner) or is_flex(inner) or is_varlen(inner) for graph in graphs for inner in graph.nodes)
+    modules = (module for body in nested_graphs(node).values() for module in graph_modules(body))
+    return any(is_sdpa(inner) or is_flex(inner) or is_varlen(inner) for gm in modules for inner in gm.graph.nodes)

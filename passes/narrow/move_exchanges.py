@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import torch.fx as fx
 
+from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.operands import guard_number
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.locality.inputs import read_extents
@@ -28,7 +29,7 @@ from cp_rewrite.sharding import speeds_of
 from cp_rewrite.torch_internals import fake_mode_of
 
 from .find_cut import Costs, find_cut
-from .read_way import GraphOrder, Way, modes_of
+from .read_way import GraphOrder, Way
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
@@ -99,7 +100,7 @@ def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
     """Whether no autocast of a graph around this one is open where it runs: its nodes' dtypes are read from itself."""
     calls = region_calls(root)
     for call in calls.get(graph, ()):
-        open_there = dict(modes_of(call.graph))[call][0]
+        open_there = modes_of(call.graph)[call][0]
         if open_there or not _outside_autocast(call.graph, root):
             return False
     return True

@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.modes import Mode, modes_of
 from cp_rewrite.passes.graph.operands import collective_group, draws_random_numbers, is_transformed, op_name, value_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Order, T
@@ -58,10 +59,10 @@ class GraphOrder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place: dict[fx.Node, int] = {}
-        self.modes: dict[fx.Node, Any] = {}
+        self.modes: dict[fx.Node, Mode] = {}
         self.shown: dict[int, list[fx.Node]] = {}
         self.written_at: dict[int, int] = {}
-        for number, (node, mode) in enumerate(modes_of(graph)):
+        for number, (node, mode) in enumerate(modes_of(graph).items()):
             self.place[node], self.modes[node] = number, mode
             written = {memory_of(target) for target in written_nodes(node)}
             for memory in {memory_of(node), *written}:
@@ -190,29 +191,6 @@ def _is_plain(state: Rows) -> bool:
     """Rows whose values are their own, in the shard's order."""
     ordered = any(isinstance(factor, Order) for dim in state.dims if dim is not None for factor in dim)
     return state.iota is None and state.places is None and not state.key and not ordered
-
-
-def modes_of(graph: fx.Graph) -> list[tuple[fx.Node, Any]]:
-    """Each node of a graph with the autocasts that are open there, and whether gradients are recorded, as far as the
-    graph itself says."""
-    autocasts: tuple[Any, ...] = ()
-    switches = [bool(node.args[0]) for node in graph.nodes if _name(node) == "_set_grad_enabled"]
-    grad = not switches[0] if switches else True
-    found: list[tuple[fx.Node, Any]] = []
-    for node in graph.nodes:
-        name = _name(node)
-        if name == "_enter_autocast":
-            autocasts = (*autocasts, node.args)
-        elif name == "_exit_autocast":
-            autocasts = autocasts[:-1]
-        elif name == "_set_grad_enabled":
-            grad = bool(node.args[0])
-        found.append((node, (autocasts, grad)))
-    return found
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "")
 
 
 def nodes_before(way: Way, wanted: Sequence[fx.Node]) -> dict[fx.Node, Step]:

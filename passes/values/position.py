@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.fx as fx
 
@@ -24,6 +24,15 @@ class PositionGenerator:
     node: fx.Node
     kind: Literal["arange", "table"] = "arange"
     dim: int = 0
+
+    @property
+    def table(self) -> fx.Node | None:
+        return None if self.kind == "arange" else self.node.all_input_nodes[0]
+
+    def at(self, index: Any, table: Any) -> Any:
+        """What stands for it at places of the row, (T,) int64."""
+        dtype = self.node.meta["example_value"].dtype
+        return index.to(dtype) if self.kind == "arange" else table.index_select(self.dim, index)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tensors of fewer tokens than the row: whether their nodes may run on all rows, see `passes/moved/keep_rows.py`."""
+"""Tensors of fewer tokens than the row: whether their nodes may run on all rows, see `passes/rewrite/keep_rows.py`."""
 
 from __future__ import annotations
 

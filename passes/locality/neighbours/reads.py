@@ -15,7 +15,9 @@ from typing import Any
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.operands import needs_gradient, op_name
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece, Rows
@@ -215,27 +217,19 @@ def _leaves(state: States) -> list[Any]:
 
 def _without_gradients(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes that run while no gradients are recorded: their example values do not tell."""
-    found: set[fx.Node] = set()
-    for module in gm.modules():
-        recorded = True
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if getattr(node.target, "__name__", "") == "_set_grad_enabled":
-                recorded = bool(node.args[0])
-            elif not recorded:
-                found.add(node)
-    return found
+    modes = (item for module in graph_modules(gm) for item in modes_of(module.graph).items())
+    return {node for node, (_, recorded) in modes if not recorded}
 
 
 def _written_memory(gm: fx.GraphModule) -> set[int | None] | None:
     """What some node writes into; None: a nested region writes into what it is given."""
     found: set[int | None] = set()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            given = {memory_of(n) for n in module.graph.find_nodes(op="placeholder")} - {None}
-            written = {memory_of(target) for node in module.graph.nodes for target in written_nodes(node)}
-            if module is not gm and written & given:
-                return None
-            found |= written
+    for module in graph_modules(gm):
+        given = {memory_of(n) for n in module.graph.find_nodes(op="placeholder")} - {None}
+        written = {memory_of(target) for node in module.graph.nodes for target in written_nodes(node)}
+        if module is not gm and written & given:
+            return None
+        found |= written
     return found - {None}
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.operands import is_transformed, op_name, value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import written_nodes
@@ -90,5 +91,4 @@ def _asks_for_sizes(node: fx.Node) -> bool:
 
 def _casts(gm: fx.GraphModule) -> bool:
     """Whether autocast is on somewhere: what is computed by rows would run where it is not."""
-    enters = [n for n in gm.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
-    return any(bool(n.args[2]) for n in enters if len(n.args) > 2)
+    return any(bool(cast[2]) for casts, _ in modes_of(gm.graph).values() for cast in casts if len(cast) > 2)

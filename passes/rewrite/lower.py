@@ -9,15 +9,15 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, paste, traced
+from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
+from cp_rewrite.passes.values.resolution import Converted, Lowering, Ranks, Step, group_of
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 
-from .graph.new_nodes import autocasts_open, call, position_of, traced
-from .graph.operands import value_of
 from .plan_inputs import Inputs
-from .values.resolution import Converted, Lowering, Ranks, Step, group_of
 
 
 def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
@@ -26,17 +26,7 @@ def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
     plan = [inputs.node(graph, key) for key in lowering.reads]
     operands = [*dict.fromkeys([*node.all_input_nodes, *plan])]
     module = _traced(lowering, operands, plan, inputs.mode, sharding)
-    env: dict[fx.Node, fx.Node] = {}
-    result: Any = None
-    with graph.inserting_before(node):
-        for new, operand in zip(module.graph.find_nodes(op="placeholder"), operands, strict=True):
-            env[new] = operand
-        for new in module.graph.nodes:
-            if new.op == "output":
-                result = fx.map_arg(new.args[0], env.__getitem__)
-            elif new.op != "placeholder":
-                env[new] = _copied(new, node, env, lowering.why)
-    _replace(node, result)
+    _replace(node, paste(module, operands, node, node, lowering.why))
 
 
 def _traced(
@@ -106,21 +96,6 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             convert = Converted(conversions, self.ranks.group, self.ranks.world_size)
             leaves[tensors[number]] = convert(leaves[tensors[number]])
         return tree_unflatten(leaves, spec)
-
-
-def _copied(new: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node], why: str) -> fx.Node:
-    """A traced node in the graph, with the place in the source of the node that it is a part of."""
-    if new.op == "get_attr":
-        owner = node.graph.owning_module
-        name = f"_cp_rewrite_{node.name}_{new.name}"
-        setattr(owner, name, getattr(new.graph.owning_module, str(new.target)))
-        copy = node.graph.get_attr(name)
-        copy.meta["example_value"] = getattr(owner, name)
-    else:
-        copy = node.graph.node_copy(new, env.__getitem__)
-        copy.meta = {"example_value": new.meta["val"]}
-    copy.meta.update(position_of(node), cp_rewrite=why)
-    return copy
 
 
 def _replace(node: fx.Node, result: Any) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.modes import modes_of
+from cp_rewrite.passes.graph.new_nodes import place_by
+from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
-
-from .new_nodes import place_by
-from .operands import op_name
-from .writes import written_nodes
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
@@ -228,7 +228,8 @@ class _Joiner:
         firsts = [min(self.chunks.members[key], key=places.__getitem__) for key in self.chunks.whole]
         nodes = [n for key in self.chunks.whole for n in self.chunks.members[key]]
         between = [*self.graph.nodes][min(map(places.__getitem__, nodes)) : max(map(places.__getitem__, nodes))]
-        if any(getattr(n.target, "__name__", "") in _TOGGLES for n in between):
+        modes = modes_of(self.graph)
+        if any(modes[n] != modes[between[0]] for n in between):
             raise _NotAlike
         for first in sorted(firsts, key=places.__getitem__):
             key = self.chunks.parts[first].key
@@ -267,8 +268,7 @@ class _Joiner:
     def _ran(self, new: fx.Node, like: fx.Node, made: list[fx.Node]) -> fx.Node:
         """A new node with the place in the source of one like it."""
         made.append(new)
-        value = like.meta["example_value"]
-        place_by(new, like, self.mode, isinstance(value, Tensor) and value.requires_grad)
+        place_by(new, like, self.mode)
         return new
 
 
@@ -288,6 +288,3 @@ def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
 
 def _is_dead(node: fx.Node) -> bool:
     return not node.users and node.op in ("call_function", "call_method") and not written_nodes(node)
-
-
-_TOGGLES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})

@@ -18,6 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.passes.graph.new_nodes import insert
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
 
@@ -25,10 +26,9 @@ def part_multihead(gm: fx.GraphModule) -> None:
     """Rewrite such nodes in a graph and its nested regions, but those whose weights something reads, and those under
     autocast, whose dtypes are not known here."""
     mode = fake_mode_of(gm.graph.nodes)
-    for module in gm.modules() if mode is not None else ():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
-                _part(node, mode)
+    for module in graph_modules(gm) if mode is not None else ():
+        for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
+            _part(node, mode)
 
 
 def _part(node: fx.Node, mode: FakeTensorMode) -> None:

@@ -10,7 +10,7 @@ masks reads these writes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,15 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.new_nodes import place_by
+from cp_rewrite.passes.graph.new_nodes import maker
 from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of
 
 _ALL = slice(None)
+_New = Callable[..., fx.Node]
+"""A `maker`."""
 _OUT_OF_PLACE = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -37,7 +40,7 @@ def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
     mode = fake_mode_of(gm.graph.nodes)
     if mode is None:
         return
-    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+    for module in graph_modules(gm):
         for node in [*module.graph.nodes]:
             write = _Write.of(node, counts)
             if write is not None and not _near_attention(write.x, counts):
@@ -91,68 +94,52 @@ class _Write:
         return _Write(node, x, value, entries, dim, first, end, single, in_place)  # type: ignore[arg-type]
 
     def put(self, mode: FakeTensorMode) -> None:
-        node, graph = self.node, self.node.graph
-        x: Tensor = self.x.meta["example_value"]
-        added, value = self.joined()
-        parts = [n for n in (self.x, value) if isinstance(n, fx.Node)]
-        gradient = any(getattr(n.meta["example_value"], "requires_grad", False) for n in parts)
-
-        def new(target: Any, *args: Any, gradient: bool = False, **kwargs: Any) -> fx.Node:
-            with graph.inserting_before(node):
-                method = isinstance(target, str)
-                made = graph.create_node("call_method" if method else "call_function", target, args, kwargs)
-            place_by(made, node, mode, gradient)
-            return made
-
-        def place(at: int) -> Any:
-            return at if at >= 0 else new(operator.add, tokens, at)
-
-        tokens = new("size", self.x, self.dim)
-        places = new(torch.arange, tokens, device=x.device)
+        new, added, value = maker(self.node, mode), *self.joined()
         others = tuple(_ALL if dim == self.dim else entry for dim, entry in enumerate(self.index))
-        view = self.x
-        if any(entry != _ALL for entry in others):
-            view = new(operator.getitem, self.x, others, gradient=x.requires_grad)
+        view = self.x if all(entry == _ALL for entry in others) else new(operator.getitem, self.x, others)
         behind = view.meta["example_value"].ndim - 1 - (self.dim - sum(isinstance(e, int) for e in others[: self.dim]))
-        if self.single:
-            chosen = new(operator.eq, places, place(self.first))
-        else:
-            chosen = new(operator.ge, places, place(self.first))
-            if self.end is not None:
-                chosen = new(operator.and_, chosen, new(operator.lt, places, place(self.end)))
+        tokens = new("size", self.x, self.dim)
+        places = new(torch.arange, tokens, device=self.x.meta["example_value"].device)
+        chosen = self.chosen(new, places, tokens)
         if behind:
             chosen = new(operator.getitem, chosen, (_ALL, *[None] * behind))
         if isinstance(value, fx.Node) and isinstance(value.meta["example_value"], Tensor):
-            value = self.spread(new, value, behind, places, place)
+            value = self.spread(new, value, behind, places, tokens)
         if added is not None:
-            old = new("clone", view, gradient=x.requires_grad)  # which a product keeps for its gradient
-            value = new(_OUT_OF_PLACE[added.target], old, value, gradient=gradient)
-        chosen = new(torch.where, chosen, value, view, gradient=gradient)
+            old = new("clone", view)  # which a product keeps for its gradient
+            value = new(_OUT_OF_PLACE[added.target], old, value)
+        chosen = new(torch.where, chosen, value, view)
         if self.in_place:
-            new("copy_", view, chosen, gradient=gradient)
+            new("copy_", view, chosen)
         else:
-            node.replace_all_uses_with(chosen)
-        graph.erase_node(node)
-        if added is not None:
-            read = added.args[0]
-            graph.erase_node(added)
-            graph.erase_node(read)
+            self.node.replace_all_uses_with(chosen)
+        for node in (self.node,) if added is None else (self.node, added, added.args[0]):
+            node.graph.erase_node(node)
 
-    def spread(self, new: Any, value: fx.Node, behind: int, places: fx.Node, place: Any) -> fx.Node:
+    def chosen(self, new: _New, places: fx.Node, tokens: fx.Node) -> fx.Node:
+        """(T,) bool: which places are written."""
+        first = _counted(new, self.first, tokens)
+        if self.single:
+            return new(operator.eq, places, first)
+        behind = new(operator.ge, places, first)
+        if self.end is None:
+            return behind
+        return new(operator.and_, behind, new(operator.lt, places, _counted(new, self.end, tokens)))
+
+    def spread(self, new: _New, value: fx.Node, behind: int, places: fx.Node, tokens: fx.Node) -> fx.Node:
         """The value with a dim of T, or of 1, for the tokens."""
         found: Tensor = value.meta["example_value"]
-        gradient = found.requires_grad
         if self.single:
             index = (Ellipsis, None, *[_ALL] * behind)
-            return new(operator.getitem, value, index, gradient=gradient) if found.ndim > behind else value
+            return new(operator.getitem, value, index) if found.ndim > behind else value
         size: Any = found.shape[found.ndim - 1 - behind] if found.ndim > behind else 1
         if not isinstance(size, int):  # an entry for each token but for some at the ends
             amounts = [0, 0] * behind + [self.first, -(self.end or 0)]
-            return new(torch.nn.functional.pad, value, amounts, gradient=gradient)
+            return new(torch.nn.functional.pad, value, amounts)
         if size == 1:
             return value
-        own = new("clamp", new(operator.sub, places, place(self.first)), 0, size - 1)
-        return new("index_select", value, found.ndim - 1 - behind, own, gradient=gradient)
+        own = new("clamp", new(operator.sub, places, _counted(new, self.first, tokens)), 0, size - 1)
+        return new("index_select", value, found.ndim - 1 - behind, own)
 
     def joined(self) -> tuple[Any, Any]:
         """(None, what is written); of `h[:, :1] += y`, which writes a sum made in place, (that sum, y)."""
@@ -164,6 +151,11 @@ class _Write:
         if same and self.in_place and _entries(self.x, read.args[1]) == self.index:
             return value, value.args[1]
         return None, value
+
+
+def _counted(new: _New, place: int, tokens: fx.Node) -> Any:
+    """A place from the row's front."""
+    return place if place >= 0 else new(operator.add, tokens, place)
 
 
 def _entries(x: Any, index: Any) -> tuple[Any, ...] | None:

@@ -11,12 +11,10 @@ import operator
 from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.new_nodes import place_by
 from cp_rewrite.passes.graph.operands import constant, op_name
-from cp_rewrite.passes.graph.regions import is_function, nested_graphs, outputs_of
+from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, outputs_of
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
 _PLAIN = frozenset("getitem pad empty_like contiguous size sym_size item set_grad_enabled mod sub".split())
@@ -48,8 +46,8 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def part_flash_attn(gm: fx.GraphModule) -> None:
     """Put the operator in the place of each such Function of a graph and of its nested regions."""
     mode = fake_mode_of(gm.graph.nodes)
-    for module in [*gm.modules()] if mode is not None else ():
-        for node in [*module.graph.nodes] if isinstance(module, fx.GraphModule) else ():
+    for module in graph_modules(gm) if mode is not None else ():
+        for node in [*module.graph.nodes]:
             if is_function(node) and _is_flash_function(node):
                 _part(node, mode)
 
@@ -81,9 +79,7 @@ def _part(node: fx.Node, mode: FakeTensorMode) -> None:
     for inner in [n for n in body.graph.nodes if n in needed and n not in copies]:
         with node.graph.inserting_before(node):
             copies[inner] = new = node.graph.node_copy(inner, lambda n: copies[n])
-        value, operands = inner.meta["example_value"], [n.meta["example_value"] for n in new.all_input_nodes]
-        trained = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(operands))
-        place_by(new, node, mode, trained and isinstance(value, Tensor) and value.is_floating_point())
+        place_by(new, node, mode)
         new.meta["cp_rewrite"] = "part_flash_attn"
     for out in [*node.users]:  # these nodes stay, as others may know them
         new = copies[outputs_of(body)[0][out.args[1]]]

@@ -17,14 +17,15 @@ import torch
 import torch.fx as fx
 from torch import SymInt, Tensor
 
-from cp_rewrite.passes.graph.new_nodes import place_by
+from cp_rewrite.passes.graph.new_nodes import maker
 from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 _ALL = slice(None)
 _New = Callable[..., fx.Node]
-"""Makes a node of a function and its arguments."""
+"""A `maker`."""
 
 
 def part_moves(gm: fx.GraphModule) -> None:
@@ -32,7 +33,7 @@ def part_moves(gm: fx.GraphModule) -> None:
     mode = fake_mode_of(gm.graph.nodes)
     if mode is None:
         return
-    modules = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    modules = graph_modules(gm)
     written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
     for node in [node for m in modules for node in m.graph.nodes]:
         if node.target is operator.getitem:
@@ -52,10 +53,7 @@ def _split(node: fx.Node, mode: FakeTensorMode) -> None:
     source, index = node.args
     parts = _parts(index) if isinstance(source.meta.get("example_value"), Tensor) else None
     if parts is not None:
-        with node.graph.inserting_before(node):
-            sliced = node.graph.call_function(operator.getitem, (source, parts[0]))
-        place_by(sliced, node, mode, source.meta["example_value"].requires_grad)
-        node.args = (sliced, parts[1])
+        node.args = (maker(node, mode)(operator.getitem, source, parts[0]), parts[1])
 
 
 def _parts(index: Any) -> tuple[Any, Any] | None:
@@ -76,7 +74,7 @@ def _diff(node: fx.Node, mode: FakeTensorMode) -> None:
     if not isinstance(times, int) or times < 1 or not isinstance(dim, int) or not isinstance(shape[dim], SymInt):
         return
     less = torch.logical_xor if x.meta["example_value"].dtype is torch.bool else operator.sub
-    new = _maker(node, mode)
+    new = maker(node, mode)
     ends = [given.get("prepend"), x, given.get("append")]
     if any(end is not None for end in ends[::2]):
         x = new(torch.cat, [end for end in ends if end is not None], dim)
@@ -96,7 +94,7 @@ def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
         or not isinstance(shape[dim], SymInt)
     ):
         return
-    new = _maker(node, mode)
+    new = maker(node, mode)
     taps = [_sliced(new, x, dim, i or None, i - size + 1 or None) for i in range(size)]
     _take_place(node, new(torch.stack, taps, -1))
 
@@ -112,7 +110,7 @@ def _count(node: fx.Node, mode: FakeTensorMode) -> None:
         return
     if step not in (1, -1) or not all(isinstance(n, int | SymInt) for n in numbers):
         return
-    dtype, new = given.pop("dtype", None), _maker(node, mode)
+    dtype, new = given.pop("dtype", None), maker(node, mode)
     length = new(operator.sub, *((end, start) if step == 1 else (start, end)))
     if expression(length.meta["example_value"]) != expression(count):  # more than the row has, or none
         node.graph.erase_node(length)
@@ -120,16 +118,6 @@ def _count(node: fx.Node, mode: FakeTensorMode) -> None:
     places = new(torch.arange, length, **given)
     places = new(operator.add, new(operator.neg, places) if step == -1 else places, start)
     _take_place(node, places if dtype in (None, torch.int64) else new(torch.Tensor.to, places, dtype))
-
-
-def _maker(node: fx.Node, mode: FakeTensorMode) -> _New:
-    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with node.graph.inserting_before(node):
-            made = node.graph.call_function(target, args, kwargs)
-        place_by(made, node, mode, node.meta["example_value"].requires_grad)
-        return made
-
-    return new
 
 
 def _sliced(new: _New, x: fx.Node, dim: int, start: int | None, stop: int | None) -> fx.Node:

@@ -7,16 +7,17 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.passes.graph.attention.flash_attn import part_flash_attn
-from cp_rewrite.passes.graph.attention.multihead import part_multihead
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
-from cp_rewrite.passes.graph.join_chunks import join_chunks
-from cp_rewrite.passes.graph.moves.part_moves import part_moves
-from cp_rewrite.passes.graph.moves.place_writes import place_writes
 from cp_rewrite.passes.graph.regions import attribute_of, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
+
+from .flash_attn import part_flash_attn
+from .join_chunks import join_chunks
+from .multihead import part_multihead
+from .part_moves import part_moves
+from .place_writes import place_writes
 
 
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:

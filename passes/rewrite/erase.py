@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 import torch.fx as fx
 
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 
 from .plan_inputs import Inputs
@@ -19,21 +20,20 @@ def erase_dead(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inpu
         live: what outputs or effects depend on, from `live_nodes` before the rewrite.
     """
     doomed = _ancestors(stale, live, inputs)
-    graphs = [gm.graph for gm in inputs.root.modules() if isinstance(gm, fx.GraphModule)]
-    for graph in reversed(graphs):  # regions before the graphs that call them
-        for node in reversed(list(graph.nodes)):
+    for gm in reversed(graph_modules(inputs.root)):  # regions before the graphs that call them
+        for node in reversed(list(gm.graph.nodes)):
             if node not in doomed or node.users:
                 continue
             if node.op == "placeholder":
                 inputs.drop_operand(node)
             else:
-                graph.erase_node(node)
+                gm.graph.erase_node(node)
 
 
 def _ancestors(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> set[fx.Node]:
     writers: dict[int | None, list[fx.Node]] = {}
-    for gm in inputs.root.modules():
-        for node in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+    for gm in graph_modules(inputs.root):
+        for node in gm.graph.nodes:
             for target in written_nodes(node):
                 writers.setdefault(memory_of(target), []).append(node)
     writers.pop(None, None)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from cp_rewrite.passes.graph.new_nodes import size_of
 from cp_rewrite.passes.graph.operands import needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import region_call, region_calls
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
-from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.routes.neighbours import NEIGHBOURS
 
 Proxies = Callable[[fx.Node], Any]
@@ -38,8 +37,7 @@ def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) ->
     if read.conv is None:
         found = found.view_as(x).movedim(list(range(len(dims))), dims)
     else:
-        size = value_of(read.source).shape[0]
-        batch = size if isinstance(size, int) else proxy(read.source).size(0)
+        batch = size_of(proxy(read.source), 0)
         found = _convolved(read.conv, found, plan[-1], proxy).unflatten(0, (batch, -1)).transpose(1, 2)
     return _cut_off(read, found)
 
@@ -48,21 +46,6 @@ def _cut_off(read: NeighbourRead, x: Any) -> Any:
     """Without a gradient, where the node has none."""
     cut = not needs_gradient(read.node) and value_of(read.node).is_floating_point()
     return x.detach() if cut else x
-
-
-def moved_arguments(state: State) -> set[str]:
-    """Names of arguments of whole numbers whose tokens are moved, or go into what is moved."""
-    pending = [read.source for read in state.locality.reads if not value_of(read.source).is_floating_point()]
-    seen, calls = set[fx.Node](), region_calls(state.graph_module)
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-            given = (region_call(call) for call in calls.get(node.graph, ()))
-            operands = [call.filled.get(node) for call in given if call is not None]
-            pending += [operand for operand in operands if isinstance(operand, fx.Node)]
-    return {state.tokens.names[node] for node in seen if node in state.tokens.names}
 
 
 def _rows(x: Any, leading: int, ndim: int) -> Any:

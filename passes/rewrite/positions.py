@@ -1,4 +1,5 @@
-"""Compute what all rows of a batch share for each row by itself: see `locality/resolve/row_positions.py`."""
+"""Positions of the shard made global: for all rows of the batch at once, or, where these are cut in different orders,
+for each row by itself (`locality/resolve/row_positions.py`)."""
 
 from __future__ import annotations
 
@@ -11,18 +12,27 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import TOKEN_INDEX
+from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX
+from cp_rewrite.passes.graph.new_nodes import call, insert, paste, traced
+from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
+from cp_rewrite.passes.values.resolution import READ, Ranks, group_of
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode
 
-from .graph.new_nodes import call, insert, traced
-from .graph.operands import value_of
 from .lower import Changes
 from .plan_inputs import Inputs
-from .values.position import PositionGenerator, RowPositions
-from .values.resolution import READ, Ranks, group_of
 
-WHY = "positions of each row of the batch"
+_WHY = "positions of each row of the batch"
+
+
+def globalize(position: PositionGenerator, inputs: Inputs) -> None:
+    """Positions of the shard become the plan's, which all rows of the batch share."""
+    node, tracer = position.node, GraphAppendingTracer(position.node.graph)
+    index = fx.Proxy(inputs.node(node.graph, ROW_INDEX), tracer)
+    table = None if position.table is None else fx.Proxy(position.table, tracer)
+    node.replace_all_uses_with(insert(node, lambda: position.at(index, table), inputs.mode, "rewrite_sites"))
+    node.graph.erase_node(node)
 
 
 def keep_rows_apart(rows: RowPositions, inputs: Inputs, sharding: Sharding) -> None:
@@ -67,15 +77,7 @@ def _by_rows(
 
     module = traced(run, [value_of(n) for n in operands], inputs.mode)
     module.graph.eliminate_dead_code()  # sizes that vmap asked for
-    env = dict(zip(module.graph.find_nodes(op="placeholder"), operands, strict=True))
-    result = source
-    with graph.inserting_before(source.next):
-        for new in module.graph.nodes:
-            if new.op == "output":
-                result = env[new.args[0]]
-            elif new.op != "placeholder":
-                env[new] = graph.node_copy(new, env.__getitem__)
-                env[new].meta = {**source.meta, "example_value": new.meta["val"], "cp_rewrite": WHY}
+    result: fx.Node = paste(module, operands, source.next, source, _WHY)
     result.meta["example_value"].requires_grad_(value_of(source).requires_grad)
     return result
 
@@ -95,15 +97,13 @@ def _read(node: fx.Node, generators: dict[fx.Node, PositionGenerator]) -> Sequen
     generator = generators.get(node)
     if generator is None:
         return node.all_input_nodes
-    return node.all_input_nodes[:1] if generator.kind == "table" else []
+    return [] if generator.table is None else [generator.table]
 
 
 def _run(node: fx.Node, generator: PositionGenerator | None, index_T: Tensor, env: dict[fx.Node, Any]) -> Any:
-    if generator is not None and generator.kind == "arange":
-        return index_T.to(value_of(node).dtype)
-    if generator is not None:
-        return env[node.all_input_nodes[0]].index_select(generator.dim, index_T)
-    return call(node, env.__getitem__)
+    if generator is None:
+        return call(node, env.__getitem__)
+    return generator.at(index_T, None if generator.table is None else env[generator.table])
 
 
 def _placed(x: fx.Node, reader: fx.Node, dim: int, mode: FakeTensorMode) -> fx.Node:
@@ -118,6 +118,6 @@ def _placed(x: fx.Node, reader: fx.Node, dim: int, mode: FakeTensorMode) -> fx.N
             new = new.unsqueeze(1)
         return new
 
-    new = insert(reader, emit, mode, WHY)
+    new = insert(reader, emit, mode, _WHY)
     new.meta["example_value"].requires_grad_(x.meta["example_value"].requires_grad)
     return new

@@ -1,0 +1,9 @@
+"""A graph from Dynamo, copied, and brought into nodes that matching and rules know.
+
+capture        the copy, and the `State` that passes hand on
+multihead      `nn.MultiheadAttention` as projections around attention
+flash_attn     flash-attn's functions as the operators that they call
+place_writes   writes at places of the row as choices token by token
+part_moves     what moves tokens and does more at once, in parts
+join_chunks    loops over chunks of tokens as one run over all of them
+"""

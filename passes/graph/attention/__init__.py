@@ -1,1 +1,0 @@
-"""Attention that is joined with other things in one node, taken apart."""
