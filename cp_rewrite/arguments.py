@@ -10,6 +10,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
+class HashableDict(dict[str, Any]):
+    """A hashable, ordered mapping: an annotation is part of a compile cache's key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items(), key=lambda item: item[0])))
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, if it is True or False; a TypeError otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def whole_number(name: str, value: Any, least: int = 1) -> int:
     """`value` as an int.
 
@@ -37,7 +51,7 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64).reshape(-1)
 
 
-def checked_dims(field_name: str, dims: Any) -> dict[str, int]:
+def checked_dims(field_name: str, dims: Any) -> HashableDict:
     """A mapping of argument names to dims counted from the front."""
     if not isinstance(dims, Mapping) or not dims:
         raise TypeError(
@@ -46,9 +60,8 @@ def checked_dims(field_name: str, dims: Any) -> dict[str, int]:
     bad = [name for name in dims if not isinstance(name, str)]
     if bad:
         raise TypeError(f"{field_name} must map names of arguments, got {bad[0]!r} for one")
-    return {
-        name: whole_number(f"{field_name}[{name!r}], a dim counted from the front,", dims[name], 0) for name in dims
-    }
+    front = "a dim counted from the front,"
+    return HashableDict({name: whole_number(f"{field_name}[{name!r}], {front}", dims[name], 0) for name in dims})
 
 
 def untaken(target: Any, names: Iterable[str]) -> tuple[str, ...]:

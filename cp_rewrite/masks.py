@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .arguments import whole_number
+from .arguments import flag, whole_number
 from .documents import Documents, SpanRuns
 from .trees import Nodes
 
@@ -56,8 +56,7 @@ class PackedMask:
 
     def __post_init__(self) -> None:
         for name in ("causal", "packed", "spans", "tree"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
         window: Any = (None, None) if self.window is None else self.window
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window must be a pair (left, right) of token counts or None, got {window!r}")

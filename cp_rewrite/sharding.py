@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.planning.devices import DEVICES, Device
-from cp_rewrite.planning.layouts.by_name import LAYOUTS, Layout
+from cp_rewrite.planning.layouts.by_name import Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.routes.by_exchange import ExchangeName
 
-from .arguments import checked_dims, checked_ops, whole_number
+from .arguments import HashableDict, checked_dims, checked_ops
 from .capacity import Capacity
+from .choices import ExchangeAt, Inner, Kernel, Random, Verify, check_choices, check_mesh, checked_masks
 from .masks import PackedMask
 from .packing import Packing, Spans, Tree, check_packing, check_spans
 from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.shard import LocalBatch
-
-Exchange = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
-ExchangeAt = Literal["auto", "attention", "narrowest"]
-Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
-Inner = Literal["inductor", "aot_eager", "eager"]
-Verify = Literal["never", "first_step", "every_step"]
-Random = Literal["refused", "per_rank"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class Sharding:
     tokens: Mapping[str, int]
     packing: Packing
     layout: Layout = "balanced"
-    exchange: Exchange = "auto"
+    exchange: ExchangeName = "auto"
     kernel: Kernel = "auto"
     _: KW_ONLY
     # Layout
@@ -136,27 +131,18 @@ class Sharding:
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        _check_mesh(self.mesh, self.exchange)
-        blocks = checked_dims("block_tokens", self.block_tokens) if self.block_tokens else {}
-        hashable = {
-            "tokens": _Hashable(checked_dims("tokens", self.tokens)),
-            "block_tokens": _Hashable(blocks),
+        check_mesh(self.mesh, self.exchange)
+        checked = {
+            "tokens": checked_dims("tokens", self.tokens),
+            "block_tokens": checked_dims("block_tokens", self.block_tokens) if self.block_tokens else HashableDict(),
             "local_ops": checked_ops(self.local_ops),
-            "masks": _checked_masks(self.masks, self.tokens),
+            "masks": checked_masks(self.masks, self.tokens),
         }
-        for name, value in hashable.items():
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         check_packing(self.packing, self.tokens)
         check_spans(self.spans, self.tokens)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, kind in _OPTIONAL.items():
-            if not isinstance(getattr(self, name), kind | None):
-                raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {getattr(self, name)!r}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_choices(vars(self))
         # What is wrong with these raises here, not with the first batch.
         _ = LayoutOptions(self.chunk_size, self.pad_to_multiple, self.ranks_per_node).node_size(self.world_size)
         _ = self.device_speeds
@@ -266,72 +252,11 @@ class Sharding:
         return unshard(self, x, dim)
 
 
-class _Hashable(dict[str, Any]):
-    """A hashable, ordered mapping: Sharding is part of a compile cache's key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items(), key=lambda item: item[0])))
-
-
-def _checked_masks(masks: Any, tokens: Mapping[str, int]) -> _Hashable:
-    """`masks` of the annotation, whose arguments are not cut."""
-    if not isinstance(masks, Mapping):
-        raise TypeError(f"masks must map names of arguments to a cp_rewrite.PackedMask or None, got {masks!r}")
-    for name, mask in masks.items():
-        if not isinstance(mask, PackedMask | None):
-            raise TypeError(f"masks[{name!r}] must be a cp_rewrite.PackedMask or None, got {mask!r}")
-        if mask is not None and not mask.is_plain:
-            raise ValueError(
-                f"masks[{name!r}] has chunks, spans or trees: these are read of masks that the model makes"
-            )
-        if name in tokens:
-            raise ValueError(f"masks names {name!r}, which has two token dims and is not cut: leave it out of tokens")
-    return _Hashable(masks)
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": LAYOUTS,
-    "exchange": get_args(Exchange),
-    "exchange_at": get_args(ExchangeAt),
-    "kernel": get_args(Kernel),
-    "inner": get_args(Inner),
-    "verify": get_args(Verify),
-    "random": get_args(Random),
-}
-_OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
-_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches")
-
-
-def _check_mesh(mesh: Any, exchange: object) -> None:
-    if isinstance(mesh, bool) or not isinstance(mesh, int | DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh (mesh['cp']) or a world size for dry runs, got {mesh!r}")
-    if isinstance(mesh, int):
-        whole_number("mesh as a world size", mesh)
-        return
-    dims = (2,) if isinstance(exchange, str) and exchange.startswith("a2a+") else (1, 2) if exchange == "auto" else (1,)
-    if mesh.ndim not in dims:
-        raise ValueError(
-            f"mesh must have {' or '.join(map(str, dims))} dim for exchange={exchange!r}, got {mesh.ndim} "
-            f"({mesh.mesh_dim_names}): pass the context-parallel part of it, as in mesh['cp']"
-        )
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(f"mesh must hold its ranks in ascending order, got {ranks}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh holds ranks {ranks} and not this process, rank {mesh.get_rank()}")
-
-
 def require_sharding(value: Any) -> Sharding:
     """`value`, if it is an annotation; a TypeError otherwise."""
     if not isinstance(value, Sharding):
         raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {value!r}")
     return value
-
-
-def split_exchange(exchange: str) -> tuple[bool, str]:
-    """(whether heads are scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
-    scattered, _, outer = exchange.rpartition("+")
-    return (True, "local") if exchange == "a2a" else (bool(scattered), outer)
 
 
 def device_of(sharding: Sharding) -> torch.device:

@@ -17,13 +17,12 @@ from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
 from cp_rewrite.planning.cost import Load, load_of
 from cp_rewrite.planning.devices import Model
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange, ExchangeName, split_exchange
 from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.sharding import Exchange as ExchangeName
-from cp_rewrite.sharding import Sharding, speeds_of, split_exchange
+from cp_rewrite.sharding import Sharding, speeds_of
 
 _EXCHANGES: tuple[str, ...] = tuple(name for name in get_args(ExchangeName) if name != "auto")
 FEW_TOKENS = 1024

@@ -17,8 +17,8 @@ import pytest
 import cp_rewrite as cp
 from cp_rewrite import passes
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.routes.by_exchange import ExchangeName
 from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import Exchange
 from tests.test_rooms import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def test_usage_lists_every_exchange_and_layout() -> None:
     listed = {
         name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w+]+)`", row)
     }
-    assert {*get_args(Exchange), *LAYOUTS} <= listed
+    assert {*get_args(ExchangeName), *LAYOUTS} <= listed
 
 
 def test_the_header_of_passes_lists_the_pipeline() -> None:

@@ -16,6 +16,7 @@ FLOORS = (
     {"documents"},
     {"masks", "packing"},
     {"planning"},
+    {"choices"},
     {"sharding"},
     {"kernels"},
     {"ops"},

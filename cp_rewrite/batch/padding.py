@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 
 def padding_tokens(plan: BatchPlan) -> NDArray[np.bool_] | None:
     """(B, T) bool: the tokens of no document; None where there are none."""
-    if all(int(row.lengths.sum()) == row.total for row in plan.rows):
+    if not plan.padding:
         return None
     return np.stack([row.document_ids() < 0 for row in plan.rows])
 
@@ -77,7 +77,7 @@ class PaddingReaders:
         Raises:
             ValueError: it names the first such line.
         """
-        count = sum(row.total - int(row.lengths.sum()) for row in plan.rows)
+        count = plan.padding
         if count and self.sums:
             raise ValueError(
                 f"{self.sums[0]} takes in all tokens, but {count} of this batch are padding: they belong to no "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from cp_rewrite.arguments import flag
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.packing import packing_args, whole_args
@@ -20,13 +21,11 @@ from . import agree, heartbeat
 from .active import ActivePlan, activate, batch_number, check_no_batch, mark_token_dim, number_tokens, to_device
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
+from .labels import COUNT, SHIFTED, check_fill, is_label, shifted
 from .masks.find import replace_masks
+from .notes import noted
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
-from .read_documents import documents_of, unnamed_tokens
-from .targets import COUNT, SHIFTED, count_targets
-
-LABELS = frozenset({"labels", SHIFTED})
-"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token."""
+from .read_documents import documents_of
 
 
 class LocalBatch(dict[str, Any]):
@@ -85,8 +84,7 @@ def shard(
         raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
     try:
         check_no_batch()
-        if not isinstance(shift_labels, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"shift_labels must be True or False, got {shift_labels!r}")
+        flag("shift_labels", shift_labels)
         _check_drop(drop, batch, shift_labels)
         plan = plan_of(sharding, batch, lengths)
         active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels)
@@ -99,47 +97,9 @@ def shard(
     agree.on_batch(sharding, plan, batch)
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
-    with activate(active), heartbeat.in_batch(sharding), _noted(sharding, batch, plan.rows[0].total, active.masks):
+    with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, plan.rows[0].total, active.masks):
         kept = {name: value for name, value in values.items() if name not in drop}
         yield LocalBatch(kept, plan, sharding.rank)
-
-
-_WRAPPED = {
-    ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
-    "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
-    ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "
-    "fully_shard: their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
-    ("Attempt to trace generator", "_guards_fn", "wrap_with_set_grad_enabled"): "if the module came out of "
-    "torch.export: compile the model itself, or export it with dynamic_shapes for the token dims (Dim.AUTO)",
-    ("is_fa_with_position_ids", "in flash_attention_mask", "_upad_input"): "if the model runs with flash-attn: "
-    "transformers decides there by what tensors hold. Build the model with attn_implementation='sdpa', whose place "
-    "flash kernels take all the same; or pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
-    "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, and packing=CuSeqlens('cu_seq_lens_q')",
-    ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
-}
-"""What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
-
-
-@contextmanager
-def _noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Collection[str]) -> Generator[None]:
-    """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
-    try:
-        yield
-    except TypeError as error:
-        unexpected = str(error).partition("unexpected keyword argument ")[2]
-        if unexpected:
-            error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
-        raise
-    except Exception as error:
-        if type(error).__module__.startswith("torch."):
-            for words, note in _WRAPPED.items():
-                if any(said in str(error) for said in words):
-                    error.add_note(f"cp_rewrite: {note}")
-            known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
-            given = {name: value for name, value in batch.items() if name not in known}
-            for note in unnamed_tokens(given, sharding.tokens, total):
-                error.add_note(f"cp_rewrite: {note}")
-        raise
 
 
 def _check_drop(drop: Sequence[str], batch: Mapping[str, Any], shift_labels: bool) -> None:
@@ -157,16 +117,10 @@ def _cut_batch(
     """(the plan to make active, the values that this rank's model is called with)."""
     tokens = dict(sharding.tokens) | ({SHIFTED: sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
-    values = dict(batch) | ((_shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
-    labels = [name for name in tokens if _is_label(name, values[name], label_arg)]
+    values = dict(batch) | ((shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
+    labels = [name for name in tokens if is_label(name, values[name], label_arg)]
     indices = plan.local_indices(sharding.rank)
-    if plan.local_size * plan.world_size > plan.rows[0].total:  # some rank has such rows, and all raise
-        for name in labels:
-            _check_fill(name, values[name])
-    if (padding := padding_tokens(plan)) is not None:
-        for name in labels:
-            moved = label_arg if shift_labels and name == SHIFTED else ""
-            check_labels(name, values[name], tokens[name], padding, moved)
+    _check_labels(plan, {name: values[name] for name in labels}, tokens, label_arg if shift_labels else "")
     copies = _with_copies(sharding, plan, {name: values[name] for name in tokens if name not in labels}, tokens)
     for name, dim in tokens.items():
         values[name] = cut_tokens(values[name], dim, indices, IGNORE_INDEX if name in labels else 0)
@@ -189,14 +143,23 @@ def _cut_batch(
         for readers in tuple(buffers.padding_readers):
             active.check_padding(readers)
     active.copies = {id(values[name]): (values[name], filled) for name, filled in copies.items()}
-    for tensor in stand_ins:
+    for tensor in (*stand_ins, *(values[name] for name in tokens)):
         number_tokens(tensor, active.number)
     for name, dim in tokens.items():
-        number_tokens(values[name], active.number)
         mark_token_dim(values[name], dim)
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(values[name], dim)
     return active, values
+
+
+def _check_labels(plan: BatchPlan, labels: Mapping[str, Tensor], tokens: Mapping[str, int], shifted_from: str) -> None:
+    """Raise where labels can't say of fill and of padding that they are no targets."""
+    padding = padding_tokens(plan)
+    for name, values in labels.items():
+        if plan.fill:  # some rank has such rows, and all raise
+            check_fill(name, values)
+        if padding is not None:
+            check_labels(name, values, tokens[name], padding, shifted_from if name == SHIFTED else "")
 
 
 def _with_copies(
@@ -204,16 +167,11 @@ def _with_copies(
 ) -> dict[str, Tensor]:
     """This rank's tokens as the compiled model reads them: rows without a token hold copies of others. Nothing where
     no rank has such rows, in this batch or in others that replay its step."""
-    if sharding.capacity is None and plan.local_size * plan.world_size == plan.rows[0].total:
+    if sharding.capacity is None and not plan.fill:
         return {}
     indices = plan.filled_indices(sharding.rank)
     copies = {name: cut_tokens(value, tokens[name], indices, 0) for name, value in batch.items()}
     return copies | _moved(sharding, copies, tuple(copies))
-
-
-def _is_label(name: str, value: Tensor, label_arg: str) -> bool:
-    """Whether -100 in this argument says that a token is no target: rows without a token hold it."""
-    return name in LABELS | {label_arg} and not value.is_floating_point()
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
@@ -221,15 +179,6 @@ def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) 
     device = device_of(sharding)
     tensors = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
     return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
-
-
-def _check_fill(name: str, labels: Tensor) -> None:
-    """Raise where the dtype of labels can't hold what rows without a token hold."""
-    if not labels.dtype.is_signed:
-        raise TypeError(
-            f"batch[{name!r}] is {labels.dtype}, which can't hold {IGNORE_INDEX}, the label of tokens that are no "
-            "target: make it int64"
-        )
 
 
 def plan_of(
@@ -282,16 +231,3 @@ def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
     if not rows or not total:
         raise ValueError(f"the batch has {rows} rows of {total} tokens: nothing to cut")
     return rows, total
-
-
-def _shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
-    """Labels one token further to the front, and how many of them are targets."""
-    if label_arg not in tokens:
-        raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
-    if batch.get(SHIFTED) is not None:
-        raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
-    _check_fill(label_arg, batch[label_arg])
-    labels, dim = batch[label_arg], tokens[label_arg]
-    last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
-    shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)
-    return {SHIFTED: shifted, COUNT: count_targets(shifted)}

@@ -9,8 +9,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim
+from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
-from cp_rewrite.batch.targets import with_true_count
 from cp_rewrite.packing import whole_args
 from cp_rewrite.passes.graph.operands import value_of
 from cp_rewrite.passes.graph.regions import region_call, region_calls
@@ -53,7 +53,7 @@ class CallChecks:
         if self.sums:
             plan.check_full(self.sums)
         plan.check_padding(self.readers)
-        if self.conditions and plan.missing:
+        if self.conditions and plan.plan.fill:
             self.conditions.check(args, plan.plan.rows[0].total)
 
     def arguments(self, plan: ActivePlan, args: Sequence[Any]) -> list[Any]:

@@ -141,7 +141,7 @@ def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]
     tensor = recorded.tensor
     if any(ref not in tensor.places for ref in tensor.canonical.leaves.values() if ref not in tensor.values):
         return []
-    indices = plan.indices()
+    indices = plan.plan.local_indices(plan.sharding.rank)
     values = {ref: args[place] for ref, place in tensor.places.items()}
     actual = _run(recorded, lambda _: values, indices.shape[1], len(indices), plan.device)
     pairs = [_visible(recorded, documents, index) for documents, index in zip(plan.plan.rows, indices, strict=True)]

@@ -39,6 +39,16 @@ class BatchPlan:
         """T_l: local rows of each rank for every row of the batch, fill included."""
         return common_local_size(self.orders)
 
+    @property
+    def fill(self) -> int:
+        """Local rows without a token of all ranks, of one row of the batch."""
+        return self.local_size * self.world_size - self.rows[0].total
+
+    @property
+    def padding(self) -> int:
+        """Tokens of no document, of all rows."""
+        return sum(row.total - int(row.lengths.sum()) for row in self.rows)
+
     def local_indices(self, rank: int) -> Int:
         """(B, T_l) int64: the token of the global row in each local row, -1 for fill."""
         indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)

@@ -35,10 +35,9 @@ from cp_rewrite.planning.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost import exchange_seconds, load_of
 from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.planning.routes import grid
-from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
+from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange, split_exchange
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
-from cp_rewrite.sharding import split_exchange
 
 AHEAD = 24_000_000
 """Cycles that the GPU sleeps before each call, some 12 ms: the host enqueues all of it meanwhile."""

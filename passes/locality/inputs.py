@@ -7,8 +7,8 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.batch.labels import LABELS
 from cp_rewrite.batch.padding import IGNORE_INDEX
-from cp_rewrite.batch.shard import LABELS
 from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask
 from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput

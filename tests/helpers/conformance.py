@@ -74,7 +74,7 @@ def attend_on(
     def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return max_logits(q, k, v, inputs[:4], inputs[4:], exchange, params, heads)
 
-    return RankAttention(run, largest, active.indices())
+    return RankAttention(run, largest, active.plan.local_indices(active.sharding.rank))
 
 
 def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:

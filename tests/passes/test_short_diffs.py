@@ -24,8 +24,7 @@ from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.argument_names import module_numbers
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.routes.by_exchange import ROUTES
-from cp_rewrite.sharding import split_exchange
+from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
 from cp_rewrite.torch_internals import fixed_number
 
 from .test_graph_diff import batch, causal_with_groups, same_document

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import WAYS
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, ExchangeName, split_exchange
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
-from cp_rewrite.sharding import Exchange, split_exchange
 from tests.helpers.packed import make_schedule
 from tests.helpers.packs import batches, grown, masks
 
@@ -41,6 +40,6 @@ def test_tensors_are_as_the_table_says(
 
 
 def test_every_exchange_has_a_route_and_functions() -> None:
-    named = {split_exchange(name)[1] for name in get_args(Exchange) if name != "auto"}
+    named = {split_exchange(name)[1] for name in get_args(ExchangeName) if name != "auto"}
     assert named | set(BETWEEN_GPUS.values()) == set(ROUTES)
     assert set(WAYS) == {kind for kind, route in ROUTES.items() if not route.in_steps}

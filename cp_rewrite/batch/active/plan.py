@@ -18,12 +18,12 @@ from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes import grid
-from cp_rewrite.planning.routes.by_exchange import ROUTES
+from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
 from cp_rewrite.planning.routes.fixed import fixed_tables
 from cp_rewrite.planning.routes.neighbours import Neighbours, neighbours_route
 from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.planning.routes.scans.tables import Scan, scan_tables
-from cp_rewrite.sharding import Sharding, split_exchange
+from cp_rewrite.sharding import Sharding
 
 from .marks import batch_number
 from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
@@ -82,16 +82,11 @@ class ActivePlan:
         array = self._array(key, 0)
         return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self._device_of(key))
 
-    @property
-    def missing(self) -> int:
-        """Rows without a token that fill up the ranks, of one row of the batch."""
-        return self.plan.local_size * self.sharding.world_size - self.plan.rows[0].total
-
     def check_full(self, sums: Sequence[str]) -> None:
         """Raise where a rank has rows without a token while the model sums over rows whatever they hold."""
-        if self.missing:
+        if self.plan.fill:
             raise ValueError(
-                f"{sums[0]} sums over tokens, and the {self.missing} rows that fill up this batch's ranks would be "
+                f"{sums[0]} sums over tokens, and the {self.plan.fill} rows that fill up this batch's ranks would be "
                 f"counted: pad rows to a multiple of {self.sharding.world_size * self.sharding.pad_to_multiple} "
                 "tokens, or mask the sum"
             )
@@ -142,10 +137,6 @@ class ActivePlan:
         elif not torch.equal(value, given.to(value.dtype)):
             raise ValueError(wrong)
 
-    def indices(self) -> NDArray[np.int64]:
-        """(B, T_l): index in the global row of each local token, -1 where there is none."""
-        return self.plan.local_indices(self.sharding.rank)
-
     def most_received(self, read: Neighbours) -> int:
         """Rows that come from other ranks, of the rank that gets most."""
         splits = next(key for key in PlanInput.of_neighbours(read) if key.name == "splits")
@@ -194,7 +185,7 @@ class ActivePlan:
             return self.plan.local_rows(self.sharding.rank).T
         if key == TOKEN_INDEX:
             return self.plan.filled_indices(self.sharding.rank)
-        indices = self.indices()
+        indices = self.plan.local_indices(self.sharding.rank)
         if key == HAS_TOKEN:
             return indices >= 0
         if (indices != indices[:1]).any():

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes import grid
-from cp_rewrite.planning.routes.by_exchange import ROUTES
+from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
 from cp_rewrite.planning.routes.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours
 from cp_rewrite.planning.routes.route import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.routes.scans.tables import SCAN, Scan
-from cp_rewrite.sharding import split_exchange
 
 
 @dataclass(frozen=True)

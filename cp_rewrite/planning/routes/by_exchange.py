@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .gathered import ALL_GATHER, LOCAL
 from .needed import NEEDED
@@ -19,8 +20,11 @@ ROUTES: dict[str, Route] = {
 }
 """Kind of exchange -> its route. `ops/exchange.py` has the functions that move rows along it."""
 
+ExchangeName = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
+"""What a user asks for."""
+
 BETWEEN_GPUS = {"needed": "push"}
-"""What a user asks for -> what carries it out where all ranks can map each other's memory (one NVLink domain): the same
+"""What of that -> what carries it out where all ranks can map each other's memory (one NVLink domain): the same
 rows travel, by one-sided writes. Reports name what carries it out."""
 
 
@@ -37,3 +41,9 @@ class Exchange:
     def route(self) -> Route:
         """What its ops read."""
         return ROUTES[self.kind]
+
+
+def split_exchange(exchange: str) -> tuple[bool, str]:
+    """(whether heads are scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
+    scattered, _, outer = exchange.rpartition("+")
+    return (True, "local") if exchange == "a2a" else (bool(scattered), outer)

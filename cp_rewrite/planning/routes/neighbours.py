@@ -210,7 +210,7 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     behind q. All fill of a row of the batch reads what one token does.
     """
     size, tokens, batch = len(plan.rows) * plan.local_size, plan.rows[0].total, len(plan.rows)
-    fill = batch * (plan.local_size * plan.world_size - tokens)
+    fill = batch * plan.fill
     each = [_run_starts(plan, rank) & (plan.local_indices(rank) >= 0) for rank in range(plan.world_size)]
     runs = max(int(starts.sum()) for starts in each)
     if runs > capacity.pieces:
@@ -226,7 +226,7 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
 
 
 def _check_apart(plan: BatchPlan, read: Neighbours, batch: Int, token: Int, source: Int) -> None:
-    if not read.apart or all(int(row.lengths.sum()) == row.total for row in plan.rows):
+    if not read.apart or not plan.padding:
         return
     others = np.ones((len(plan.rows), read.extras), dtype=np.bool_)
     of_document = np.concatenate([np.stack([row.document_ids() >= 0 for row in plan.rows]), others], axis=1)

@@ -1,4 +1,4 @@
-"""How many targets a batch has, as the model's loss counts them.
+"""Labels: shifted by one token, filled, and counted as the model's loss counts them.
 
 labels          4  7  2 -100 9      5 of which 4 are targets; a masked language model's loss reads these
 shift_labels    7  2 -100 9 -100    3 targets; a causal language model's reads these
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .active import ActivePlan
 from .padding import IGNORE_INDEX
 
 COUNT, SHIFTED = "num_items_in_batch", "shift_labels"
+LABELS = frozenset({"labels", SHIFTED})
+"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token."""
 
 
 def count_targets(labels: Tensor) -> Tensor:
@@ -51,3 +54,30 @@ def with_true_count(
     mended = list(args)
     mended[places[COUNT]] = count.to(given.device, given.dtype)
     return mended
+
+
+def is_label(name: str, value: Tensor, label_arg: str) -> bool:
+    """Whether -100 in this argument says that a token is no target: rows without a token hold it."""
+    return name in LABELS | {label_arg} and not value.is_floating_point()
+
+
+def check_fill(name: str, labels: Tensor) -> None:
+    """Raise where the dtype of labels can't hold what rows without a token hold."""
+    if not labels.dtype.is_signed:
+        raise TypeError(
+            f"batch[{name!r}] is {labels.dtype}, which can't hold {IGNORE_INDEX}, the label of tokens that are no "
+            "target: make it int64"
+        )
+
+
+def shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
+    """Labels one token further to the front, and how many of them are targets."""
+    if label_arg not in tokens:
+        raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
+    if batch.get(SHIFTED) is not None:
+        raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
+    check_fill(label_arg, batch[label_arg])
+    labels, dim = batch[label_arg], tokens[label_arg]
+    last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
+    shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)
+    return {SHIFTED: shifted, COUNT: count_targets(shifted)}

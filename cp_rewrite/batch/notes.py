@@ -1,0 +1,49 @@
+"""Notes on errors that come out of a batch's block: what of the batch, or of the model, may be the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from cp_rewrite.packing import packing_args
+from cp_rewrite.sharding import Sharding
+
+from .read_documents import unnamed_tokens
+
+_WRAPPED = {
+    ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
+    "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
+    ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "
+    "fully_shard: their hooks cut the graph. Let cp.parallelize(model, mesh, sharding) wrap the plain model",
+    ("Attempt to trace generator", "_guards_fn", "wrap_with_set_grad_enabled"): "if the module came out of "
+    "torch.export: compile the model itself, or export it with dynamic_shapes for the token dims (Dim.AUTO)",
+    ("is_fa_with_position_ids", "in flash_attention_mask", "_upad_input"): "if the model runs with flash-attn: "
+    "transformers decides there by what tensors hold. Build the model with attn_implementation='sdpa', whose place "
+    "flash kernels take all the same; or pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
+    "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, and packing=CuSeqlens('cu_seq_lens_q')",
+    ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
+}
+"""What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
+
+
+@contextmanager
+def noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Collection[str]) -> Generator[None]:
+    """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
+    try:
+        yield
+    except TypeError as error:
+        unexpected = str(error).partition("unexpected keyword argument ")[2]
+        if unexpected:
+            error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("torch."):
+            for words, note in _WRAPPED.items():
+                if any(said in str(error) for said in words):
+                    error.add_note(f"cp_rewrite: {note}")
+            known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
+            given = {name: value for name, value in batch.items() if name not in known}
+            for note in unnamed_tokens(given, sharding.tokens, total):
+                error.add_note(f"cp_rewrite: {note}")
+        raise

@@ -1,0 +1,80 @@
+"""What an annotation may say: its choices by name, and checks of what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.routes.by_exchange import ExchangeName
+
+from .arguments import HashableDict, flag, whole_number
+from .capacity import Capacity
+from .masks import PackedMask
+
+ExchangeAt = Literal["auto", "attention", "narrowest"]
+Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
+Inner = Literal["inductor", "aot_eager", "eager"]
+Verify = Literal["never", "first_step", "every_step"]
+Random = Literal["refused", "per_rank"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "layout": LAYOUTS,
+    "exchange": get_args(ExchangeName),
+    "exchange_at": get_args(ExchangeAt),
+    "kernel": get_args(Kernel),
+    "inner": get_args(Inner),
+    "verify": get_args(Verify),
+    "random": get_args(Random),
+}
+_OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
+_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches")
+
+
+def check_choices(fields: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError where a field of an annotation, by name, is none of its choices."""
+    for name, choices in _CHOICES.items():
+        if fields[name] not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {fields[name]!r}")
+    for name, kind in _OPTIONAL.items():
+        if not isinstance(fields[name], kind | None):
+            raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {fields[name]!r}")
+    for name in _FLAGS:
+        flag(name, fields[name])
+
+
+def checked_masks(masks: Any, tokens: Mapping[str, int]) -> HashableDict:
+    """`masks` of the annotation, whose arguments are not cut."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"masks must map names of arguments to a cp_rewrite.PackedMask or None, got {masks!r}")
+    for name, mask in masks.items():
+        if not isinstance(mask, PackedMask | None):
+            raise TypeError(f"masks[{name!r}] must be a cp_rewrite.PackedMask or None, got {mask!r}")
+        if mask is not None and not mask.is_plain:
+            raise ValueError(
+                f"masks[{name!r}] has chunks, spans or trees: these are read of masks that the model makes"
+            )
+        if name in tokens:
+            raise ValueError(f"masks names {name!r}, which has two token dims and is not cut: leave it out of tokens")
+    return HashableDict(masks)
+
+
+def check_mesh(mesh: Any, exchange: object) -> None:
+    if isinstance(mesh, bool) or not isinstance(mesh, int | DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (mesh['cp']) or a world size for dry runs, got {mesh!r}")
+    if isinstance(mesh, int):
+        whole_number("mesh as a world size", mesh)
+        return
+    dims = (2,) if isinstance(exchange, str) and exchange.startswith("a2a+") else (1, 2) if exchange == "auto" else (1,)
+    if mesh.ndim not in dims:
+        raise ValueError(
+            f"mesh must have {' or '.join(map(str, dims))} dim for exchange={exchange!r}, got {mesh.ndim} "
+            f"({mesh.mesh_dim_names}): pass the context-parallel part of it, as in mesh['cp']"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh must hold its ranks in ascending order, got {ranks}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh holds ranks {ranks} and not this process, rank {mesh.get_rank()}")
