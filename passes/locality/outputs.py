@@ -16,7 +16,7 @@ from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.values.resolution import Conversion
 from cp_rewrite.refusal import Reason
 
-from .report import Findings
+from .findings import Findings
 
 
 class Outputs:

@@ -34,7 +34,7 @@ from cp_rewrite.passes.locality.rules.spread import can_spread, spread
 from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.refusal import Reason
 
-from .report import Findings
+from .findings import Findings
 
 WalkGraph = Callable[[fx.GraphModule], fx.Node]
 

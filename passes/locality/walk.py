@@ -45,11 +45,11 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
-from .inputs import input_state, read_extents
+from .findings import Findings
+from .inputs import input_state, read_extents, why_static
 from .liveness import is_attention, live_nodes, scores_of
 from .outputs import Outputs
 from .own_backward import OwnBackward
-from .report import Findings, why_static
 
 
 def check_locality(

@@ -102,52 +102,52 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
     LQ          ->  LK - D            of one document; -D - behind of two, the key's the later one
     IQ - IK     ->  0                 of one document; ids of two
     """
-    world, (low, high) = cell.world, cell.span
     out: Linear = {}
 
     def add(term: Expr, coefficient: Expr) -> None:
         out[term] = out.get(term, sympy.S.Zero) + coefficient
 
     ordinal_of = {o.query: o for o in ordinals}
-    relation = cell.relation
-    done = relation.reduced(linear, add, K + D, K)
+    done = cell.relation.reduced(linear, add, K + D, K)
     for term, c in linear.items():
         if term in done:
             continue
-        if term == Q:
-            add(K, c)
-            add(D, c)
-        elif term in _POSITIONS and world is World.ADJACENT:
-            continue
-        elif term == LQ and world is World.SAME:
-            add(LK, c)
-            add(D, -c)
-        elif term == LQ and world is World.DIFFERENT and high < 0:
-            add(_BEHIND, -c)
-            add(D, -c)
-        elif term in _POSITIONS and world is World.DIFFERENT and low > 0 and _POSITIONS[term] not in linear:
-            add(D, c)
-            add(_BEFORE, -c)
-        elif term in _POSITIONS and world in (World.SAME, World.DIFFERENT):
-            add(_POSITIONS[term], c)
-            add(D, c)
-            if world is World.DIFFERENT:
-                add(_APART, -c)
-        elif term == IQ and world is World.SAME:
-            add(IK, c)
-        elif term == IQ and linear.get(IK) == -c:
-            add(IK, c)
-            add(_IDS, c)
-        elif term in ordinal_of:
-            ordinal = ordinal_of[term]
-            add(ordinal.key, c)
-            if ordinal.of_spans:
-                add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
-            elif not (world is World.SAME or (world is World.PADDING and ordinal.with_padding)):
-                add(sympy.Symbol(f"Δ{ordinal.query.name}"), c)
-        else:
-            add(term, c)
+        ordinal = ordinal_of.get(term)
+        parts = _by_keys(term, linear, cell) if ordinal is None else _by_key_number(ordinal, cell)
+        for part, factor in parts.items():
+            add(part, c * factor)
     return {term: c for term, c in out.items() if c != 0}
+
+
+def _by_keys(term: Expr, linear: Linear, cell: Cell) -> dict[Expr, int]:
+    """A symbol of the query by those of the key: what it is made of, and how often; itself where nothing is known."""
+    world, (low, high) = cell.world, cell.span
+    if term == Q:
+        return {K: 1, D: 1}
+    if term in _POSITIONS:
+        key = _POSITIONS[term]
+        if world is World.ADJACENT:
+            return {}
+        if world is World.DIFFERENT and low > 0 and key not in linear:
+            return {D: 1, _BEFORE: -1}
+        if world in (World.SAME, World.DIFFERENT):
+            return {key: 1, D: 1} | ({_APART: -1} if world is World.DIFFERENT else {})
+    if term == LQ and world is World.SAME:
+        return {LK: 1, D: -1}
+    if term == LQ and world is World.DIFFERENT and high < 0:
+        return {_BEHIND: -1, D: -1}
+    if term == IQ and world is World.SAME:
+        return {IK: 1}
+    if term == IQ and linear.get(IK) == -linear[IQ]:
+        return {IK: 1, _IDS: 1}
+    return {term: 1}
+
+
+def _by_key_number(ordinal: Ordinal, cell: Cell) -> dict[Expr, int]:
+    """The number of the query's document, or span, by that of the key's."""
+    same = cell.world is World.SAME or (cell.world is World.PADDING and ordinal.with_padding)
+    step = {} if same and not ordinal.of_spans else {sympy.Symbol(f"Δ{ordinal.query.name}"): 1}
+    return {ordinal.key: 1, **step}
 
 
 def _in_chunks(reduced: Linear, cell: Cell) -> Linear:

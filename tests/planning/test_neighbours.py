@@ -13,7 +13,7 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.routes.neighbours import Length, Neighbours, Part, neighbours_route
+from cp_rewrite.planning.token_reads.neighbours import Length, Neighbours, Part, neighbours_route
 
 ops: Any = torch.ops.cp_rewrite
 T = Length(0, 1)

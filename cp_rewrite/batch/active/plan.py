@@ -20,9 +20,9 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes import grid
 from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
 from cp_rewrite.planning.routes.fixed import fixed_tables
-from cp_rewrite.planning.routes.neighbours import Neighbours, neighbours_route
 from cp_rewrite.planning.routes.route import Arrays
-from cp_rewrite.planning.routes.scans.tables import Scan, scan_tables
+from cp_rewrite.planning.token_reads.neighbours import Neighbours, neighbours_route
+from cp_rewrite.planning.token_reads.scans import Scan, scan_tables
 from cp_rewrite.sharding import Sharding
 
 from .marks import batch_number

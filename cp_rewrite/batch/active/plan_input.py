@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes import grid
 from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
-from cp_rewrite.planning.routes.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours
 from cp_rewrite.planning.routes.route import KERNEL_TABLES, PlanTensor
-from cp_rewrite.planning.routes.scans.tables import SCAN, Scan
+from cp_rewrite.planning.token_reads.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours
+from cp_rewrite.planning.token_reads.scans import SCAN, Scan
 
 
 @dataclass(frozen=True)

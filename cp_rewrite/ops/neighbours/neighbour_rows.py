@@ -1,7 +1,7 @@
 """Rows of neighbouring tokens, whoever holds them: only those that a rank lacks travel; gradients go back the same way.
 
 Shapes: R local rows, V rows received, X rows that all ranks have, E expanded rows, C columns.
-`planning/routes/neighbours.py` draws the tables.
+`planning/token_reads/neighbours.py` draws the tables.
 """
 
 from __future__ import annotations

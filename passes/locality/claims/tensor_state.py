@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch.fx as fx
 
-from cp_rewrite.planning.routes.neighbours import Length
+from cp_rewrite.planning.token_reads.neighbours import Length
 
 from .dims import Dims, Factor, Order, T, has
 

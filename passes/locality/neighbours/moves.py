@@ -24,7 +24,7 @@ from torch import Tensor
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Piece, Rows, Taps
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.planning.routes.neighbours import Length
+from cp_rewrite.planning.token_reads.neighbours import Length
 
 ZERO, ROW = Length(), Length(0, 1)
 

@@ -21,11 +21,11 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece, Rows
+from cp_rewrite.passes.locality.findings import Findings
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
-from cp_rewrite.passes.locality.report import Findings
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.resolution import group_of
-from cp_rewrite.planning.routes.neighbours import Length, Neighbours, Part
+from cp_rewrite.planning.token_reads.neighbours import Length, Neighbours, Part
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import HigherOrderOperator

@@ -120,6 +120,17 @@ class Call:
                 )
 
 
+def mixes_parts(call: Call) -> Mixes:
+    """Of an op that does something else with a sum over tokens than to add it up."""
+    return Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+
+
+def check_gradients(call: Call) -> None:
+    """Raise where an operand that all ranks have in full would get a gradient from each, beside sums over all ranks."""
+    if any(call.state(x) is REPLICATED and call.facts.has_gradient(x) for x in call.tensors):
+        raise Mixes(f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank")
+
+
 def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
     """What every rule's result must keep: dims are as long as their axes, and no other dim has T in its size."""
     extents = call.extents

@@ -16,7 +16,6 @@ from cp_rewrite.batch.active import IN_DOCUMENT
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import (
-    MEAN_HINT,
     REPLICATED,
     UNKNOWN,
     WHOLE,
@@ -38,7 +37,7 @@ from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import TorchDispatchMode
 
-from .call import COPIES, METADATA, Call, check_sizes
+from .call import COPIES, METADATA, Call, check_gradients, check_sizes, mixes_parts
 from .gaps import join_gaps, whole_of_gaps
 from .node_facts import NodeFacts
 from .written import join_written, shares_memory, written_state
@@ -175,9 +174,10 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             call.check_numbers()
             return REPLICATED
         if Takes.UNCUT not in takes and all(state in (REPLICATED, WHOLE) for state in states):
-            return _same_everywhere(call)
+            check_gradients(call)
+            return WHOLE
         if Takes.SUMS not in takes and any(isinstance(state, Partial) for state in states):
-            raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+            raise mixes_parts(call)
 
         def give() -> Sequence[TensorState]:
             new = [vouched_state(call, out) for out in call.outs] if vouched else _apply(rule, call)
@@ -226,13 +226,6 @@ def _checked(call: Call, new: States) -> list[TensorState]:
     for tensor, state in zip(call.outs, states, strict=True):
         check_sizes(call, tensor, state)
     return states
-
-
-def _same_everywhere(call: Call) -> TensorState:
-    """Of an op that every rank runs on the same values: the gradients of all operands must be whole, too."""
-    if any(call.state(x) is REPLICATED and call.facts.has_gradient(x) for x in call.tensors):
-        raise Mixes(f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank")
-    return WHOLE
 
 
 def _apply(rule: Rule | None, call: Call) -> States:

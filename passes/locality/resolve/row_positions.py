@@ -49,17 +49,11 @@ def shared_by_rows(
     if any(node.graph is not gm.graph for node in shared) or _casts(gm):
         return None
     for node in gm.graph.nodes:
-        if node.op == "output" and any(n in shared for n in node.all_input_nodes):
-            return None
         sources = [n for n in node.all_input_nodes if n in shared]
-        if node in shared or not sources or node not in live or not isinstance(value_of(node), Tensor):
-            if node in live and sources and not _asks_for_sizes(node) and node not in shared:
-                return None
+        if not sources or node in shared or (node not in live and node.op != "output") or _asks_for_sizes(node):
             continue
         state = env.get(node)
-        if not isinstance(state, Rows) or node in changed or written_nodes(node) or is_transformed(node):
-            return None
-        if region_call(node) is not None:
+        if not isinstance(state, Rows) or node in changed or not _can_run_again(node):
             return None
         own = [operand for reader, operand in inserted if reader is node]
         if not any(has(dim, B) for dim in state.dims):
@@ -67,14 +61,18 @@ def shared_by_rows(
                 return None
             shared[node] = None
             continue
-        if node in counted or any(operand in shared for operand in own):
-            return None
         found = [_reader(node, source, state) for source in sources]
-        readers += [reader for reader in found if reader is not None]
-        if None in found:
+        if node in counted or any(operand in shared for operand in own) or None in found:
             return None
+        readers += [reader for reader in found if reader is not None]
     lowered = tuple(counted[node] for node in shared if node in counted)
     return RowPositions(tuple(generators), tuple(shared), tuple(readers), lowered)
+
+
+def _can_run_again(node: fx.Node) -> bool:
+    """Whether a node gives one tensor, by itself, and changes nothing."""
+    alone = not written_nodes(node) and not is_transformed(node) and region_call(node) is None
+    return alone and node.op != "output" and isinstance(value_of(node), Tensor)
 
 
 def _reader(node: fx.Node, source: fx.Node, state: Rows) -> RowReader | None:

@@ -20,7 +20,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     Rows,
     TensorState,
 )
-from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.node.call import Call, check_gradients, mixes_parts
 
 from .experts import follow_order
 
@@ -55,14 +55,10 @@ def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
     if any(isinstance(state, Rows) for state in states):
         raise Mixes(f"{call.name} puts a sum over the shard's tokens back on tokens; {MEAN_HINT}")
     if all(part.reduced for part in parts):
-        whole = [x for state, x in zip(states, call.tensors, strict=True) if state is REPLICATED]
-        if any(call.facts.has_gradient(x) for x in whole):
-            raise Mixes(
-                f"{call.name} adds a term that every rank computes in full: its gradient would count once per rank"
-            )
+        check_gradients(call)
         return Partial(reduced=True)
     if not _is_linear(call, parts):
-        raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+        raise mixes_parts(call)
     return parts[0]
 
 

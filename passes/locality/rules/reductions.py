@@ -19,7 +19,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     TensorState,
     plain,
 )
-from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.node.call import Call, mixes_parts
 
 from .rule import States, given_dims
 
@@ -34,7 +34,7 @@ def reduce(call: Call) -> States:
     state, dims = call.state(call.first), given_dims(call)
     if isinstance(state, Partial):
         if call.name != "sum":
-            raise Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
+            raise mixes_parts(call)
         return state
     assert isinstance(state, Rows)
     if state.token_dim in dims:

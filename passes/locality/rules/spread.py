@@ -1,4 +1,4 @@
-"""Which local rows hold a token, in the shape of any tensor of rows."""
+"""Where the tokens of a tensor are: which of its rows hold one, and along which dim they stand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from cp_rewrite.batch.active import TOKEN_INDEX, PlanInput
-from cp_rewrite.passes.locality.claims.dims import B, Dims, Fewer, T, fewer, with_fewer
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Fewer, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
+from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Ranks
 
 
@@ -19,6 +20,21 @@ def can_spread(rows: Rows) -> bool:
     return (
         rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
     )
+
+
+def rows_along(call: Call, dim: int) -> tuple[Rows, int]:
+    """The rows of an op's first tensor, and the dim, where tokens stand in it alone, in their order.
+
+    Raises:
+        Mixes: they do not, rows of the batch have no dim of their own, or the op writes.
+    """
+    rows = call.rows(call.first)
+    dim = dim % max(call.first.ndim, 1)
+    if rows is None or not can_spread(rows) or rows.dims[dim] not in ((T,), (B, T)) or call.written:
+        raise Mixes(f"{call.name} of something else than tokens")
+    if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim):
+        raise Mixes(f"{call.name} of rows of the batch that are no dim of their own")
+    return rows, dim
 
 
 def has_row(ranks: Ranks, dims: Dims) -> Tensor:

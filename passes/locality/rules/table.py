@@ -31,13 +31,12 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import masked, wholes
+from .over_ranks import masked, scans, wholes
 from .over_ranks.counted import counted
 from .picked import entries as picked
 from .picked import first, looked_up, segments
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Rule, Takes, last_dim, over, refused, rows, same_dims, unchanged
-from .running import scans
 
 _NORM = "{op} of something else than token rows"
 _PICKS = "picks entries by their values, as many as there happen to be: multiply by a mask instead"

@@ -21,6 +21,7 @@ from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
+from cp_rewrite.passes.locality.rules.spread import rows_along
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 
 from .places import Place, end_of, place_of
@@ -73,12 +74,7 @@ def index(call: Call) -> tuple[States, Whole]:
 
 def _rows_at(call: Call, dim: int) -> tuple[Rows, int]:
     """The rows that an op picks from, and the dim, where that is the tokens' own."""
-    rows = call.rows(call.first)
-    dim = dim % max(call.first.ndim, 1)
-    if rows is None or rows.places is not None or rows.key or rows.dims[dim] not in ((T,), (B, T)) or call.written:
-        raise Mixes(f"{call.name} of something else than tokens")
-    if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim):
-        raise Mixes(f"{call.name} of rows of the batch that are no dim of their own")
+    rows, dim = rows_along(call, dim)
     call.use_positions(call.first)
     return rows, dim
 

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
-
-from .route import Arrays, PlanTensor, filled, row_index
+from cp_rewrite.planning.routes.route import Arrays, PlanTensor, filled, row_index
 
 
 @dataclass(frozen=True)

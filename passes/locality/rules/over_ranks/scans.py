@@ -7,7 +7,7 @@
     cummax, cummin  taking the larger; of equal ones      to the entry that was taken
                     the later, as torch does
 
-Other ranks' values are those that they reached at the ends of their pieces (`planning/routes/scans/tables.py`): one row
+Other ranks' values are those that they reached at the ends of their pieces (`planning/token_reads/scans.py`): one row
 for each piece travels, and one row of gradients back. Tokens are run over in the order of the row, whatever order they
 have on the ranks, over the ends of documents as on one process.
 """
@@ -25,9 +25,9 @@ from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
-from cp_rewrite.passes.locality.rules.spread import can_spread
+from cp_rewrite.passes.locality.rules.spread import rows_along
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-from cp_rewrite.planning.routes.scans.tables import Scan
+from cp_rewrite.planning.token_reads.scans import Scan
 
 _ops: Any = torch.ops.cp_rewrite
 _aten: Any = torch.ops.aten
@@ -35,14 +35,9 @@ _aten: Any = torch.ops.aten
 
 def scanned(call: Call) -> tuple[States, Whole]:
     """cumsum and the like, over tokens."""
-    rows, dim = call.rows(call.first), call.arg("dim") % max(call.first.ndim, 1)
-    if rows is None or not can_spread(rows) or rows.dims[dim] not in ((T,), (B, T)) or call.written:
-        raise Mixes(f"{call.name} of something else than tokens")
-    others = [entry for i, entry in enumerate(rows.dims) if i != dim]
+    rows, dim = rows_along(call, call.arg("dim"))
     joined = rows.dims[dim] == (B, T)
-    if any(entry not in (None, (B,)) for entry in others):
-        raise Mixes(f"{call.name} of tokens that are not in a dim of their own")
-    if not joined and (B,) not in others and call.extents.batch != 1:
+    if not joined and (B,) not in rows.dims and call.extents.batch != 1:
         raise Mixes(f"{call.name} of what all rows of the batch share")
     return Rows(rows.dims), _RUNS[call.name](rows.dims, dim, Scan(joined, rows.attended))
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import sympy
 import torch.fx as fx
 
-from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.node.node_facts import Events
 from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
@@ -83,31 +80,3 @@ class Findings:
             outputs=tuple(self.outputs),
             parts=tuple(self.parts),
         )
-
-
-def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
-    """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
-    if fixed:
-        detail = (
-            f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
-            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True"
-        )
-        return Refusal(Reason.TOKEN_INPUT, detail)
-    for guard in getattr(extents.shape_env, "guards", ()):
-        if _fixes(guard.expr, extents.tokens):
-            detail = (
-                f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}, as a loop over tokens "
-                "does, or a chunk of one token"
-            )
-            return Refusal(Reason.TOKEN_COUNT, detail)
-    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
-
-
-def _fixes(condition: Any, tokens: Any) -> bool:
-    """Whether a condition is S = tokens, or says so in other words, as S - 12 = 1."""
-    if not isinstance(condition, sympy.Eq):
-        return False
-    difference = sympy.expand(condition.args[0] - condition.args[1])  # pyright: ignore[reportOperatorIssue]
-    symbols = [*difference.free_symbols]
-    alone = len(symbols) == 1 and difference.is_polynomial(*symbols) and sympy.degree(difference, symbols[0]) == 1
-    return tokens in condition.args or (alone and difference.subs({symbols[0]: tokens}) == 0)

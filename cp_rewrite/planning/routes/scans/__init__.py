@@ -1,1 +1,0 @@
-"""The tables of operations that run over the tokens of a row."""

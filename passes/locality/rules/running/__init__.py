@@ -1,1 +1,0 @@
-"""Operations that run over the tokens of the row: running sums, and what is made of them."""
