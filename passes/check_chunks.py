@@ -75,7 +75,12 @@ def _of_shard(state: State, shape_env: Any, row: _Row, more: int) -> tuple[Seque
             torch._dynamo.maybe_mark_dynamic(longer[id(given)], found.dim)
 
     def look(gm: fx.GraphModule) -> tuple[Sequence[Any] | Refusal, bool]:
-        return _compared(state, capture(gm, state.sharding, state.plan), shape_env, row)
+        other = capture(gm, state.sharding, state.plan)
+        if not all(
+            any(input_value(found.node) is tensor for tensor in longer.values()) for found in other.tokens.inputs
+        ):
+            return _refusal(None), False  # some are out of reach: the graph may be that of the shard once more
+        return _compared(state, other, shape_env, row)
 
     return traced_again(longer, look) or (_refusal(None), False)
 

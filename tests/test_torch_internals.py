@@ -7,10 +7,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
+from collections import UserDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -566,9 +568,11 @@ def test_inputs_of_the_inner_compiler() -> None:
 def test_a_function_is_traced_again_on_other_tensors() -> None:
     short, long, scale = torch.ones(2), torch.ones(5), 3
     seen: list[Any] = []
+    held = SimpleNamespace(z=UserDict(z=short))
 
-    def function(x: Tensor, *more: Tensor, y: Tensor, **others: Tensor) -> Tensor:
-        return sum(c.sum() for c in x.split(1)) * len(more) * scale + y.sum() + others["z"].sum()
+    def function(x: Tensor, *more: Tensor, y: Tensor, **others: Any) -> Tensor:
+        sums = [c.sum() for part in (x, others["z"].z["z"]) for c in part.split(1)]
+        return sum(sums) * len(more) * scale + y.sum()
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
         count: Any = lambda gm: sum(n.target == "sum" for n in gm.graph.nodes)  # noqa: E731
@@ -577,9 +581,9 @@ def test_a_function_is_traced_again_on_other_tensors() -> None:
         return gm.forward
 
     torch._dynamo.reset()
-    found = torch.compile(function, backend=backend)(short, short, y=short, z=short)
-    assert found == function(short, short, y=short, z=short)
-    assert seen == [4, 7]
+    found = torch.compile(function, backend=backend)(short, short, y=short, z=held)
+    assert found == function(short, short, y=short, z=held)
+    assert seen == [5, 11]
     assert traced_again({}, lambda gm: gm) is None
 
 

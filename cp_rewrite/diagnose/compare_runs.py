@@ -142,12 +142,11 @@ class _Runner:
         unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
 
         def run(*args: Any) -> Any:
+            if checks is None:
+                raise RewriteRefused(state.refusals)
             if not self.captured:
-                if checks is None:
-                    raise RewriteRefused(state.refusals)
                 check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
-            assert checks is not None, "a refused graph does not run"
             plan = active_plan(self.sharding)
             checks.check(plan, args)
             plan_tensors = (plan.tensor(key) for key in state.inputs)

@@ -24,7 +24,6 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.torch_internals import FakeTensorMode
@@ -141,8 +140,8 @@ def wrapped_names() -> dict[str, str]:
     return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
 
 
-def frame_call(replaced: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
-    """The function that is compiled now, and its arguments with other tensors; None outside of a backend.
+def frame_call(replaced: Callable[[Any], Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
+    """The function that is compiled now, and what `replaced` makes of its arguments; None outside of a backend.
 
     Its code is a copy, so that Dynamo notes nothing of a call for the code itself.
     """
@@ -150,7 +149,7 @@ def frame_call(replaced: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Any]
     if translator is None:
         return None
     code: CodeType = translator.f_code.replace()
-    values: dict[str, Any] = tree_map_only(Tensor, replaced, dict(translator.f_locals))
+    values: dict[str, Any] = replaced(dict(translator.f_locals))
     cells = tuple(CellType(values[name]) for name in code.co_freevars)
     function = FunctionType(code, translator.f_globals, code.co_name, None, cells)
     by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount

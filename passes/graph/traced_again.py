@@ -6,13 +6,16 @@ shard is cut into. In the graph of a longer row it is another number.
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .dynamo_internals import frame_call, source_name, source_of
 from .regions import attribute_of
@@ -24,7 +27,7 @@ def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], 
     Args:
         others: the `id` of a tensor among the function's arguments -> what takes its place.
     """
-    call = frame_call(lambda x: others.get(id(x), x))
+    call = frame_call(lambda values: _with_others(values, others))
     if call is None:
         return None
     found: list[Any] = []
@@ -45,6 +48,28 @@ def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], 
     if found and isinstance(found[0], Exception):
         raise found[0]
     return found[0] if found else None
+
+
+def _with_others(value: Any, others: Mapping[int, Tensor], depth: int = 3) -> Any:
+    """With other tensors, also in the attributes of objects, which are copied then: a dataclass, a UserDict."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return others.get(id(leaf), leaf)
+        if not depth or isinstance(leaf, nn.Module | type | ModuleType | FunctionType) or not hasattr(leaf, "__dict__"):
+            return leaf
+        changed = {name: new for name, part in vars(leaf).items() if (new := inside(part)) is not part}
+        if not changed:
+            return leaf
+        found = copy.copy(leaf)
+        vars(found).update(changed)
+        return found
+
+    def inside(part: Any) -> Any:
+        found = _with_others(part, others, depth - 1)
+        return part if all(map(operator.is_, tree_leaves(found), tree_leaves(part))) else found
+
+    return tree_map(other, value)
 
 
 class _Stop(Exception):

@@ -20,13 +20,13 @@ from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 from .plan_inputs import Inputs
 
 
-def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> None:
-    """Put a node's ATen ops in its place."""
+def lower_node(lowering: Lowering, inputs: Inputs, sharding: Sharding) -> dict[fx.Node, fx.Node]:
+    """Put a node's ATen ops in its place. Returns what became of it, or of the nodes that took its results apart."""
     node, graph = lowering.node, lowering.node.graph
     plan = [inputs.node(graph, key) for key in lowering.reads]
     operands = [*dict.fromkeys([*node.all_input_nodes, *plan])]
     module = _traced(lowering, operands, plan, inputs.mode, sharding)
-    _replace(node, paste(module, operands, node, node, lowering.why))
+    return _replace(node, paste(module, operands, node, node, lowering.why))
 
 
 def _traced(
@@ -98,21 +98,20 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         return tree_unflatten(leaves, spec)
 
 
-def _replace(node: fx.Node, result: Any) -> None:
+def _replace(node: fx.Node, result: Any) -> dict[fx.Node, fx.Node]:
     """Let the readers of a node read its new results."""
-    value = node.meta["example_value"]
-    if isinstance(value, list | tuple):
-        for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])
-            _keep(user, result[user.args[1]])
-            node.graph.erase_node(user)
-    else:
-        node.replace_all_uses_with(result)
-        _keep(node, result)
-    name = node.name
+    value, name = node.meta["example_value"], node.name
+    parts = isinstance(value, list | tuple)
+    found: dict[fx.Node, fx.Node] = {user: result[user.args[1]] for user in node.users} if parts else {node: result}
+    for old, new in found.items():
+        old.replace_all_uses_with(new)
+        _keep(old, new)
+        if parts:
+            node.graph.erase_node(old)
     node.graph.erase_node(node)
-    if isinstance(result, fx.Node):
+    if not parts:
         result.name = name
+    return found
 
 
 def _keep(old: fx.Node, new: fx.Node) -> None:

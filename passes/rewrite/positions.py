@@ -26,13 +26,15 @@ from .plan_inputs import Inputs
 _WHY = "positions of each row of the batch"
 
 
-def globalize(position: PositionGenerator, inputs: Inputs) -> None:
-    """Positions of the shard become the plan's, which all rows of the batch share."""
+def globalize(position: PositionGenerator, inputs: Inputs) -> fx.Node:
+    """Positions of the shard become the plan's, which all rows of the batch share. Returns their node."""
     node, tracer = position.node, GraphAppendingTracer(position.node.graph)
     index = fx.Proxy(inputs.node(node.graph, ROW_INDEX), tracer)
     table = None if position.table is None else fx.Proxy(position.table, tracer)
-    node.replace_all_uses_with(insert(node, lambda: position.at(index, table), inputs.mode, "rewrite_sites"))
+    new = insert(node, lambda: position.at(index, table), inputs.mode, "rewrite_sites")
+    node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+    return new
 
 
 def keep_rows_apart(rows: RowPositions, inputs: Inputs, sharding: Sharding) -> None:

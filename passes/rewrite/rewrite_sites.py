@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
@@ -43,13 +43,14 @@ def rewrite_sites(state: State) -> State:
     apart = found.row_positions.lowered if found.row_positions else ()
     for lowering in found.lowered:
         if lowering not in apart:
-            lower_node(lowering, inputs, state.sharding)
+            replaced.update(lower_node(lowering, inputs, state.sharding))
     for position in found.positions:
-        globalize(position, inputs)
+        replaced[position.node] = globalize(position, inputs)
     if found.row_positions:
         keep_rows_apart(found.row_positions, inputs, state.sharding)
     # Masks, and key and value heads that the model had expanded for its query heads.
-    live = live_nodes(state.graph_module, state.decisions)
+    readers = [_Reader(d.node, [replaced.get(node, node) for node in d.operands]) for d in state.decisions]
+    live = live_nodes(state.graph_module, readers)
     stale += [n for d in state.decisions for n in (*d.site.node.all_input_nodes, *d.site.operands)]
     for decision in state.decisions:
         replaced[decision.site.node] = rewrite_site(decision, state.sharding, inputs, replaced)
@@ -57,6 +58,14 @@ def rewrite_sites(state: State) -> State:
     for module in graph_modules(state.graph_module):
         module.recompile()
     return replace(state, inputs=inputs.keys)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """An attention node, and what takes its place reads, once what it read was replaced."""
+
+    node: fx.Node
+    operands: list[fx.Node]
 
 
 def _read_of_plan(state: State) -> list[PlanInput]:

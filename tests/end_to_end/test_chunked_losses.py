@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,15 @@ def test_what_python_makes_of_the_number_of_chunks_is_refused(monkeypatch: pytes
     monkeypatch.setitem(LOSSES, "beside", COUNTED["of_its_root"])
     report = cp.explain(Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
     assert [refusal.reason for refusal in report.refusals] == [cp.Reason.TOKEN_COUNT]
+
+
+@pytest.mark.slow
+def test_the_number_of_chunks_is_seen_of_a_batch_in_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "beside", COUNTED["of_count"])
+    model, sharding = Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+    compiled = torch.compile(lambda given: model(**vars(given)), backend=cp.backend(sharding), fullgraph=True)
+    with sharding.shard(packed_batch(tokens=16)) as local, pytest.raises(cp.RewriteRefused, match="how many there are"):
+        compiled(SimpleNamespace(**local))
 
 
 @pytest.mark.slow

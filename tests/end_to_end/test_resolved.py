@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from tests.helpers.one_process import check_or_refuse
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
@@ -191,6 +192,17 @@ def test_sums_are_made_whole(pool: Pool, names: Sequence[str]) -> None:
 @pytest.mark.parametrize(("ranks", "layout", "rows"), [(3, "contiguous", 2), (4, "dual_chunk", 1), (4, "balanced", 1)])
 def test_sums_are_made_whole_on_more_ranks(pool: Pool, ranks: int, layout: str, rows: int) -> None:
     compare(pool, [*CASES], ranks, layout, rows, 14)
+
+
+class Direct(PackedModel):
+    """Attention reads at once what is made whole."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q.cumsum(2), F.normalize(k, dim=2), v.cummax(2).values, attn_mask=mask)
+
+
+def test_attention_reads_what_is_made_whole() -> None:
+    assert check_or_refuse(Direct()) is None
 
 
 def test_what_torch_takes_apart_in_two_ways_is_refused() -> None:
