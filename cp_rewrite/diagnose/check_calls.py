@@ -25,9 +25,9 @@ class CallChecks:
     def __init__(self, state: State) -> None:
         found = state.locality
         self.conditions, self.outputs, self.parts = state.size_conditions, found.outputs, found.parts
-        self.sums = [source_line(node) for node in found.padded_sums]
+        self.sums = [source_line(node) for node in found.fill_sums]
         ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
-        self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (found.gap_sums, ahead)))
+        self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (found.padding_sums, ahead)))
         self.tokens = [(found.place, found.name, found.dim) for found in state.tokens.inputs]
         inputs, packing = state.graph_module.graph.find_nodes(op="placeholder"), state.sharding.packing
         names = [state.tokens.names.get(node, "") for node in inputs]

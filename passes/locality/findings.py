@@ -20,7 +20,7 @@ class Findings:
     """What was found so far.
 
     `used`, `indexed`, `looked_up`, `in_turn`: nodes that make positions, or take rows of tables, as in `Events`.
-    `tables`: nodes that take the first T rows of a table, with its dim. `padded_sums`: with what leaves rows without a
+    `tables`: nodes that take the first T rows of a table, with its dim. `fill_sums`: with what leaves rows without a
     token out of some. `outputs`, `parts`: as in `Locality`.
     """
 
@@ -31,8 +31,8 @@ class Findings:
         self.tables: dict[fx.Node, int] = {}
         self.looked_up: set[fx.Node] = set()
         self.in_turn: set[fx.Node] = set()
-        self.padded_sums: dict[fx.Node, tuple[Insert, ...]] = {}
-        self.gap_sums: dict[fx.Node, None] = {}
+        self.fill_sums: dict[fx.Node, tuple[Insert, ...]] = {}
+        self.padding_sums: dict[fx.Node, None] = {}
         self.outputs: list[int | None] = []
         self.parts: list[bool] = []
 
@@ -52,12 +52,12 @@ class Findings:
         self.in_turn.update(events.in_turn)
         if events.table is not None:
             self.tables[node] = events.table
-        if events.gaps:
-            self.gap_sums[node] = None
+        if events.sums_padding:
+            self.padding_sums[node] = None
 
-    def note_padded_sum(self, node: fx.Node, inserts: tuple[Insert, ...]) -> None:
+    def note_fill_sum(self, node: fx.Node, inserts: tuple[Insert, ...]) -> None:
         # A region that is entered twice: what it is given may have its tokens in other dims.
-        self.padded_sums[node] = inserts if self.padded_sums.get(node, inserts) == inserts else ()
+        self.fill_sums[node] = inserts if self.fill_sums.get(node, inserts) == inserts else ()
 
     def report(self, resolver: Resolver, reads: Iterable[NeighbourRead]) -> Locality:
         for node in self.used:
@@ -72,11 +72,11 @@ class Findings:
             refusals=tuple(self.refusals),
             positions=(*map(PositionGenerator, self.used), *tables),
             looked_up=tuple(node for node in self.tables if node in self.looked_up),
-            inserts=(*(insert for each in self.padded_sums.values() for insert in each), *resolver.inserts),
+            inserts=(*(insert for each in self.fill_sums.values() for insert in each), *resolver.inserts),
             lowered=tuple(resolver.lowered),
             reads=tuple(reads),
-            padded_sums=tuple(node for node, inserts in self.padded_sums.items() if not inserts),
-            gap_sums=tuple(self.gap_sums),
+            fill_sums=tuple(node for node, inserts in self.fill_sums.items() if not inserts),
+            padding_sums=tuple(self.padding_sums),
             outputs=tuple(self.outputs),
             parts=tuple(self.parts),
         )

@@ -68,11 +68,11 @@ def _token_rows(found: TokenInput, extents: Extents, sharding: Sharding) -> Rows
         dims[found.dim - 1] = (B,)
     label = found.name in LABELS and not found.value.is_floating_point()
     # A named argument that needs a gradient was computed too.
-    attended, gap = not cut or found.value.requires_grad, _gap(found, sharding) if cut else None
-    return Rows(tuple(dims), pad=IGNORE_INDEX if label else None, gap=gap, attended=attended)
+    attended, padding = not cut or found.value.requires_grad, _padding(found, sharding) if cut else None
+    return Rows(tuple(dims), fill=IGNORE_INDEX if label else None, padding=padding, attended=attended)
 
 
-def _gap(found: TokenInput, sharding: Sharding) -> Number | None:
+def _padding(found: TokenInput, sharding: Sharding) -> Number | None:
     """What an argument holds at tokens of no document: `shard` sees to it that none is a target."""
     if found.name in LABELS and not found.value.is_floating_point():
         return IGNORE_INDEX

@@ -99,7 +99,7 @@ class OwnBackward:
             for insert in self._check(node, operand, state, gradient)
         ]
         if masked:
-            self.findings.note_padded_sum(node, tuple(dict.fromkeys(masked)))
+            self.findings.note_fill_sum(node, tuple(dict.fromkeys(masked)))
         return unknown_like(node) if len(self.findings.refusals) > before else results
 
     def _gradients(self, call: _Call, results: Sequence[States], saved: Sequence[States]) -> Sequence[States]:
@@ -133,8 +133,8 @@ class OwnBackward:
     def _refuse_plan(self, call: _Call) -> None:
         """Refuse what needs the plan inside of the bodies, which can't read it."""
         bodies = call.forward.graph, call.backward.graph
-        for node in [n for n in self.findings.padded_sums if n.graph in bodies]:
-            del self.findings.padded_sums[node]
+        for node in [n for n in self.findings.fill_sums if n.graph in bodies]:
+            del self.findings.fill_sums[node]
             detail = (
                 "a sum over tokens inside of a torch.autograd.Function takes in rows that hold no token: multiply by "
                 "`labels != -100`, or sum outside of it"
@@ -151,9 +151,9 @@ class OwnBackward:
             return ()
         if isinstance(state, Rows):
             if isinstance(gradient, Rows) and gradient.dims == state.dims:
-                if state.attended and gradient.gap != 0:
-                    self.findings.gap_sums[node] = None
-                if gradient.pad == 0:
+                if state.attended and gradient.padding != 0:
+                    self.findings.padding_sums[node] = None
+                if gradient.fill == 0:
                     return ()
                 if can_spread(state) and not fewer(state.dims):
                     return (Insert(node, operand, KeepGradient(state.dims), _WHY, (HAS_TOKEN,)),)
@@ -181,7 +181,7 @@ _WHY = "rows that fill a rank up get no gradient from a torch.autograd.Function"
 def _gradient_of(result: States) -> States:
     """The claim of the gradient of a result: no sum takes in rows without a token, so theirs is 0."""
     if isinstance(result, Rows):
-        return Rows(result.dims, pad=0, gap=0 if result.attended else None)
+        return Rows(result.dims, fill=0, padding=0 if result.attended else None)
     return REPLICATED if isinstance(result, Partial) else Partial()
 
 

@@ -213,8 +213,8 @@ class _Walk:
 
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
-        inserts = mask_sum(node, self.runner) if outcome.events.unmasked else ()
-        if outcome.events.unmasked and not inserts and self.sharding.resolve:
+        inserts = mask_sum(node, self.runner) if outcome.events.sums_fill else ()
+        if outcome.events.sums_fill and not inserts and self.sharding.resolve:
             outcome = self.runner.masked(node, outcome)
         events = outcome.events
         if isinstance(outcome.states, Moved):
@@ -227,8 +227,8 @@ class _Walk:
         why = why_not_kept(node, outcome.states, self.env, self.tokens)
         if why is not None:
             return self.found.refuse(node, Reason.TOKEN_MIXING, why)
-        if events.unmasked:
-            self.found.note_padded_sum(node, inserts)
+        if events.sums_fill:
+            self.found.note_fill_sum(node, inserts)
         return outcome.states
 
     def visit_transformed(self, node: fx.Node) -> States:
@@ -258,7 +258,7 @@ class _Walk:
             self.found.refuse(site.node, Reason.TOKEN_MIXING, "attention's sinks are not the same on all ranks")
         attended = any(isinstance(state := self.env.get(x), Rows) and state.attended for x in site.operands)
         if attended and not site.mask.packed:  # tokens of documents see those of none
-            self.found.gap_sums[site.node] = None
+            self.found.padding_sums[site.node] = None
         return Rows(dims, attended=attended or site.mask.packed)
 
     def visit_region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:

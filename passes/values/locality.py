@@ -30,8 +30,8 @@ class Locality:
         reads: nodes that shift, roll or convolve tokens, and what replaces them.
         fewer: nodes whose tensors have so many tokens fewer than the row, and keep a row for each.
         states: what is known of each node, but for those of a region that is entered with operands of several kinds.
-        padded_sums: sums over tokens that rows without a token would change, whatever is inserted.
-        gap_sums: nodes that take in what tokens of no document hold after attention: right only when no batch has any.
+        fill_sums: sums over tokens that rows without a token would change, whatever is inserted.
+        padding_sums: what takes in values of tokens of no document after attention: right only when no batch has any.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch; None of others.
         parts: whether each output is this rank's part of a sum that one process returns.
@@ -46,8 +46,8 @@ class Locality:
     reads: tuple[NeighbourRead, ...] = ()
     fewer: Mapping[fx.Node, int] = field(default_factory=dict[fx.Node, int])
     states: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
-    padded_sums: tuple[fx.Node, ...] = ()
-    gap_sums: tuple[fx.Node, ...] = ()
+    fill_sums: tuple[fx.Node, ...] = ()
+    padding_sums: tuple[fx.Node, ...] = ()
     outputs: tuple[int | None, ...] = ()
     parts: tuple[bool, ...] = ()
 

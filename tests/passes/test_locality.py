@@ -333,7 +333,7 @@ def test_sums_over_tokens_of_no_document_are_reported(name: str) -> None:
     each, counts = SUMS[name]
     report = judge(Summed(each)).locality
     assert not report.refusals
-    assert [node.target for node in report.gap_sums] == ["sum"] * counts
+    assert [node.target for node in report.padding_sums] == ["sum"] * counts
 
 
 class SummedBlock(nn.Module):
@@ -346,9 +346,9 @@ def test_a_blocks_arguments_were_attended() -> None:
     blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
     report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"]).locality
     assert len(report.inserts) == 2
-    assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.gap_sums] == [True]
+    assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.padding_sums] == [True]
     given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
-    assert not judge(SummedBlock(), batch, given).locality.gap_sums
+    assert not judge(SummedBlock(), batch, given).locality.padding_sums
 
 
 class CountedInPython(PackedModel):

@@ -66,7 +66,7 @@ def facts(state: State) -> dict[str, Any]:
         "module's numbers": [fixed_number(number) or "free" for number in module_numbers(gm)],
         "sites": [f"{site.node.name}: {site.mask}" for site in state.sites],
         "positions": [f"{found.node.name}: {found.kind}" for found in state.locality.positions],
-        "sums that fill would change": [node.name for node in state.locality.padded_sums],
+        "sums that fill would change": [node.name for node in state.locality.fill_sums],
         "inserts": [f"{insert.operand.name}, for {insert.node.name}" for insert in state.locality.inserts],
         "token dims of outputs": list(state.locality.outputs),
         "outputs that are parts of sums": list(state.locality.parts),

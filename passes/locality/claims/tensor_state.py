@@ -36,27 +36,27 @@ Number = float | int | bool | AtMost
 class Rows:
     """A tensor with one token dim.
 
-    Two kinds of rows are no tokens of documents: those that fill a rank up (`pad`), which are no tokens of the batch
-    either, and tokens of the batch that its packing leaves out (`gap`, `attended`).
+    Two kinds of rows are no tokens of documents: those that fill a rank up (`fill`), which are no tokens of the batch
+    either, and tokens of the batch that its packing leaves out (`padding`, `attended`).
 
     Args:
         dims: the axes in each dim. T stands in exactly one.
-        pad: the value in every row that fills a rank up, when it is known; None when not.
+        fill: the value in every row that fills a rank up, when it is known; None when not.
         iota: the node that made it, when the tensor is still `arange` over its token dim.
         table: the node that took them, when the tensor is still the first T rows of a table.
         places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
         key: the tensor holds the very values that its rows are sorted by.
-        gap: the value in every row of a token of no document, when it is known; None when not.
+        padding: the value in every row of a token of no document, when it is known; None when not.
         attended: rows of tokens of no document hold something else than in the one-process program, since attention
             leaves such tokens out, whatever the model's mask says of them.
     """
 
     dims: Dims
-    pad: Number | None = None
+    fill: Number | None = None
     iota: fx.Node | None = None
     places: tuple[Factor, ...] | None = None
     key: bool = False
-    gap: Number | None = None
+    padding: Number | None = None
     attended: bool = False
     table: fx.Node | None = None
 

@@ -76,7 +76,7 @@ class Reads:
         if state.taps is None and state.pieces == (Piece(ROW, ZERO),) and node not in self.found:
             source = self.env.get(state.source)
             if not isinstance(source, Rows) or not fewer(source.dims):  # all are where they were, on a rank too
-                return Rows(state.rows.dims, state.rows.pad, attended=state.rows.attended)
+                return Rows(state.rows.dims, state.rows.fill, attended=state.rows.attended)
         by = _missing(state.pieces)
         read = None if by is None else self._read(node, state, by)
         if by is None or read is None:
@@ -85,8 +85,8 @@ class Reads:
             return self.findings.refuse(node, Reason.TOKEN_MIXING, _REGION)
         rows, dims = state.rows, with_fewer(state.rows.dims, by)
         if read.read is None:  # the rows behind them are no fill
-            return Rows(dims, None if by > 0 else rows.pad, gap=rows.gap, attended=rows.attended)
-        return Rows(dims, rows.pad if read.read.keeps_fill else None, attended=rows.attended)
+            return Rows(dims, None if by > 0 else rows.fill, padding=rows.padding, attended=rows.attended)
+        return Rows(dims, rows.fill if read.read.keeps_fill else None, attended=rows.attended)
 
     def _moves_on(self, node: fx.Node) -> bool:
         """Whether a node only moves on what it reads."""
@@ -140,9 +140,9 @@ class Reads:
             pieces, first = taps.pieces, start.constant
         if any(piece.of is None and _beyond(piece) for piece in pieces):
             return None
-        keeps = taps is None and rows.pad is not None and not isinstance(rows.pad, AtMost)
+        keeps = taps is None and rows.fill is not None and not isinstance(rows.fill, AtMost)
         missing = first + span - 1 - (total(pieces) - ROW).constant
-        pieces = (*pieces, *_behind(pieces, missing, rows.pad if keeps else None))
+        pieces = (*pieces, *_behind(pieces, missing, rows.fill if keeps else None))
         parts, extras, count = _parts(pieces)
         read = Neighbours(parts, first, span, count, keeps, rows.attended)
         conv = None if taps is None else taps.node
@@ -163,12 +163,12 @@ def _beyond(piece: Piece) -> bool:
     return left.rows < 0 or (left.rows == 0 and left.constant < 0)
 
 
-def _behind(pieces: Sequence[Piece], missing: int, pad: Any) -> tuple[Piece, ...]:
+def _behind(pieces: Sequence[Piece], missing: int, fill: Any) -> tuple[Piece, ...]:
     """What stands in for rows that are not there: a number, or the last entry again, which such rows may hold."""
     if missing <= 0:
         return ()
-    if pad is not None:
-        return (Piece(Length(missing), ZERO, pad),)
+    if fill is not None:
+        return (Piece(Length(missing), ZERO, fill),)
     return take(pieces, total(pieces) - Length(1), Length(1)) * missing
 
 

@@ -36,8 +36,8 @@ class Events:
         table: the dim of the node's first operand, a table, that it takes the first T rows of.
         looked_up: nodes that take the first T rows of a table, which were looked up by tokens' own numbers.
         in_turn: such nodes whose rows were used for the tokens in turn.
-        unmasked: a sum over tokens took in the rows that fill a rank up, whatever they hold.
-        gaps: a sum over tokens took in rows of tokens of no document, which hold something else than on one process.
+        sums_fill: a sum over tokens took in the rows that fill a rank up, whatever they hold.
+        sums_padding: a sum over tokens took in tokens of no document, which hold something else than on one process.
         moved: an op moved tokens to other places: what it gives is known by the nodes that it is made of.
         steps: ops that were refused as they are, and what makes them right.
     """
@@ -48,8 +48,8 @@ class Events:
     table: int | None = None
     looked_up: list[fx.Node] = field(default_factory=list[fx.Node])
     in_turn: list[fx.Node] = field(default_factory=list[fx.Node])
-    unmasked: bool = False
-    gaps: bool = False
+    sums_fill: bool = False
+    sums_padding: bool = False
     moved: bool = False
     steps: list[Step] = field(default_factory=list[Step])
 
@@ -114,13 +114,13 @@ class NodeFacts:
         self.states[id(tensor)] = (tensor, state)
 
     @contextmanager
-    def in_gaps(self) -> Generator[Events]:
-        """Inside, rules see what rows of tokens of no document hold in place of what rows hold that fill a rank up.
+    def as_padding(self) -> Generator[Events]:
+        """Inside, rules see what padding holds in the place of what fill holds.
 
         Yields what they note.
         """
         states, events = self.states, self.events
-        self.states = {key: (x, _in_gap(state)) for key, (x, state) in states.items()}
+        self.states = {key: (x, _as_padding(state)) for key, (x, state) in states.items()}
         self.events = Events()
         try:
             yield self.events
@@ -155,5 +155,5 @@ class NodeFacts:
         return Order(self.orders, axis)  # type: ignore[arg-type]
 
 
-def _in_gap(state: TensorState) -> TensorState:
-    return replace(state, pad=state.gap) if isinstance(state, Rows) else state
+def _as_padding(state: TensorState) -> TensorState:
+    return replace(state, fill=state.padding) if isinstance(state, Rows) else state

@@ -101,7 +101,7 @@ class NodeRunner:
             found = self.outcome(node)
         finally:
             self.facts.masks = False
-        found.events.gaps = otherwise.events.gaps  # what they hold there is the op's own to ignore
+        found.events.sums_padding = otherwise.events.sums_padding  # what they hold there is the op's own to ignore
         return otherwise if found.events.refusals else found
 
     def _run(self, node: fx.Node) -> Outcome:

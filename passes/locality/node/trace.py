@@ -38,8 +38,8 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import TorchDispatchMode
 
 from .call import COPIES, METADATA, Call, check_gradients, check_sizes, mixes_parts
-from .gaps import join_gaps, whole_of_gaps
 from .node_facts import NodeFacts
+from .padding import whole_with_padding, with_padding
 from .written import join_written, shares_memory, written_state
 
 
@@ -147,7 +147,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if not isinstance(whole, LookedUp):
             use_lost_positions(call, new)
         if IN_DOCUMENT not in getattr(whole, "reads", ()):  # such a one checks the batch's
-            new = whole_of_gaps(call, new)
+            new = whole_with_padding(call, new)
         return new, whole
 
     def _transfer(self, call: Call) -> States:
@@ -186,7 +186,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         new = give()
         if vouched or Takes.POSITIONS not in takes:
             use_lost_positions(call, new)
-        return join_gaps(call, new, give)
+        return with_padding(call, new, give)
 
     def _drawn(self, call: Call) -> States:
         """Random numbers: for each token its own, if that is what the user asks for."""

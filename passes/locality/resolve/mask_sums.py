@@ -36,11 +36,11 @@ def mask_sum(node: fx.Node, runner: NodeRunner) -> tuple[Insert, ...]:
         return ()  # to run it again would write again
     for masked in _choices(node, runner):
         before = {operand: runner.env[operand] for operand in masked}
-        runner.env.update({operand: Rows(rows.dims, pad, rows.iota) for operand, (rows, pad) in masked.items()})
+        runner.env.update({operand: Rows(rows.dims, fill, rows.iota) for operand, (rows, fill) in masked.items()})
         events = runner.outcome(node).events
         runner.env.update(before)
-        if not events.unmasked and not events.refusals:
-            return tuple(_insert(node, operand, rows.dims, pad) for operand, (rows, pad) in masked.items())
+        if not events.sums_fill and not events.refusals:
+            return tuple(_insert(node, operand, rows.dims, fill) for operand, (rows, fill) in masked.items())
     return ()
 
 
@@ -60,9 +60,9 @@ def _choices(node: fx.Node, runner: NodeRunner) -> Iterator[Masked]:
         yield {operand: (state, 0) for operand, state in rows.items()}
 
 
-def _insert(node: fx.Node, operand: fx.Node, dims: Dims, pad: Number) -> Insert:
+def _insert(node: fx.Node, operand: fx.Node, dims: Dims, fill: Number) -> Insert:
     value = value_of(operand)
-    number = bool(pad) if value.dtype == torch.bool else pad
+    number = bool(fill) if value.dtype == torch.bool else fill
     return Insert(
         node, operand, FillRows(dims, number), WHY, (HAS_TOKEN, *([TOKEN_INDEX, ROW_TOKENS] * bool(fewer(dims))))
     )

@@ -1,4 +1,4 @@
-"""Pointwise ops: where the tokens of their results are, what becomes of sums, and what padding rows hold."""
+"""Pointwise ops: where the tokens of their results are, what becomes of sums, and what fill holds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked
 from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
     REPLICATED,
+    WHOLE,
     AtMost,
     Number,
     Partial,
@@ -35,7 +36,7 @@ def pointwise(call: Call) -> TensorState:
         return partial_pointwise(call, states)
     if not any(isinstance(state, Rows) for state in states):
         return REPLICATED
-    return Rows(checked(broadcast([call.entries(x) for x in call.tensors])), pad=padding(call))
+    return Rows(checked(broadcast([call.entries(x) for x in call.tensors])), fill=fill_value(call))
 
 
 def cast(call: Call) -> TensorState:
@@ -49,14 +50,14 @@ def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
 
     Partial + Partial, -Partial, Partial * w, Partial / w   ->  Partial
     Partial + 1, Partial * Partial, exp(Partial)            ->  refused
-    exp(Partial(True)), Partial(True) + 1                   ->  Partial(True)
+    exp(WHOLE), WHOLE + 1                                   ->  WHOLE
     """
     parts = [state for state in states if isinstance(state, Partial)]
     if any(isinstance(state, Rows) for state in states):
         raise Mixes(f"{call.name} puts a sum over the shard's tokens back on tokens; {MEAN_HINT}")
-    if all(part.reduced for part in parts):
+    if all(part == WHOLE for part in parts):
         check_gradients(call)
-        return Partial(reduced=True)
+        return WHOLE
     if not _is_linear(call, parts):
         raise mixes_parts(call)
     return parts[0]
@@ -82,20 +83,20 @@ def log_sigmoid(call: Call) -> Sequence[TensorState]:
     return state, state if buffer == result else REPLICATED
 
 
-def padding(call: Call) -> Number | None:
-    """The value that padding rows have in the result, where it follows from what the operands have there.
+def fill_value(call: Call) -> Number | None:
+    """The value that fill has in the result, where it follows from what the operands have there.
 
-    labels               2 5 -100         padding: -100
-    labels != -100       1 1 0                     0
-    loss * that          x y 0                     0, so a sum over it needs no mask
+    labels               2 5 -100         fill: -100
+    labels != -100       1 1 0                  0
+    loss * that          x y 0                  0, so a sum over it needs no mask
     """
-    values = [pad_of(call, x) for x in call.tensors]
+    values = [fill_of(call, x) for x in call.tensors]
     if call.name == "where" and len(values) == 3:
         same = values[1] if values[1] == values[2] else None
         return same if values[0] is None else values[1] if values[0] else values[2]
     if call.name == "masked_fill":
         value = call.arg("value")
-        filled = pad_of(call, value) if isinstance(value, Tensor) else value
+        filled = fill_of(call, value) if isinstance(value, Tensor) else value
         return None if values[1] is None else filled if values[1] else values[0]
     if call.name in ("mul", "bitwise_and", "logical_and") and 0 in values:
         return 0
@@ -108,14 +109,14 @@ def padding(call: Call) -> Number | None:
     return _on_numbers(call, values)
 
 
-def pad_of(call: Call, x: Tensor) -> Number | None:
-    """The number in all padding rows of an operand, where it is known."""
+def fill_of(call: Call, x: Tensor) -> Number | None:
+    """The number in all fill of an operand, where it is known."""
     rows = call.rows(x)
-    return rows.pad if rows else call.facts.numbers.get(id(x))
+    return rows.fill if rows else call.facts.numbers.get(id(x))
 
 
 def _on_numbers(call: Call, values: Sequence[Any]) -> Number | None:
-    """The op itself on one padding entry; None for ops that are not followed."""
+    """The op itself on one entry of fill; None for ops that are not followed."""
     function = _ON_NUMBERS.get(call.name)
     given = iter(values)
     operands = [next(given) if isinstance(a, Tensor) else a for a in call.args]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked, merge
-from cp_rewrite.passes.locality.claims.tensor_state import MEAN_HINT, REPLICATED, Partial, Rows, TensorState
+from cp_rewrite.passes.locality.claims.tensor_state import MEAN_HINT, REPLICATED, WHOLE, Partial, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
 
-from .elementwise import pad_of, pointwise
+from .elementwise import fill_of, pointwise
 from .reductions import sum_over_tokens
 
 _NONE, _MEAN = 0, 1
@@ -33,9 +33,9 @@ def nll_rows(call: Call) -> tuple[Rows, bool]:
     entries = call.entries(scores)
     dims = [merge(pair) for pair in zip([entries[0], *entries[2:]], call.entries(target), strict=True)]
     checked(dims)
-    pads = call.rows(target)
-    zero = pads is not None and pads.pad is not None and pads.pad == call.arg("ignore_index")
-    return Rows(checked(dims), pad=0 if zero else None), zero
+    targets = call.rows(target)
+    zero = targets is not None and targets.fill is not None and targets.fill == call.arg("ignore_index")
+    return Rows(checked(dims), fill=0 if zero else None), zero
 
 
 def elementwise_loss(call: Call) -> TensorState:
@@ -43,12 +43,12 @@ def elementwise_loss(call: Call) -> TensorState:
     if any(not isinstance(call.state(x), Rows) and call.state(x) is not REPLICATED for x in call.tensors):
         return pointwise(call)
     dims = broadcast([call.entries(x) for x in call.tensors])
-    zero = call.name in _ZERO_OF_EQUALS and all(pad_of(call, x) == 0 for x in call.tensors)
-    return _reduced(call, Rows(checked(dims), pad=0 if zero else None), zero)
+    zero = call.name in _ZERO_OF_EQUALS and all(fill_of(call, x) == 0 for x in call.tensors)
+    return _reduced(call, Rows(checked(dims), fill=0 if zero else None), zero)
 
 
 def _reduced(call: Call, rows: Rows, zero: bool) -> TensorState:
-    """Losses per token, or their sum. `zero`: those of padding rows are 0."""
+    """Losses per token, or their sum. `zero`: those of fill are 0."""
     reduction = call.arg("reduction")
     if reduction == _NONE:
         return rows
@@ -65,4 +65,4 @@ def token_mean(call: Call) -> list[TensorState]:
     total, count = (call.state(call.arg(name)) for name in ("total", "count"))
     if total != Partial() or count != Partial():
         raise Mixes("cp.token_mean takes this rank's sum over tokens and this rank's number of tokens")
-    return [Partial(reduced=True), REPLICATED]
+    return [WHOLE, REPLICATED]

@@ -43,16 +43,16 @@ def reduce(call: Call) -> States:
             return Deferred(detail)
         if call.name not in ("sum", "nansum", "count_nonzero"):
             raise Mixes(detail)
-        return sum_over_tokens(call, state.pad == 0)
+        return sum_over_tokens(call, state.fill == 0)
     keep = bool(call.arg("keepdim"))
     for dim in dims:
         call.refuse_axis(state, dim, "reduces over")
     rest = tuple(None if i in dims else dim for i, dim in enumerate(state.dims) if keep or i not in dims)
-    unchanged = state.pad if call.name in ("amax", "amin", "max", "min", "mean", "any", "all") else None
+    unchanged = state.fill if call.name in ("amax", "amin", "max", "min", "mean", "any", "all") else None
     if call.name in ("any", "all"):
-        unchanged = None if state.pad is None or isinstance(state.pad, AtMost) else bool(state.pad)
-    pad = 0 if call.name == "sum" and state.pad == 0 else unchanged
-    return Rows(checked(rest), pad=pad if len(call.outs) == 1 else None)
+        unchanged = None if state.fill is None or isinstance(state.fill, AtMost) else bool(state.fill)
+    fill = 0 if call.name == "sum" and state.fill == 0 else unchanged
+    return Rows(checked(rest), fill=fill if len(call.outs) == 1 else None)
 
 
 def _is_asserted(node: fx.Node | None) -> bool:
@@ -77,13 +77,13 @@ _ON_THE_WAY = frozenset(
 )
 
 
-def sum_over_tokens(call: Call, zero_padding: bool) -> TensorState:
-    """A per-rank part of a sum; noted where padding rows may hold something else than 0."""
+def sum_over_tokens(call: Call, zero_fill: bool) -> TensorState:
+    """A per-rank part of a sum; noted where fill may hold something else than 0."""
     if any(fewer(rows.dims) < 0 for rows in map(call.rows, call.tensors) if rows):
         raise Mixes(f"{call.name} adds up more tokens than the row has")
-    if call.facts.masks and not zero_padding:
+    if call.facts.masks and not zero_fill:
         raise Mixes(f"{call.name} takes in rows without a token")
-    call.facts.events.unmasked |= not zero_padding
+    call.facts.events.sums_fill |= not zero_fill
     return Partial()
 
 
@@ -122,8 +122,8 @@ def _product_over_tokens(call: Call, a: Tensor, b: Tensor, contracted: tuple[Dim
         raise Mixes(f"{call.name} sums over the token dim")
     if a.ndim == b.ndim == 2 and has(call.entries(a)[0][0], B) and has(call.entries(b)[1][0], B):
         raise Mixes("pairs rows of the batch with rows of the batch")
-    pads = [rows.pad for rows in map(call.rows, (a, b)) if rows]
-    return sum_over_tokens(call, 0 in pads)
+    fills = [rows.fill for rows in map(call.rows, (a, b)) if rows]
+    return sum_over_tokens(call, 0 in fills)
 
 
 def normalized_dims(call: Call) -> Iterable[tuple[int, str]]:

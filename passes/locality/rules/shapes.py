@@ -51,7 +51,7 @@ def squeezed(call: Call, x: Rows) -> Rows:
 def without_dim(call: Call, x: Rows) -> Rows:
     """select, unbind: one entry of a dim."""
     dim = call.arg("dim") % len(x.dims)
-    return Rows(x.dims[:dim] + x.dims[dim + 1 :], pad=x.pad)
+    return Rows(x.dims[:dim] + x.dims[dim + 1 :], fill=x.fill)
 
 
 def as_complex(call: Call, x: Rows) -> Rows:
@@ -148,8 +148,8 @@ def cat(call: Call) -> TensorState:
     dims = [None if i == dim and not stacking else merge([entry[i] for entry in entries]) for i in range(ndim)]
     if stacking:
         dims.insert(dim, None)
-    pads = {state.pad if isinstance(state, Rows) else None for state in states}
-    return Rows(checked(dims), pad=pads.pop() if len(pads) == 1 else None)
+    fills = {state.fill if isinstance(state, Rows) else None for state in states}
+    return Rows(checked(dims), fill=fills.pop() if len(fills) == 1 else None)
 
 
 def pad(call: Call) -> TensorState:
@@ -184,7 +184,7 @@ def filled(call: Call) -> TensorState:
     number: Any = {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_"), value)
     dims = call.extents.label(call.sizes(out), several=True)
     call.facts.numbers[id(out)] = number
-    return REPLICATED if dims is None else Rows(dims, pad=number if isinstance(number, int | float) else None)
+    return REPLICATED if dims is None else Rows(dims, fill=number if isinstance(number, int | float) else None)
 
 
 def filled_like(call: Call) -> TensorState:
@@ -195,7 +195,7 @@ def filled_like(call: Call) -> TensorState:
         raise Mixes(f"{call.name} on a per-rank part of a sum")
     number: Any = {"zeros_like": 0, "ones_like": 1, "zero": 0}.get(call.name, value)
     if isinstance(state, Rows):
-        return Rows(state.dims, pad=number if isinstance(number, int | float) else None)
+        return Rows(state.dims, fill=number if isinstance(number, int | float) else None)
     return state
 
 
