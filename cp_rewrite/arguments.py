@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,15 +63,11 @@ def checked_dims(field_name: str, dims: Any) -> HashableDict:
     return HashableDict({name: whole_number(f"{field_name}[{name!r}], {front}", dims[name], 0) for name in dims})
 
 
-def untaken(target: Any, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that a function, or a module's forward, has no parameter for."""
-    try:
-        parameters = inspect.signature(getattr(target, "forward", target)).parameters
-    except (TypeError, ValueError):  # of builtins
-        return ()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return ()
-    return tuple(name for name in names if name not in parameters)
+def named_values(name: str, values: Any) -> Mapping[str, Any]:
+    """`values`, if it maps names to values; a TypeError otherwise."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name} must map names of arguments to values, got {type(values).__name__}")
+    return values  # pyright: ignore[reportUnknownVariableType]
 
 
 def checked_ops(ops: Any) -> tuple[str, ...]:

@@ -24,10 +24,9 @@ from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.values.conditions import PlanConditions
 
 from . import passes
-from .arguments import untaken
 from .batch import agree
 from .diagnose import observe
-from .packing import packing_args
+from .packing import untaken_args
 from .refusal import RewriteRefused
 from .sharding import Sharding, require_sharding
 from .torch_internals import hint
@@ -171,7 +170,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
             missing = [name for name in sharding.tokens if name not in values]
             if missing and any(isinstance(value, Tensor) for value in args):
                 raise TypeError(f"{target.__qualname__} is context-parallel: pass {', '.join(missing)} by keyword")
-            unread = [name for name in untaken(target, packing_args(sharding.packing)) if name in values]
+            unread = untaken_args(target, sharding.packing, values)
             others = {name: value for name, value in kwargs.items() if name not in unread}
             with sharding.shard(values, drop=unread) as local:
                 out = compiled(*args, **{**others, **local})

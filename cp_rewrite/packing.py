@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,17 @@ def whole_args(packing: Packing) -> tuple[str, ...]:
     if isinstance(packing, Tree):
         return () if packing.parents is None else (packing.parents,)
     return packing_args(packing) if isinstance(packing, CuSeqlens) else ()
+
+
+def untaken_args(target: Any, packing: Packing, given: Mapping[str, Any]) -> list[str]:
+    """Arguments that tell documents apart and are given, but that a function, or a module's forward, does not take."""
+    try:
+        parameters = inspect.signature(getattr(target, "forward", target)).parameters
+    except (TypeError, ValueError):  # of builtins
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in packing_args(packing) if name not in parameters and name in given]
 
 
 def check_packing(packing: Any, tokens: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cp_rewrite.arguments import flag
+from cp_rewrite.arguments import flag, named_values
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.packing import packing_args, whole_args
@@ -203,8 +203,7 @@ def plan_of(
 
 def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
     """(rows of the batch, tokens of each), which all arguments in `tokens` must share."""
-    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    named_values("batch", batch)
     missing = [name for name in sharding.tokens if batch.get(name) is None]
     if missing:
         raise KeyError(f"tokens names {missing}, but the batch has no such tensor; it has {sorted(batch)}")

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.fx.traceback import preserve_node_meta
 
 from cp_rewrite import passes
-from cp_rewrite.arguments import untaken
+from cp_rewrite.arguments import named_values
 from cp_rewrite.batch.active import active_plan, token_dim_of
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.batch.token_mean import group_of_threads
-from cp_rewrite.packing import packing_args
+from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
@@ -79,12 +79,11 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"model must be an nn.Module, got {model!r}")
-    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"batch must map names of arguments to values, got {type(batch).__name__}")
+    named_values("batch", batch)
     require_sharding(sharding)
     model = copy.deepcopy(model).cpu()
     batch = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
-    unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
+    unread = untaken_args(model, sharding.packing, batch)
     runner = _Runner(model, ThreadSharding.like(sharding), batch, {"shift_labels": shift_labels, "drop": unread})
     expected = runner.step(tensors_of(model(**{name: batch[name] for name in batch if name not in unread})), None)
     # A checkpoint that stops early leaves its node's line behind as that of all nodes that are captured later.

@@ -12,9 +12,8 @@ import torch.fx as fx
 from torch import SymInt, nn
 
 from cp_rewrite import passes
-from cp_rewrite.arguments import untaken
 from cp_rewrite.batch.active import active_plan
-from cp_rewrite.packing import packing_args
+from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.regions import graph_modules
@@ -140,7 +139,7 @@ def explain(
                 raise _Captured  # what guards a graph that nobody runs would take torch long to make
             return _stop
 
-        unread = [name for name in untaken(model, packing_args(sharding.packing)) if name in batch]
+        unread = untaken_args(model, sharding.packing, batch)
         with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
             try:
                 # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.

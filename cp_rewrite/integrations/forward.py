@@ -14,8 +14,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import batch_number, is_part
+from cp_rewrite.batch.unshard import map_tensors
 
 from .inputs import global_batch
+from .outputs import scaled
 from .sharded_forward import compile_segments
 from .twin import Twin
 
@@ -107,9 +109,7 @@ class GlobalForward:
             elif not (self.switch.loss_only and "loss" in outputs and name in LARGE):
                 fields[name] = _in_order(value, sharding, size)
         fields = {name: value for name, value in fields.items() if value is not None}
-        for value in fields.values():
-            _scale_gradient(value, sharding.world_size)
-        return type(outputs)(**fields)
+        return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
 
     def _variant(self, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
         """The annotation of calls with or without labels, and what is compiled for it."""
@@ -139,12 +139,3 @@ def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:
         parts = tuple(_in_order(part, sharding, size) for part in cast(tuple[Any, ...], value))
         return None if any(part is None for part in parts) else parts
     return None
-
-
-def _scale_gradient(value: Any, factor: int) -> None:
-    if isinstance(value, tuple):
-        for part in cast(tuple[Any, ...], value):
-            _scale_gradient(part, factor)
-    elif value.requires_grad:
-        # An output that no loss reads may still be asked, for nothing.
-        value.register_hook(lambda grad: None if grad is None else grad * factor)  # pyright: ignore[reportUnknownLambdaType]

@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import check_not_exported, in_batch, is_part
+from cp_rewrite.batch.active import check_not_exported, in_batch
 from cp_rewrite.batch.gradients import note_summed
-from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 
 from .hooks import install_hooks
+from .outputs import scaled, whole
 from .sharded_forward import compile_segments, shard_weights
 from .twin import Twin
 
@@ -164,26 +164,9 @@ def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Shardi
         check_not_exported()
         if not in_batch() and not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        return map_tensors(lambda value: _scaled(_global(value, sharding), factor), run(*args, **kwargs))
+        return map_tensors(lambda value: scaled(whole(value, sharding), factor), run(*args, **kwargs))
 
     model.forward = forward
-
-
-def _global(value: Tensor, sharding: Sharding) -> Tensor:
-    """An output with the value that one process has, if it is a sum over tokens. Its gradient is this rank's part."""
-    if is_part(value) and value.is_floating_point():
-        return token_mean(value, float(sharding.rank == 0), sharding)
-    return value
-
-
-def _scaled(value: Tensor, factor: int) -> Tensor:
-    """The same with `factor` times its gradient: an alias, as other outputs may be computed from the tensor itself."""
-    if factor == 1 or not value.requires_grad:
-        return value
-    alias = value.view_as(value)
-    vars(alias).update(vars(value))  # what is known of its tokens
-    alias.register_hook(lambda grad: None if grad is None else grad * factor)  # pyright: ignore[reportUnknownLambdaType]
-    return alias
 
 
 def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any) -> None:
@@ -193,8 +176,7 @@ def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any) -> None:
         raise ValueError("the model is sharded or copied already: call parallelize on the plain model, once")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
-    if isinstance(require_sharding(sharding).mesh, int):
-        raise ValueError("this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run")
+    _ = require_sharding(sharding).group  # raises where the mesh is a world size, for dry runs only
     if data_parallel not in get_args(DataParallel):
         raise ValueError(f"data_parallel must be one of {', '.join(get_args(DataParallel))}; got {data_parallel!r}")
     ours, all_ranks = set(sharding.mesh.mesh.flatten().tolist()), set(mesh.mesh.flatten().tolist())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
+from cp_rewrite.sharding import require_sharding
 
 from .forward import GlobalForward, Switch, forward_of
 from .hooks import install_hooks
@@ -45,9 +46,7 @@ class ContextParallelMixin(_Base):
     forward_class: ClassVar[type[GlobalForward]] = GlobalForward
 
     def __init__(self, *args: Any, sharding: cp.Sharding, **kwargs: Any) -> None:
-        if not isinstance(sharding, cp.Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"sharding must be a cp_rewrite.Sharding, got {sharding!r}")
-        self.sharding, self._switch = sharding, Switch()
+        self.sharding, self._switch = require_sharding(sharding), Switch()
         torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
         super().__init__(*args, **kwargs)
 

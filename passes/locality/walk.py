@@ -35,7 +35,7 @@ from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
-from cp_rewrite.passes.locality.resolve.mask_sums import mask_sum
+from cp_rewrite.passes.locality.resolve.fill_sums import without_fill
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
 from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
@@ -213,9 +213,9 @@ class _Walk:
 
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
-        inserts = mask_sum(node, self.runner) if outcome.events.sums_fill else ()
+        inserts = without_fill(node, self.runner) if outcome.events.sums_fill else ()
         if outcome.events.sums_fill and not inserts and self.sharding.resolve:
-            outcome = self.runner.masked(node, outcome)
+            outcome = self.runner.without_fill(node, outcome)
         events = outcome.events
         if isinstance(outcome.states, Moved):
             self.found.note(node, events)

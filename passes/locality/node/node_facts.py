@@ -76,8 +76,8 @@ class NodeFacts:
         self.extents = extents
         self.in_function = False
         """The node stands in a `torch.autograd.Function`, which can't read the plan."""
-        self.masks = False
-        """A sum that takes in rows which fill a rank up is no sum over tokens: a step leaves these out."""
+        self.without_fill = False
+        """A sum that takes in fill is no sum over tokens: a step leaves it out."""
         self.orders = 0
         """How many sorts were seen: each is an order of its own."""
         self.fixed_positions: dict[fx.Node, str] = {}

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from cp_rewrite.passes.graph.operands import op_name
 from cp_rewrite.passes.graph.writes import memory_of
-from cp_rewrite.passes.locality.rules.over_ranks.masked import MaskedSum
+from cp_rewrite.passes.locality.rules.over_ranks.without_fill import SumWithoutFill
 from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step, group_of
 from cp_rewrite.sharding import Sharding
 
@@ -46,7 +46,7 @@ class Resolver:
     def changes(self, node: fx.Node) -> bool:
         """Whether something is done to a node, beside leaving rows that fill a rank up out of its sums."""
         steps = self._known.get(node, NO_STEPS)
-        return bool(steps.operands) or any(not isinstance(step.whole, MaskedSum) for step in steps.inside)
+        return bool(steps.operands) or any(not isinstance(step.whole, SumWithoutFill) for step in steps.inside)
 
     def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
         """Convert what the graph returns."""

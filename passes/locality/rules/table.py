@@ -31,7 +31,7 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import masked, scans, wholes
+from .over_ranks import scans, wholes, without_fill
 from .over_ranks.counted import counted
 from .picked import entries as picked
 from .picked import first, looked_up, segments
@@ -108,7 +108,7 @@ MIXED_DIMS = (
 
 # Dims are reduced. Over features -> the other dims. A plain sum over all tokens -> a per-rank part of the whole sum.
 SUMMED = (
-    Rule("sum nansum count_nonzero", reductions.reduce, SUMS, masked.summed),
+    Rule("sum nansum count_nonzero", reductions.reduce, SUMS, without_fill.summed),
     Rule("mean amax amin logsumexp max min", reductions.reduce, SUMS, whole=wholes.reduced),
     Rule("var std var_mean std_mean norm linalg_vector_norm", reductions.reduce, SUMS, whole=wholes.reduced),
     # over tokens: the place in the whole row
@@ -119,12 +119,12 @@ SUMMED = (
     Rule("mm addmm bmm baddbmm mv addmv dot addbmm", reductions.product),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
     Rule("nll_loss_forward nll_loss2d_forward", losses.nll_loss, whole=wholes.nll_loss),
-    Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS, masked.loss),
+    Rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss", losses.elementwise_loss, SUMS, without_fill.loss),
     Rule(
         "binary_cross_entropy binary_cross_entropy_with_logits",
         losses.elementwise_loss,
         SUMS,
-        masked.loss,
+        without_fill.loss,
     ),
     # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
     Rule("cp_rewrite::token_mean", losses.token_mean, SUMS),

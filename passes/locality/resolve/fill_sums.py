@@ -1,4 +1,4 @@
-"""Sums over tokens that rows without a token would change: what leaves these rows out.
+"""Sums over tokens that fill, rows without a token, would change: what leaves it out.
 
 Where ranks do not divide the tokens, some have rows that hold none, but copies (`cp_rewrite.batch.shard`). A sum in
 which such a row is not 0 gets an operand in which it is:
@@ -27,7 +27,7 @@ from cp_rewrite.passes.values.resolution import Insert
 WHY = "rows that fill a rank up are left out of this sum"
 
 
-def mask_sum(node: fx.Node, runner: NodeRunner) -> tuple[Insert, ...]:
+def without_fill(node: fx.Node, runner: NodeRunner) -> tuple[Insert, ...]:
     """What keeps rows without a token out of the sum that a node makes; nothing where no operand can be masked so.
 
     The proof is asked: the node is run as if an operand, or all of them, held a number in these rows.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
-from cp_rewrite.passes.locality.resolve.mask_sums import spread
+from cp_rewrite.passes.locality.rules.spread import spread
 from tests.helpers.packed_model import SHARDING, TOKENS, PackedModel, judge, packed_batch
 from tests.helpers.pool import Pool
 

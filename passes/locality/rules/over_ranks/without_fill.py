@@ -1,9 +1,10 @@
-"""Sums over tokens inside of an op, where no operand can be masked: rows that fill a rank up are left out of the sum.
+"""Sums over tokens inside of an op, where no operand can be changed (`resolve/fill_sums.py`): fill is left out of
+the sum.
 
     F.binary_cross_entropy_with_logits(x, y, reduction="sum")     where(has_token, the losses, 0).sum()
 
-Each function names what an op gives while `NodeFacts.masks` is set: then a sum that takes in such rows is refused as it
-is (`reductions.sum_over_tokens`).
+Each function names what an op gives while `NodeFacts.without_fill` is set: then a sum that takes in fill is refused as
+it is (`reductions.sum_over_tokens`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def summed(call: Call) -> tuple[States, Whole]:
     rows = call.rows(call.first)
     if rows is None or rows.token_dim not in given_dims(call):
         raise Mixes(f"{call.name} of something else than rows of tokens")
-    return _masked(call, rows, MaskedSum(rows.dims))
+    return _without_fill(call, rows, SumWithoutFill(rows.dims))
 
 
 def loss(call: Call) -> tuple[States, Whole]:
@@ -36,17 +37,17 @@ def loss(call: Call) -> tuple[States, Whole]:
     if call.arg("reduction") == 1:
         return elementwise_loss(call)
     rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
-    return _masked(call, rows, MaskedLoss(rows.dims))
+    return _without_fill(call, rows, LossWithoutFill(rows.dims))
 
 
-def _masked(call: Call, rows: Rows, whole: Whole) -> tuple[States, Whole]:
-    if not call.facts.masks or not can_spread(rows):
+def _without_fill(call: Call, rows: Rows, whole: Whole) -> tuple[States, Whole]:
+    if not call.facts.without_fill or not can_spread(rows):
         raise Mixes(f"{call.name} takes in rows without a token")
     return Partial(), whole
 
 
 @dataclass(frozen=True)
-class MaskedSum(OverTokens):
+class SumWithoutFill(OverTokens):
     why = "leaves out rows that fill a rank up"
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
@@ -54,6 +55,6 @@ class MaskedSum(OverTokens):
 
 
 @dataclass(frozen=True)
-class MaskedLoss(MaskedSum):
+class LossWithoutFill(SumWithoutFill):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         return self.keep(ranks, func(**{**args, "reduction": 0}), 0).sum()
