@@ -125,7 +125,7 @@ def test_artifacts_reach_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_hash_covers_all_sources() -> None:
     root = Path(observe.__file__).parent.parent
-    assert (root / "passes" / "rewrite.py").exists()
+    assert (root / "passes" / "rewrite" / "rewrite_sites.py").exists()
     with observe.cache_key(sharding_of()):
         tag = torch.compiler.config.cache_key_tag
     with observe.cache_key(sharding_of(keep_kv=True)):
