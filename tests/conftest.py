@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 # Of symbolic shapes, which most tests have, torch's cache of fake results remembers little and costs half of all time.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +42,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    if "torch" in sys.modules:
+        from tests.helpers.untimed import leave_guards_untimed
+
+        leave_guards_untimed()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "border" not in item.path.parts:
             continue
         if "forks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("forks"))
+            item.add_marker(pytest.mark.xdist_group("pool"))  # one process is forked off for both
             item.add_marker("long")
         if item.name not in QUICK:
             item.add_marker("slow")

@@ -1,7 +1,7 @@
 """Ranks as forks of one warm process: each run starts clean, costs milliseconds to start, and a hang is an outcome.
 
-    server (spawned once: torch imported, one model compiled) ── fork ──► rank 0
-                                                              └─ fork ──► rank 1
+    server (forked once: torch imported, one model compiled) ── fork ──► rank 0
+                                                             └─ fork ──► rank 1
 
 A rank that failed stays alive until all have reported, as a trainer does that handles its exception: what the others
 wait for never comes, and they are ended as `HANG`.
@@ -10,7 +10,6 @@ wait for never comes, and they are ended as `HANG`.
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 import pickle
 import select
@@ -32,6 +31,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from tests.helpers.pool import warm_context
 
 WAIT_S = 60
 """How long ranks may go on when one has failed: those that then still wait for it hang."""
@@ -68,7 +68,7 @@ class Forks:
     """`run(P, fn, *args)` calls `fn(mesh, *args)` on P fresh processes; gives results or Failures by rank."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
+        context = warm_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()

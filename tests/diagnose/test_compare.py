@@ -105,7 +105,7 @@ def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytes
     monkeypatch.setattr(compare_masks, "SAMPLE", 8)
     documents = cp.Documents.from_lengths([5, 6, 7, 9])
     assert compare_masks.windows([documents]) == [(0, 8), (18, 26)]
-    run_model("mistral", make_sharding(), make_batch([[5, 6, 7, 9]]))
+    run_model("torchtitan", make_sharding(), make_batch([[5, 6, 7, 9]]))
     lie(monkeypatch, cp.PackedMask(causal=False))
     torch._dynamo.reset()
     with pytest.raises(MaskMismatch):
@@ -140,14 +140,15 @@ def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("layout", ["balanced", "dual_chunk"])
+@pytest.mark.parametrize("layout", ["balanced", pytest.param("dual_chunk", marks=pytest.mark.slow)])
 def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, layout: str) -> None:
     for outcomes in pool.run(2, local_masks, layout):
         assert outcomes == ["passes", "passes", "raises", "raises", "raises"]
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("torchtitan", 3), ("nanogpt", 2), pytest.param("gemma2", 4, marks=pytest.mark.slow)]
+    ("name", "world_size"),
+    [("torchtitan", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nanogpt", 2), ("gemma2", 4)))],
 )
 def test_check_compares_a_model_with_one_process(name: str, world_size: int) -> None:
     sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"))

@@ -90,8 +90,9 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def test_chunked_losses_are_right(pool: Pool) -> None:
-    compare(pool, Chunked, "of_torchtune", 2, "head_tail", 1, 13)
+@pytest.mark.parametrize("name", ["of_torchtune", "back_in_place"])
+def test_chunked_losses_are_right(name: str) -> None:
+    assert check_or_refuse(Chunked(name)) is None
 
 
 @pytest.mark.slow

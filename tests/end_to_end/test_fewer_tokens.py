@@ -113,8 +113,8 @@ LOSSES: dict[str, Loss] = {
 CASES = [*MIXES, *LOSSES]
 
 
-def test_fewer_tokens_are_right(pool: Pool) -> None:
-    compare(pool, Fewer, ["checkpoint", "diff", "dpo", "mean"], 2, "head_tail", 1, 13)
+def test_fewer_tokens_are_right() -> None:
+    assert check_or_refuse(Fewer([*CASES[1::3], "checkpoint", "diff", "mean"])) is None
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ class Functions(PackedModel):
         return sum(losses, self.loss(self.head(h), labels, num_items))
 
 
-def test_backwards_of_their_own_are_right(pool: Pool) -> None:
-    compare(pool, Functions, ["silu_mul", "rms_norm", "raised"], 2, "head_tail", 1, 13)
+def test_backwards_of_their_own_are_right() -> None:
+    assert check_or_refuse(Functions(CASES[::2])) is None
 
 
 @pytest.mark.slow

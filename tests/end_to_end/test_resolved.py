@@ -182,10 +182,26 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(TOGETHER)]
+    "names",
+    [
+        ["count_divides", "sum_of_losses", "amax", "load_balanced"],
+        *(pytest.param(names, marks=pytest.mark.slow) for names in TOGETHER),
+    ],
 )
 def test_sums_are_made_whole(pool: Pool, names: Sequence[str]) -> None:
     compare(pool, names, 2, "head_tail", 1, 13)
+
+
+class Together(Resolved):
+    """One loss, of those that are whole on every rank."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        found = super().loss(logits, labels, num_items)
+        return sum(loss * (1 + i / 7) for i, (name, loss) in enumerate(found.items()) if name not in PARTS)
+
+
+def test_many_sums_are_made_whole() -> None:
+    assert check_or_refuse(Together(CASES[::3])) is None
 
 
 @pytest.mark.slow

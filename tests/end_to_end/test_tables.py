@@ -46,8 +46,8 @@ MIXES: dict[str, Mix] = {
 }
 
 
-def test_tables_are_looked_up(pool: Pool) -> None:
-    compare(pool, Tables, ["squeezed", "from_the_end"], 2, "head_tail", 1, 13)
+def test_tables_are_looked_up() -> None:
+    assert check_or_refuse(Tables([*MIXES])) is None
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh
 TIMEOUT_S = 540
 
 
+def warm_context() -> Any:
+    """Processes are forked off from one, for a whole session, that has imported and run what all of them need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.warm"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that it finds tests/
+        forkserver.ensure_running()
+    return context
+
+
 class Pool:
     """`size` processes; `run(P, fn, *args)` calls `fn(mesh, *args)` on the first P of them and returns P results."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.helpers.warm"])  # what all need is imported once
+        context = warm_context()
         self._tasks = [context.Queue() for _ in range(size)]
         self._results: Any = context.Queue()
         store = str(Path(self._folder.name) / "store")
@@ -38,9 +47,8 @@ class Pool:
             context.Process(target=_serve, args=(rank, size, store, self._tasks[rank], self._results), daemon=True)
             for rank in range(size)
         ]
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds tests/
-            for process in self._processes:
-                process.start()
+        for process in self._processes:
+            process.start()
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank; raises AssertionError with the tracebacks when a rank raised."""

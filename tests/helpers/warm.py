@@ -10,7 +10,9 @@ import torch
 
 import cp_rewrite as cp
 from tests.helpers.models import build_model
+from tests.helpers.untimed import leave_guards_untimed
 
+leave_guards_untimed()
 torch.set_num_threads(1)  # no thread may run when a process is forked off
 for _name in ("torch._functorch.aot_autograd", "transformers.models.llama.modeling_llama"):
     with contextlib.suppress(ImportError):
