@@ -114,15 +114,10 @@ class OwnBackward:
 
         Only what does not read the plan can be put into a body.
         """
-        trace, facts = self.runner.trace, self.runner.facts
-        kept = trace.moves, facts.in_function
-        trace.moves, facts.in_function = False, True
         self.env.update(zip(_inputs(body), given, strict=True))
         inputs = {memory_of(n) for n in _inputs(body)} - {None}
-        try:
+        with self.runner.facts.under(moves=False, in_function=True):
             self.walk_graph(body)
-        finally:
-            trace.moves, facts.in_function = kept
         for node in body.graph.nodes:
             if any(memory_of(target) in inputs for target in written_nodes(node)):
                 self.findings.refuse(node, Reason.NO_LOCALITY_RULE, "a torch.autograd.Function writes into its input")

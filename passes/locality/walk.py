@@ -110,8 +110,7 @@ class _Walk:
     ) -> None:
         self.sharding, self.tokens, self.extents, self.live = sharding, tokens, extents, live
         self.sites = {site.node: site for site in sites}
-        ways = {"draws": sharding.random == "per_rank", "moves": sharding.resolve}
-        trace = Trace(extents, frozenset(sharding.local_ops), sharding.resolve, **ways)
+        trace = Trace(extents, sharding)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
         self.env: dict[fx.Node, States] = {}

@@ -119,11 +119,8 @@ class Reads:
         return self._unmoved(node, visit)
 
     def _unmoved(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
-        moves, self.runner.trace.moves = self.runner.trace.moves, False
-        try:
+        with self.runner.facts.under(moves=False):
             return run(node)
-        finally:
-            self.runner.trace.moves = moves
 
     def _read(self, node: fx.Node, state: Moved, by: int) -> NeighbourRead | None:
         """What replaces a node, of `by` tokens fewer than the row; None: its rows are not those of one tensor."""

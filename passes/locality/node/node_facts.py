@@ -70,10 +70,11 @@ class NodeFacts:
 
     Args:
         extents: sizes of the token and batch axes.
+        moves: tokens may be moved to other places (`Moved`).
     """
 
-    def __init__(self, extents: Extents) -> None:
-        self.extents = extents
+    def __init__(self, extents: Extents, moves: bool) -> None:
+        self.extents, self.moves = extents, moves
         self.in_function = False
         """The node stands in a `torch.autograd.Function`, which can't read the plan."""
         self.without_fill = False
@@ -103,6 +104,21 @@ class NodeFacts:
         """Tensors are kept with their states: an `id` is used again once its tensor is gone."""
         for tensor, state in states:
             self.set_state(tensor, state)
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """What `under` sets."""
+        return self.moves, self.in_function, self.without_fill
+
+    @contextmanager
+    def under(self, **flags: bool) -> Generator[None]:
+        """Inside, nodes run with other `flags`."""
+        before = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def state(self, tensor: Tensor) -> TensorState:
         held = self.states.get(id(tensor))

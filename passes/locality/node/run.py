@@ -96,11 +96,8 @@ class NodeRunner:
         """The same, of a node that is taken apart so that its sums leave out fill, if it can be."""
         if written_nodes(node) or self.facts.in_function:
             return otherwise
-        self.facts.without_fill = True
-        try:
+        with self.facts.under(without_fill=True):
             found = self.outcome(node)
-        finally:
-            self.facts.without_fill = False
         found.events.sums_padding = otherwise.events.sums_padding  # what they hold there is the op's own to ignore
         return otherwise if found.events.refusals else found
 
@@ -222,8 +219,7 @@ class NodeRunner:
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
-        flags = self.facts.in_function, self.facts.without_fill, self.trace.moves
-        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), *flags, own)
+        key = (node.op, node.target, tuple(parts), tuple(a for a, _ in self._autocasts), self.facts.flags, own)
         try:
             hash(key)
         except TypeError:

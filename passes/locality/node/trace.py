@@ -35,6 +35,7 @@ from cp_rewrite.passes.locality.rules.table import find_rule
 from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
 from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
+from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import TorchDispatchMode
 
 from .call import COPIES, METADATA, Call, check_gradients, check_sizes, mixes_parts
@@ -48,24 +49,15 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
 
     Args:
         extents: sizes of the token and batch axes.
-        vouched: names of ops that the user says act on each token alone.
-        resolves: ops that are not the same on a shard are made so where a rule says how.
-        moves: tokens may be moved to other places (`Moved`).
-        draws: each rank may draw random numbers of its own for its tokens.
+        sharding: which ops the user vouches for, whether ops that are not the same on a shard are made so where a rule
+            says how, and whether ranks may draw random numbers of their own.
     """
 
-    def __init__(
-        self,
-        extents: Extents,
-        vouched: frozenset[str],
-        resolves: bool = False,
-        *,
-        draws: bool = False,
-        moves: bool = False,
-    ) -> None:
+    def __init__(self, extents: Extents, sharding: Sharding) -> None:
         super().__init__()
-        self.moves = moves
-        self.facts, self.vouched, self.resolves, self.draws = NodeFacts(extents), vouched, resolves, draws
+        self.facts = NodeFacts(extents, moves=sharding.resolve)
+        self.vouched, self.resolves = frozenset(sharding.local_ops), sharding.resolve
+        self.draws = sharding.random == "per_rank"
         self.place = 0
         """How many ops the node ran so far, but for `COPIES`."""
         self.uses: Counter[int] = Counter()
@@ -113,7 +105,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             return states
         except Mixes as mixes:
             refused = mixes
-        if self.moves:
+        if self.facts.moves:
             self.facts.events = before.copy()
             with suppress(Mixes):
                 return self._moved(call)
