@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.batch.agree import talks
+from cp_rewrite.batch.masks.blocks import listed_blocks
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import DROPPED_AT, MaskMismatch
 from cp_rewrite.packing import CuSeqlens, packing_args
@@ -233,10 +234,7 @@ def _grids(indices: Sequence[Ref | None], grid: tuple[int, ...], device: torch.d
 
 def _listed(counts: Tensor, places: Tensor, tokens: int, size: tuple[int, int]) -> Tensor:
     """(B, H, T, T): whether a pair is in one of the first `counts` (B, H, Q) blocks of `places` (B, H, Q, K)."""
-    blocks = -(-tokens // size[1])
-    given = torch.arange(places.shape[-1], device=places.device) < counts[..., None]
-    table = torch.zeros(*places.shape[:-1], blocks + 1, dtype=torch.bool, device=places.device)
-    table.scatter_(-1, torch.where(given, places, blocks).long(), True)
+    table = listed_blocks(counts, places, -(-tokens // size[1]))
     query, key = (torch.arange(tokens, device=places.device) // n for n in size)
     return table[:, :, query][..., key]
 

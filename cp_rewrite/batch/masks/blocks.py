@@ -41,7 +41,8 @@ def first_difference(
     """
     counts = [given.kv_num_blocks, given.full_kv_num_blocks]
     places = [given.kv_indices, given.full_kv_indices]
-    listed = [_listed(c, p) for c, p in zip(counts, places, strict=True) if c is not None and p is not None]
+    lists = [(c, p) for c, p in zip(counts, places, strict=True) if c is not None and p is not None]
+    listed = [listed_blocks(c, p, p.shape[-1]).cpu().numpy() for c, p in lists]
     for row, documents in enumerate(rows):
         for head in range(listed[0].shape[1]):
             tables = [table[row if len(table) > 1 else 0, head] for table in listed]
@@ -60,12 +61,11 @@ def first_difference(
     return None
 
 
-def _listed(counts: Tensor, places: Tensor) -> Bools:
-    """(B, H, Q, K): whether a block of keys is among the first `counts` (B, H, Q) of `places` (B, H, Q, K)."""
+def listed_blocks(counts: Tensor, places: Tensor, blocks: int) -> Tensor:
+    """(B, H, Q, blocks) bool: is a block of keys among the first `counts` (B, H, Q) of `places` (B, H, Q, K)?"""
     given = torch.arange(places.shape[-1], device=places.device) < counts[..., None]
-    table = torch.zeros(*places.shape[:-1], places.shape[-1] + 1, dtype=torch.bool, device=places.device)
-    table.scatter_(-1, torch.where(given, places, places.shape[-1]).long(), True)
-    return table[..., :-1].cpu().numpy()
+    table = torch.zeros(*places.shape[:-1], blocks + 1, dtype=torch.bool, device=places.device)
+    return table.scatter_(-1, torch.where(given, places, blocks).long(), True)[..., :-1]
 
 
 def _odd_block(
