@@ -31,7 +31,7 @@ import time
 from dataclasses import replace
 
 from cp_rewrite.passes.graph.argument_names import module_numbers
-from cp_rewrite.passes.graph.operands import guard_number
+from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.locality.filled_offsets import check_filled_offsets
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites

@@ -11,7 +11,7 @@ from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.ops.attention import travels_beside
 from cp_rewrite.ops.scatter_heads import HeadScatter
-from cp_rewrite.passes.graph.operands import guard_number
+from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load

@@ -12,7 +12,7 @@ from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim
 from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.packing import whole_args
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import region_call, region_calls
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.state import State

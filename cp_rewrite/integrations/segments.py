@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor
 
-from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 
 ROOT = 0
 """The unit that holds what is in no block; its weights are there during the whole forward."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import outputs_of
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import fake_mode_of

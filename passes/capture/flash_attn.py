@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import place_by
-from cp_rewrite.passes.graph.operands import constant, op_name
+from cp_rewrite.passes.graph.nodes import constant, op_name
 from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, outputs_of
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.new_nodes import place_by
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import SymInt, Tensor
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of

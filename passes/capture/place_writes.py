@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of

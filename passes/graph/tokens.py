@@ -22,7 +22,7 @@ from cp_rewrite.torch_internals import expression
 
 from .argument_names import argument_names
 from .dynamo_internals import input_value
-from .operands import guard_equal
+from .nodes import guard_equal
 
 Size = int | SymInt
 

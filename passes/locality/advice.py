@@ -7,7 +7,7 @@ import re
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.locality.claims.tensor_state import SHIFT_HINT
 
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"

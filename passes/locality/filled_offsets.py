@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.packing import CuSeqlens, packing_args
-from cp_rewrite.passes.graph.operands import op_name, value_of
+from cp_rewrite.passes.graph.nodes import op_name, value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import is_function, nested_graphs, region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.extents import Extents

@@ -7,7 +7,7 @@ from typing import Any
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of
 from cp_rewrite.passes.locality.claims.dims import B, Order, T, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Deferred, GroupSizes, Partial, Rows

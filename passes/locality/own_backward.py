@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.batch.active import HAS_TOKEN
-from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import nested_graphs, outputs_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Dims, fewer, name

@@ -19,14 +19,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.graph.operands import (
-    check_operands,
-    check_options,
-    constant,
-    is_transformed,
-    same_size,
-    shape_of,
-)
+from cp_rewrite.passes.graph.nodes import constant, is_transformed, same_size, shape_of
 from cp_rewrite.passes.graph.regions import Scope, graph_modules, nested_graphs, nested_scopes
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
@@ -34,6 +27,7 @@ from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
+from .check_operands import check_operands, check_options
 from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
 from .grouped_heads import ungroup
 from .prove_masks import Prover

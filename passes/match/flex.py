@@ -17,7 +17,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
 from cp_rewrite.passes.graph.dynamo_internals import FLEX_OPERANDS, FlexBlocks
-from cp_rewrite.passes.graph.operands import op_name, shape_of, times_constant
+from cp_rewrite.passes.graph.nodes import op_name, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope, attribute_of, resolve
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression

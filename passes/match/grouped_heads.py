@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.graph.operands import needs_gradient
+from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.passes.predicate.context import Leaf

@@ -11,7 +11,7 @@ from torch import Tensor
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize
 from cp_rewrite.passes.graph.dynamo_internals import input_value, is_of_module, source_name, source_of
-from cp_rewrite.passes.graph.operands import read_by
+from cp_rewrite.passes.graph.nodes import read_by
 from cp_rewrite.passes.graph.regions import Scope, resolve
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.predicate.decide import prove

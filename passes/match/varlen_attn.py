@@ -14,7 +14,7 @@ import torch.fx as fx
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.capture.flash_attn import arguments_of, is_flash_attn, schema_of
-from cp_rewrite.passes.graph.operands import constant
+from cp_rewrite.passes.graph.nodes import constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.refusal import Reason, Refusal
 

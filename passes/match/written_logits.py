@@ -7,7 +7,7 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.masks import DROPPED_AT
-from cp_rewrite.passes.graph.operands import constant, filled, op_name, read_by, shape_of, times_constant
+from cp_rewrite.passes.graph.nodes import constant, filled, op_name, read_by, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.torch_internals import expression

@@ -19,7 +19,7 @@ from typing import Any
 import sympy
 import torch.fx as fx
 
-from cp_rewrite.passes.graph.operands import needs_gradient, op_name, shape_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, shape_of
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import writers_between

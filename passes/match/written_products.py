@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import constant, needs_gradient, op_name, shape_of
+from cp_rewrite.passes.graph.nodes import constant, needs_gradient, op_name, shape_of
 from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.torch_internals import expression
 

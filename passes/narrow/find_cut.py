@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.values.cut import Cut, TokenRows
 from cp_rewrite.passes.values.site import Site

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.modes import modes_of
-from cp_rewrite.passes.graph.operands import guard_number
+from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.plan_sites import decide, load_for

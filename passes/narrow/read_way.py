@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.modes import Mode, modes_of
-from cp_rewrite.passes.graph.operands import collective_group, draws_random_numbers, is_transformed, op_name, value_of
+from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, op_name, value_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Order, T
 from cp_rewrite.passes.locality.claims.extents import Extents

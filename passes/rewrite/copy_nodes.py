@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from cp_rewrite.ops.narrow.exchange_tokens import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.cut import Cut, Number, TokenRows
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.torch_internals import FakeTensorMode

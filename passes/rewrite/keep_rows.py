@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.new_nodes import fake_value
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import RegionCall, outputs_of
 from cp_rewrite.passes.values.sizes import linear_in
 from cp_rewrite.passes.values.state import State

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, paste, traced
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
 from cp_rewrite.passes.values.resolution import Converted, Lowering, Ranks, Step, group_of
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused

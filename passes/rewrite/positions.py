@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX
 from cp_rewrite.passes.graph.new_nodes import call, insert, paste, traced
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
 from cp_rewrite.passes.values.resolution import READ, Ranks, group_of
 from cp_rewrite.sharding import Sharding

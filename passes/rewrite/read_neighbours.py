@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import size_of
-from cp_rewrite.passes.graph.operands import needs_gradient, value_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.planning.token_reads.neighbours import NEIGHBOURS
 

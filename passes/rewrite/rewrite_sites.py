@@ -11,7 +11,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 from cp_rewrite.passes.graph.new_nodes import insert, take_place
-from cp_rewrite.passes.graph.operands import needs_gradient
+from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import graph_modules, region_call
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead

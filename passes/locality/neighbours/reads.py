@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.modes import modes_of
-from cp_rewrite.passes.graph.operands import needs_gradient, op_name
+from cp_rewrite.passes.graph.nodes import needs_gradient, op_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, fewer, with_fewer

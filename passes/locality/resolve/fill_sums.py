@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS, TOKEN_INDEX
-from cp_rewrite.passes.graph.operands import value_of
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.locality.claims.dims import Dims, fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Number, Rows

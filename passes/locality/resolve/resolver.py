@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.locality.rules.over_ranks.without_fill import SumWithoutFill
 from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step, group_of

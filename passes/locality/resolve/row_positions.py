@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.modes import modes_of
-from cp_rewrite.passes.graph.operands import is_transformed, op_name, value_of
+from cp_rewrite.passes.graph.nodes import is_transformed, op_name, value_of
 from cp_rewrite.passes.graph.regions import region_call
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, has

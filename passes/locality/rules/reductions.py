@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.operands import op_name
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, fewer, has
 from cp_rewrite.passes.locality.claims.tensor_state import (
     MEAN_HINT,
