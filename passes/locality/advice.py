@@ -8,8 +8,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.locality.claims.tensor_state import SHIFT_HINT
 
+SHIFT_HINT = (
+    "shift labels over the global row before they are cut: sharding.shard(batch, shift_labels=True), "
+    "and give the model shift_labels"
+)
+TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
+MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide a sum by num_items_in_batch"
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
 _SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"
 _ADVICE = {

@@ -139,14 +139,6 @@ REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
 TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Known
 
 
-SHIFT_HINT = (
-    "shift labels over the global row before they are cut: sharding.shard(batch, shift_labels=True), "
-    "and give the model shift_labels"
-)
-TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
-MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide a sum by num_items_in_batch"
-
-
 def plain(state: Rows) -> Rows:
     """The same rows with nothing known about their values."""
     return Rows(state.dims)

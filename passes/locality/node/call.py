@@ -12,10 +12,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.locality.advice import advice
+from cp_rewrite.passes.locality.advice import MEAN_HINT, advice
 from cp_rewrite.passes.locality.claims.dims import Mixes, Size, T, has
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import MEAN_HINT, REPLICATED, UNKNOWN, Rows, TensorState
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Rows, TensorState
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 

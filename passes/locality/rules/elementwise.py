@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_rewrite.passes.locality.advice import MEAN_HINT
 from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked
-from cp_rewrite.passes.locality.claims.tensor_state import (
-    MEAN_HINT,
-    REPLICATED,
-    WHOLE,
-    AtMost,
-    Number,
-    Partial,
-    Rows,
-    TensorState,
-)
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, AtMost, Number, Partial, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call, check_gradients, mixes_parts
 
 from .experts import follow_order

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cp_rewrite.passes.locality.advice import MEAN_HINT
 from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked, merge
-from cp_rewrite.passes.locality.claims.tensor_state import MEAN_HINT, REPLICATED, WHOLE, Partial, Rows, TensorState
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
 

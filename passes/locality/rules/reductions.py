@@ -8,9 +8,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import op_name
+from cp_rewrite.passes.locality.advice import MEAN_HINT
 from cp_rewrite.passes.locality.claims.dims import B, Dim, Mixes, T, broadcast, checked, fewer, has
 from cp_rewrite.passes.locality.claims.tensor_state import (
-    MEAN_HINT,
     REPLICATED,
     AtMost,
     Deferred,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_rewrite.passes.locality.advice import TABLE_HINT
 from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Order, T, checked, has, merge
 from cp_rewrite.passes.locality.claims.extents import regroup
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, TABLE_HINT, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
 
