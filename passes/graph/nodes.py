@@ -9,7 +9,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.torch_internals import expression, fixed_number, hint, is_transform, is_wrapped
+from cp_rewrite.torch_internals import OpOverloadPacket, expression, fixed_number, hint, is_transform, is_wrapped
 
 from .regions import attribute_of
 
@@ -128,9 +128,9 @@ def draws_random_numbers(node: fx.Node) -> bool:
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     if name in _DRAWING:
         return True
-    packet: Any = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    packet: Any = getattr(torch.ops.aten, name, None)  # `__get__` is no op
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)
 
 
 def collective_group(node: fx.Node) -> str | None:

@@ -33,9 +33,9 @@ from .read_way import GraphOrder, Way
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
-_GAIN = 0.92
-"""A cut is taken that is predicted to take no more than this part of the time. Where 0.91 was predicted, 0.89 was
-measured, of the whole layer."""
+_GAIN = 0.97
+"""A cut is taken that is predicted to take no more than this part of the time. Of a whole layer 3 to 11 % were gained
+where 0.91 to 0.93 were predicted, 0.4 % lost where 1.02 was."""
 
 
 def move_exchanges(state: State) -> State:

@@ -84,6 +84,9 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of_fewer": lambda x, y: F.binary_cross_entropy_with_logits(x[:, 1:, 0], (y > 5).double()[:, 1:], reduction="sum"),
 }
 """Over all tokens: rows that fill a rank up must be left out, whatever they hold."""
+if torch.__version__ < (2, 12):
+    del SUMS["weighted_bce"]  # torch wants weights of a static shape
+
 LOSSES: dict[str, Loss] = {
     "cross_entropy": lambda m, x, y: F.cross_entropy(*flat(x, y)),
     "cross_entropy_weighted": lambda m, x, y: F.cross_entropy(*flat(x, y.clamp(min=0)), m.weights, ignore_index=0),
