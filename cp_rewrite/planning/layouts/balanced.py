@@ -1,7 +1,7 @@
 """The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved.
 
 documents  ──  slices  ──  shared out over ranks, in a few variants  ──┐
-                                                                      ├──  the best by the cost model
+                       ──  whole documents, where cuts move rows  ─────┼──  the best by the cost model
 simple layouts with equal tokens per rank  ───────────────────────────┘
                                                                       └──  each rank's own order: home pieces first
 """
@@ -28,6 +28,7 @@ from .share_out import Variant, share_out
 from .simple import contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .slices import Slices, slice_tiles
 from .token_order import TokenOrder, joined
+from .whole_documents import share_out_whole
 
 ENOUGH, ENOUGH_FOR_ONE = 1.015, 1.005
 """Imbalance that is not worth another round: of several slices, and of one, which the first round nearly balances."""
@@ -45,6 +46,8 @@ VARIANTS = (
 )
 """Tried one after another until an order is balanced and no rank crowded. The first is tried on every row, the second,
 too, where documents are few: there either may move fewer rows. `docs/planner.md` has what each is worth."""
+MOVED = 0.01
+"""Share of its rows that a rank may receive before it is tried to leave documents whole."""
 FEW = 4
 """Documents per rank."""
 MOST_RUNS = 1 << 22
@@ -52,11 +55,15 @@ MOST_RUNS = 1 << 22
 
 
 class Candidate(NamedTuple):
-    """A token order and what speaks against it. Over several nodes only seconds count: there links decide."""
+    """A token order and what speaks against it. Over several nodes only seconds count: there links decide.
+
+    received: KV rows of the rank that receives most.
+    """
 
     unbalanced: bool
     crowded: bool
     seconds: float
+    received: int
     order: TokenOrder
 
 
@@ -81,12 +88,11 @@ class Judge:
         """The order as a candidate, with its seconds under the exchange that serves it best."""
         load = load_of(build([self.documents], [order], self.mask))
         device, model = self.options.device, self.options.model
-        seconds = needed_seconds(load, device, model, self.node_size)
+        seconds, received = needed_seconds(load, device, model, self.node_size), int(load.received.sum(1).max())
         if self.node_size < order.world_size:  # an all-gather enters each node once, and may be cheaper
             seconds = min(seconds, all_gather_seconds(load, device, model, self.node_size))
-            return Candidate(False, False, seconds, order)
-        crowded = bool(load.received.sum(1).max() > self.most_rows)
-        return Candidate(imbalance(load.tiles) > LIMIT, crowded, seconds, order)
+            return Candidate(False, False, seconds, received, order)
+        return Candidate(imbalance(load.tiles) > LIMIT, received > self.most_rows, seconds, received, order)
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
@@ -158,7 +164,8 @@ def _move_last(tokens: Int, starts: Int, goes_last: NDArray[np.bool_]) -> Int:
 
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
-    """The best of the first few trials, or of more, until one is balanced and no rank of it crowded.
+    """The best of the first few trials, or of more, until one is balanced and no rank of it crowded, and of whole
+    documents.
 
     Over several nodes all are made: what crosses links depends on where a few cuts happen to fall.
     """
@@ -172,6 +179,9 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
         if tried >= least and not best.unbalanced and not best.crowded:
             break
     assert best is not None
+    whole = share_out_whole(slices, quotas) if best.received > MOVED * quotas[0] else None
+    if whole is not None:
+        best = min(best, judge.weigh(_to_order(whole, judge.documents.total)), key=lambda c: c[:3])
     return best
 
 

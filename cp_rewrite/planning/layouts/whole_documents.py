@@ -1,0 +1,119 @@
+"""Sharing out documents whole, where none is too long for a rank: balance then needs no cut.
+
+Ranks swap documents until each has nearly its tokens and its work. A rank with tokens too many gives the head of one
+document away, which does little work, and receives no more than that head's keys:
+
+    rank 0    A A A A A A A A  B B B B          two tokens too many
+    rank 1    C C C C C C  D D D   + B B        receives nothing; rank 0 receives the keys of these two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.tiles import Float
+
+from .slices import Slices
+
+_ROUNDS, _SHAKEN = 16, 3
+"""Searches, at most; each but the first begins at the best one's end, with as many pairs swapped at random."""
+_PAIRS = 1 << 17
+"""Pairs of slices that are compared, at most: some milliseconds. Each swap is the best of all pairs."""
+_LEAST = 8
+"""Swaps, at least, that must be allowed."""
+_NEAR_TOKENS, _NEAR_WORK = 32, 0.004
+"""Tokens, and share of a rank's work, that count alike, and are near enough."""
+
+
+def share_out_whole(slices: Slices, quotas: Sequence[int]) -> list[Slices] | None:
+    """What each rank gets: whole slices, but for heads that are given away; work is as equal as it was found.
+
+    Args:
+        slices: what there is to share.
+        quotas: (P,) tokens of each rank; their sum is that of the slices.
+    Returns:
+        None where a slice is longer than a quota, or has more work than a rank's share, where they are too many, or
+        none that is long enough is left to give its head away.
+    """
+    ranks, share = len(quotas), float(slices.work.sum()) / len(quotas)
+    if (len(slices) + ranks) ** 2 * _LEAST > _PAIRS:
+        return None
+    if not share or slices.size.max() > min(quotas) or slices.work.max() > share:
+        return None
+    sizes, work = slices.size / _NEAR_TOKENS, slices.work / (_NEAR_WORK * share)
+    wanted = np.stack([np.array(quotas) / _NEAR_TOKENS, np.full(ranks, 1 / _NEAR_WORK)])
+    owner = _swapped(np.stack([sizes, work]), wanted)
+    held = [slices.take(np.flatnonzero(owner == rank)) for rank in range(ranks)]
+    return _even_tokens(held, np.array(quotas))
+
+
+def _swapped(sizes: Float, wanted: Float) -> Int:
+    """(N,) the owner of each slice, so that the sums of its two `sizes` (2, N) come near to what ranks want, (2, P)."""
+    ranks = wanted.shape[1]
+    # What is swapped for nothing moves: each rank holds one slice of no size, too.
+    sizes = np.concatenate([sizes, np.zeros((2, ranks))], axis=1)
+    apart = sizes[:, :, None] - sizes[:, None, :]
+    owner, random = _dealt(sizes, ranks), np.random.default_rng(0)
+    best, least, swaps = owner, np.inf, _PAIRS // sizes.shape[1] ** 2
+    for _ in range(_ROUNDS):
+        owner, error, swaps = _improved(owner.copy(), sizes, apart, wanted, swaps)
+        if (error**2).sum() < least:
+            best, least = owner, float((error**2).sum())
+        if np.abs(error).max() <= 1 or not swaps:
+            break
+        owner = best.copy()
+        for one, other in random.integers(0, len(owner), (_SHAKEN, 2)):
+            owner[[one, other]] = owner[[other, one]]
+    return best[:-ranks]
+
+
+def _dealt(sizes: Float, ranks: int) -> NDArray[np.int64]:
+    """A first guess: those with most work first, each to the rank with least work so far."""
+    owner, done = np.zeros(sizes.shape[1], dtype=np.int64), np.zeros(ranks)
+    for i in np.argsort(-sizes[1], kind="stable"):
+        owner[i] = done.argmin()
+        done[owner[i]] += sizes[1, i]
+    owner[-ranks:] = np.arange(ranks)
+    return owner
+
+
+def _improved(owner: Int, sizes: Float, apart: Float, wanted: Float, swaps: int) -> tuple[Int, Float, int]:
+    """The owners after swaps, each the one that lowers the sum of squared errors most; the errors, (2, P); how many of
+    the `swaps` allowed are left."""
+    while True:
+        error = np.stack([np.bincount(owner, row, wanted.shape[1]) for row in sizes]) - wanted
+        # Where i of rank a is swapped for j of rank b, a's error falls by apart[i, j], and b's rises by it.
+        here = error[:, owner]
+        change = (apart * (apart - here[:, :, None] + here[:, None, :])).sum(0)
+        change[owner[:, None] == owner[None, :]] = 0
+        i, j = np.unravel_index(change.argmin(), change.shape)
+        if change[i, j] > -1e-9 or not swaps:
+            return owner, error, swaps
+        owner[[i, j]], swaps = owner[[j, i]], swaps - 1
+
+
+def _even_tokens(held: list[Slices], quotas: Int) -> list[Slices] | None:
+    """The slices with heads moved to the ranks that miss tokens."""
+    over = np.array([int(slices.size.sum()) for slices in held]) - quotas
+    whole = [np.argsort(slices.size, kind="stable").tolist() for slices in held]
+    held = list(held)
+    while over.any():
+        giver, taker = int(over.argmax()), int(over.argmin())
+        tokens = int(min(over[giver], -over[taker]))
+        mine = held[giver]
+        # The shortest slice that keeps most of its tokens.
+        cut = next((i for i in whole[giver] if mine.size[i] > 2 * tokens), None)
+        if cut is None:
+            return None
+        whole[giver].remove(cut)
+        head = mine.cut(cut, cut + 1, right=int(mine.size[cut]) - tokens)
+        table = mine.table.copy()
+        table[[0, 3], cut] += tokens
+        table[1, cut] -= tokens
+        held[giver], held[taker] = Slices(table, mine.work), Slices.join([held[taker], head])
+        over[[giver, taker]] += (-tokens, tokens)
+    return held
