@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], C
     "picks": (test_picked.Picked, [*test_picked.LOSSES], lambda: test_picked.packed(1, 14)),
     "counts": (
         lambda names: test_token_counts.Counting(*names),
-        [*test_token_counts.RIGHT],
+        [name for name in test_token_counts.RIGHT if "fp32" not in name],
         lambda: packed_batch(1, 14),
     ),
     "writes": (
@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], C
     "neighbours": (test_neighbours.Neighbours, test_neighbours.CASES, lambda: packed_batch(1, 14)),
 }
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
-"""fp64; the order of sums differs."""
+"""fp64; the order of sums differs. Models in which a function of fp32 is of another library are left out."""
 
 
 @pytest.mark.gpu
@@ -49,6 +49,7 @@ def run_rank(rank: int, world_size: int, port: int, family: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(rank)
+    torch.set_default_dtype(torch.float64)  # of what is made from whole numbers
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
     compare(init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",)), family)
     dist.barrier(device_ids=[rank])
