@@ -1,7 +1,7 @@
 """The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved.
 
 documents  ──  slices  ──  shared out over ranks, in a few variants  ──┐
-                       ──  whole documents, where cuts move rows  ─────┼──  the best by the cost model
+                       ──  whole, where that may save something  ──────┼──  the best by the cost model
 simple layouts with equal tokens per rank  ───────────────────────────┘
                                                                       └──  each rank's own order: home pieces first
 """
@@ -46,8 +46,8 @@ VARIANTS = (
 )
 """Tried one after another until an order is balanced and no rank crowded. The first is tried on every row, the second,
 too, where documents are few: there either may move fewer rows. `docs/planner.md` has what each is worth."""
-MOVED = 0.01
-"""Share of its rows that a rank may receive before it is tried to leave documents whole."""
+LOST = 0.01
+"""Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
 FEW = 4
 """Documents per rank."""
 MOST_RUNS = 1 << 22
@@ -57,13 +57,13 @@ MOST_RUNS = 1 << 22
 class Candidate(NamedTuple):
     """A token order and what speaks against it. Over several nodes only seconds count: there links decide.
 
-    received: KV rows of the rank that receives most.
+    lost: the share of its rows that a rank receives, or of its time that the mean rank waits for the slowest.
     """
 
     unbalanced: bool
     crowded: bool
     seconds: float
-    received: int
+    lost: float
     order: TokenOrder
 
 
@@ -89,10 +89,12 @@ class Judge:
         load = load_of(build([self.documents], [order], self.mask))
         device, model = self.options.device, self.options.model
         seconds, received = needed_seconds(load, device, model, self.node_size), int(load.received.sum(1).max())
+        uneven = imbalance(load.tiles)
+        lost = max(uneven - 1, received / max(1, order.local_size))
         if self.node_size < order.world_size:  # an all-gather enters each node once, and may be cheaper
             seconds = min(seconds, all_gather_seconds(load, device, model, self.node_size))
-            return Candidate(False, False, seconds, received, order)
-        return Candidate(imbalance(load.tiles) > LIMIT, received > self.most_rows, seconds, received, order)
+            return Candidate(False, False, seconds, lost, order)
+        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, lost, order)
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
@@ -179,7 +181,7 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
         if tried >= least and not best.unbalanced and not best.crowded:
             break
     assert best is not None
-    whole = share_out_whole(slices, quotas) if best.received > MOVED * quotas[0] else None
+    whole = share_out_whole(slices, quotas) if best.lost > LOST else None
     if whole is not None:
         best = min(best, judge.weigh(_to_order(whole, judge.documents.total)), key=lambda c: c[:3])
     return best
