@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "CustomOpDef",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

@@ -9,6 +9,7 @@ Shapes: R local rows, E expanded rows, Hq = Hkv * n heads, D and V head dims of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from cp_rewrite.torch_internals import call_directly
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, split_kv
-from .merge import finished, sinks_gradient
+from .merge import finished
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
-from .schemas import bind, call, fake_results, gradients, keep, kept
+from .schemas import bind, call, fake_results, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -159,17 +160,8 @@ def attend(
     return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *how, sinks)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, (out, lse) = bind(_ops.packed_attention.default, inputs), output
-    x.kv = x.kv if x.keep_kv else None
-    ctx.mark_non_differentiable(lse)
-    keep(ctx, **vars(x), out=out, lse=lse)
-
-
-def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    x = kept(ctx)
+def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exchange = Exchange(x.exchange, x.group, x.world_size)
-    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
     x.kv = exchange_kv(x.k, x.v, x.route, exchange, after=dout) if x.kv is None else x.kv
     dq, dkv = call(
         _ops.packed_attention_backward.default,
@@ -179,11 +171,9 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
         dim_v=x.v.shape[2],
         unrounded=exchange.kind != "local" and capabilities(x.kernel).unrounded_gradients(x.q, x.k.shape[1]),
     )
-    dk, dv = return_kv(dkv, x.k, x.v, x.route, exchange)
-    named = {"q": dq, "k": dk.to(x.k.dtype), "v": dv.to(x.v.dtype), "sinks": dsinks}
-    return gradients(_ops.packed_attention.default, x, **named)
+    return dq, *return_kv(dkv, x.k, x.v, x.route, exchange)
 
 
-packed_attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention(packed_attention, _backward)
 for _op in (packed_attention, packed_attention_backward):
     call_directly(_op)

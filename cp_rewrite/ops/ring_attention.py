@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, split_kv
-from .merge import add_sinks, fill_gaps, merge_parts, sinks_gradient
-from .schemas import bind, call, fake_results, gradients, keep, kept
+from .merge import add_sinks, fill_gaps, merge_parts
+from .schemas import call, fake_results, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1
@@ -155,22 +156,12 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return q.new_empty(q.shape), k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]), dtype=wide)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    keep(ctx, **vars(bind(_ops.ring_attention.default, inputs)), out=out, lse=lse)
-
-
-def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    x = kept(ctx)
+def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dkv = call(_ops.ring_attention_backward.default, x, dout=dout)
-    dk, dv = split_kv(dkv, x.k.shape[1], x.k.shape[2], x.v.shape[2])
-    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
-    named = {"q": dq, "k": dk.to(x.k.dtype), "v": dv.to(x.v.dtype), "sinks": dsinks}
-    return gradients(_ops.ring_attention.default, x, **named)
+    return dq, *split_kv(dkv, x.k.shape[1], x.k.shape[2], x.v.shape[2])
 
 
-ring_attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention(ring_attention, _backward)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,13 +5,17 @@ Shapes: R local rows, Hq query and Hkv key heads, D and V head dims of qk and v.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cp_rewrite.torch_internals import CustomOpDef
+
+from .merge import sinks_gradient
 
 
 @cache
@@ -79,3 +83,31 @@ def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (R, Hq, V) in q's dtype and lse (Hq, R) in fp32 (fp64 for fp64), of q (R, Hq, D) and v (R, Hkv, V)."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+Backward = Callable[[SimpleNamespace, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(what was kept, by name, dout) -> dq, dk, dv."""
+
+
+def register_attention(op: CustomOpDef, backward: Backward) -> None:
+    """Autograd of an attention op: gradients of out reach q, k, v and sinks.
+
+    Kept are inputs and results by name. `kv`, expanded rows among either, is None without `keep_kv`.
+    """
+    named = op._opoverload
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x = bind(named, inputs)
+        x.out, x.lse, *rows = output
+        if hasattr(x, "keep_kv"):
+            x.kv = (*rows, getattr(x, "kv", None))[0] if x.keep_kv else None
+        ctx.mark_non_differentiable(*output[1:])
+        keep(ctx, **vars(x))
+
+    def run(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
+        x = kept(ctx)
+        dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
+        dq, dk, dv = backward(x, dout)
+        return gradients(named, x, q=dq, k=dk.to(x.k.dtype), v=dv.to(x.v.dtype), sinks=dsinks)
+
+    op.register_autograd(run, setup_context=setup_context)

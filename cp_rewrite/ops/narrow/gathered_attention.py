@@ -6,6 +6,7 @@ Shapes: R local rows, E expanded rows, Hq = Hkv * n heads, D and V head dims of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import as_rows, split_kv
-from cp_rewrite.ops.merge import finished, sinks_gradient
-from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
+from cp_rewrite.ops.merge import finished
+from cp_rewrite.ops.schemas import call, fake_results, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -90,18 +91,9 @@ def attend_gathered(
     return _ops.gathered_attention.default(q, k, v, *tables, *numbers, sinks)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, (out, lse) = bind(_ops.gathered_attention.default, inputs), output
-    ctx.mark_non_differentiable(lse)
-    keep(ctx, **vars(x), out=out, lse=lse)
-
-
-def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Any, ...]:
-    x = kept(ctx)
-    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
+def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dkv = call(_ops.gathered_attention_backward.default, x, dout=dout)
-    dk, dv = split_kv(dkv, x.k.shape[1], x.k.shape[2], x.v.shape[2])
-    return gradients(_ops.gathered_attention.default, x, q=dq, k=dk, v=dv, sinks=dsinks)
+    return dq, *split_kv(dkv, x.k.shape[1], x.k.shape[2], x.v.shape[2])
 
 
-gathered_attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention(gathered_attention, _backward)

@@ -23,6 +23,7 @@ Shapes: R local rows, E expanded rows, Hq query and Hkv key heads, D and V head 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
-from cp_rewrite.ops.merge import finished, sinks_gradient
-from cp_rewrite.ops.schemas import bind, call, fake_results, gradients, keep, kept
+from cp_rewrite.ops.merge import finished
+from cp_rewrite.ops.schemas import bind, call, fake_results, register_attention
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH
 from cp_rewrite.torch_internals import call_directly
@@ -144,19 +145,10 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, (out, lse, kv) = bind(_ops.pushed_attention.default, inputs), output
-    ctx.mark_non_differentiable(lse, kv)
-    keep(ctx, **vars(x), out=out, lse=lse, kv=kv if x.keep_kv else None)
+def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return call(_ops.pushed_attention_backward.default, x, dout=dout)
 
 
-def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
-    x = kept(ctx)
-    dsinks = None if x.sinks is None else sinks_gradient(dout, x.out, x.lse, x.sinks)
-    dq, dk, dv = call(_ops.pushed_attention_backward.default, x, dout=dout)
-    return gradients(_ops.pushed_attention.default, x, q=dq, k=dk, v=dv, sinks=dsinks)
-
-
-pushed_attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention(pushed_attention, _backward)
 for _op in (pushed_attention, pushed_attention_backward):
     call_directly(_op)
