@@ -16,14 +16,13 @@ import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
 from cp_rewrite.passes.graph.canonicalize import canonicalize
 from cp_rewrite.passes.graph.regions import Scope
-from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.predicate.bounds import holds, turning_points
 from cp_rewrite.passes.predicate.rules.index_maps import reshape, split_index
 from cp_rewrite.passes.predicate.symbolic import ZERO, Select, SymTensor, compare, outer_select
 from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances
 from cp_rewrite.passes.values.site import Site
+from tests.helpers.matching import BATCH, match_each, match_model, meaning
 from tests.passes.mask_spellings import (
     DOCUMENTS,
     OFFSETS,
@@ -36,25 +35,20 @@ from tests.passes.mask_spellings import (
     make_batch,
 )
 
-BATCH = make_batch([[5, 3, 4], [5, 1, 6]])
-
-
-def match_model(model: Any, sharding: cp.Sharding, batch: Any = BATCH, **options: Any) -> list[Site | Refusal]:
-    gm = capture(model, batch, **options)
-    tokens = TokenAxis.read(gm, sharding).unified()
-    found = match_sites(gm, sharding, tokens)
-    return [*found.sites, *tokens.refusals, *found.refusals]
-
-
 PROVEN = [s for s in SPELLINGS if isinstance(s.means, PackedMask)]
 REFUSED = [s for s in SPELLINGS if s not in PROVEN]
+
+
+FIXED = frozenset({"constant_blocks"})
+"""Masks of one token count, which the masks beside them would have too."""
 
 
 def in_groups(spellings: list[Spelling], most: int = 6) -> list[tuple[Spelling, ...]]:
     """Of one packing each: a model that has several costs a third of as many models."""
     of_packing: dict[Any, list[Spelling]] = {}
     for spelling in spellings:
-        of_packing.setdefault(spelling.packing, []).append(spelling)
+        fixed = spelling.name if spelling.mask.__name__ in FIXED else ""
+        of_packing.setdefault((spelling.packing, fixed), []).append(spelling)
     return [tuple(group[i : i + most]) for group in of_packing.values() for i in range(0, len(group), most)]
 
 
@@ -64,19 +58,26 @@ def test_every_proven_spelling_means_what_it_says(spellings: tuple[Spelling, ...
     def model(**batch: Tensor) -> list[Tensor]:
         return [attend(spelling.mask, **batch) for spelling in spellings]
 
-    found = match_model(model, annotate(spellings[0].packing))
-    assert [f.mask if isinstance(f, Site) else f for f in found] == [spelling.means for spelling in spellings]
+    assert [meaning(f) for f in match_each(model, annotate(spellings[0].packing))] == [s.means for s in spellings]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spelling", REFUSED, ids=lambda s: s.name)
-def test_every_refused_spelling_has_its_reason(spelling: Spelling) -> None:
+@pytest.mark.parametrize("spellings", in_groups(REFUSED), ids=lambda group: "+".join(s.name for s in group))
+def test_every_refused_spelling_has_its_reason(spellings: tuple[Spelling, ...]) -> None:
+    def model(**batch: Tensor) -> list[Tensor]:
+        return [attend(spelling.mask, **batch) for spelling in spellings]
+
+    assert [meaning(f) for f in match_each(model, annotate(spellings[0].packing))] == [{s.means} for s in spellings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
+def test_every_spelling_alone_is_read_so(spelling: Spelling) -> None:
     def model(**batch: Tensor) -> Tensor:
         return attend(spelling.mask, **batch)
 
-    found = match_model(model, annotate(spelling.packing))
-    assert found
-    assert {f.mask if isinstance(f, Site) else f.reason for f in found} == {spelling.means}
+    (found,) = match_each(model, annotate(spelling.packing))
+    assert meaning(found) in (spelling.means, {spelling.means})
 
 
 @pytest.mark.parametrize("spelling", PROVEN, ids=lambda s: s.name)
@@ -149,8 +150,8 @@ def test_padding_between_documents_needs_causality() -> None:
     def full(**b: Tensor) -> Tensor:
         return attend(lambda **c: ids(c), **b)
 
-    (site,) = match_model(causal, annotate(packing), batch)
-    (refusal,) = match_model(full, annotate(packing), batch)
+    (site,) = match_model(causal, annotate(packing), batch=batch)
+    (refusal,) = match_model(full, annotate(packing), batch=batch)
     assert isinstance(site, Site)
     assert site.mask == PackedMask()
     assert isinstance(refusal, Refusal)
