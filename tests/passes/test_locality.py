@@ -109,8 +109,13 @@ TOGETHER = [list(LOCAL)[first::4] for first in range(4)]
 """Functions beside each other in one graph, which is captured once for all of them."""
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        *(pytest.param(names, 1, marks=pytest.mark.slow if i else ()) for i, names in enumerate(TOGETHER)),
+        *((names, 2) for names in TOGETHER),
+    ],
+)
 def test_per_token_computation_is_proven(names: list[str], rows: int) -> None:
     verdict = judge(Mixed(lambda m, h: sum((LOCAL[name](m, h) for name in names), h)), packed_batch(rows))
     assert not verdict.refusals, str(verdict)
@@ -255,11 +260,6 @@ class Table(PackedModel):
         return self.embed(input_ids) + self.places[:, : input_ids.shape[1]]
 
 
-class PaddedSum(PackedModel):
-    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
-        return logits.square().sum() / num_items
-
-
 def test_tables_of_positions_are_reported() -> None:
     report = judge(Table()).locality
     assert not report.refusals
@@ -284,71 +284,6 @@ def test_a_dim_cut_to_the_token_count_is_refused() -> None:
 def test_graphs_of_fixed_shapes_are_refused() -> None:
     (refusal,) = judge(PackedModel(), dynamic=False).refusals
     assert refusal.reason is cp.Reason.TOKEN_INPUT
-
-
-def test_sums_over_padding_are_reported() -> None:
-    report = judge(PaddedSum()).locality
-    assert not report.refusals
-    assert len(report.inserts) == 1
-
-
-class Summed(PackedModel):
-    """One more sum over all tokens, of what each of them has."""
-
-    def __init__(self, each: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.each = each
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor, num_items: Tensor
-    ) -> Any:
-        self.doc_ids = doc_ids
-        return super().forward(input_ids, position_ids, doc_ids, labels, num_items)
-
-    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
-        more = self.each(logits, labels, self.doc_ids)
-        return super().loss(logits, labels, num_items) + more.sum() / num_items
-
-
-SUMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
-    "all": (lambda x, labels, ids: x.logsumexp(-1), True),
-    "other label": (lambda x, labels, ids: x.logsumexp(-1) * (labels != 7), True),
-    "one id of padding": (lambda x, labels, ids: x.logsumexp(-1) * (ids != -1), True),
-    "ids of padding too": (lambda x, labels, ids: x.logsumexp(-1) * (ids >= -1), True),
-    "ids that wrap": (lambda x, labels, ids: x.logsumexp(-1).masked_fill(ids.short() < 0, 0.0), True),
-    "padding alone": (lambda x, labels, ids: torch.where(ids < 0, x.sum(-1), 0.0), True),
-    "labels": (lambda x, labels, ids: x.logsumexp(-1) * (labels != -100), False),
-    "ids": (lambda x, labels, ids: x.logsumexp(-1) * (ids >= 0), False),
-    "ids as int": (lambda x, labels, ids: x.logsumexp(-1) * (ids.int() > -1) * 2, False),
-    "filled": (lambda x, labels, ids: x.logsumexp(-1).masked_fill(ids < 0, 0.0), False),
-    "and": (lambda x, labels, ids: ((x.argmax(-1) == labels) & (ids >= 0)).float(), False),
-    "ones": (lambda x, labels, ids: torch.ones_like(x[..., 0]), False),
-    "unattended": (lambda x, labels, ids: ids.float(), False),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_over_tokens_of_no_document_are_reported(name: str) -> None:
-    each, counts = SUMS[name]
-    report = judge(Summed(each)).locality
-    assert not report.refusals
-    assert [node.target for node in report.padding_sums] == ["sum"] * counts
-
-
-class SummedBlock(nn.Module):
-    def forward(self, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        return hidden_states.sum() + 0 * input_ids.sum()
-
-
-def test_a_blocks_arguments_were_attended() -> None:
-    batch = {"input_ids": torch.ones(1, 14, dtype=torch.long), "hidden_states": torch.ones(1, 14, WIDTH)}
-    blocks = cp.Sharding(4, TOKENS, cp.DocumentIds("doc_ids"), block_tokens={"hidden_states": 1})
-    report = judge(SummedBlock(), batch, blocks, also_dynamic=["hidden_states"]).locality
-    assert len(report.inserts) == 2
-    assert ["hidden_states.sum()" in (node.stack_trace or "") for node in report.padding_sums] == [True]
-    given = cp.Sharding(4, {**TOKENS, "hidden_states": 1}, cp.DocumentIds("doc_ids"))
-    assert not judge(SummedBlock(), batch, given).locality.padding_sums
 
 
 class CountedInPython(PackedModel):

@@ -107,7 +107,8 @@ def test_a_rank_may_have_as_many_tokens_as_a_head_has_dims() -> None:
 def test_one_spelling_gives_what_it_gave(attend: Attention, kv_heads: int, inner: str) -> None:
     model = Written(attend, kv_heads=kv_heads)
     batch = {name: BATCH[name] for name in ("input_ids", "doc_ids")}
-    compare(model, *run(model, batch, inner)[1], model(**batch))
+    (found,) = run(model, batch, inner)[1]
+    compare(model, found, model(**batch))
 
 
 def step_of_rank(mesh: DeviceMesh, layout: Any, exchange: Any, attend: Any) -> dict[str, Tensor]:
