@@ -80,7 +80,7 @@ def ring_attention(
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide)
     first = True
-    for held, r in go_round(pack_kv(k, v), tables, route, group, world_size):
+    for held, r in _go_round(pack_kv(k, v), tables, route, group, world_size):
         keys, values = _keys(held, r, k, v, kernel)
         with nvtx("attention"):
             part, part_lse = run.forward(q_in, keys, values, r.tables, params)
@@ -174,7 +174,7 @@ class _Round:
     sum_rows: Tensor
 
 
-def go_round(
+def _go_round(
     rows_RC: Tensor, tables: Sequence[Tensor], route: Sequence[Tensor], group: str, world_size: int
 ) -> Iterator[tuple[Tensor, _Round]]:
     """(rows that this rank holds, a round that reads them), while all ranks' rows go round once."""

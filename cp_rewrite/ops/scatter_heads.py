@@ -91,12 +91,6 @@ def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
     return _undeal_queries(x.transpose(0, 1).flatten(1).unflatten(1, (deal.ranks * deal.local, -1)), deal)
 
 
-def gather_per_head(x: Any, heads: HeadScatter) -> Any:
-    """One number per head of this rank, (hq,) -> those of all heads, (Hq,)."""
-    gathered = _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(x, heads.deal.ranks, heads.group))
-    return _undeal_queries(gathered[None, :, None], heads.deal).flatten()
-
-
 def own_sinks(sinks: Any, heads: HeadScatter) -> Any:
     """(Hq,) -> (hq,), those of this rank's heads. All ranks hold the same; rank 0's copy gets the gradient."""
     deal = heads.deal

@@ -18,7 +18,6 @@ from cp_rewrite.batch.active import ActivePlan, PlanInput
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
-from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.ops.scatter_heads import gather_heads
 from cp_rewrite.passes.plan_sites import ranks_of
 from cp_rewrite.planning.batch_plan import plan_batch
@@ -40,11 +39,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True)
 class RankAttention:
-    """A rank's part of one cell. run: q, k, v and sinks -> out (R, Hq, V) and lse (Hq, R). largest: q, k, v -> the
-    largest logit per head. indices: (B, T_l) tokens of this rank, -1 for none."""
+    """A rank's part of one cell. run: q, k, v and sinks -> out (R, Hq, V) and lse (Hq, R). indices: (B, T_l)
+    tokens of this rank, -1 for none."""
 
     run: Callable[..., tuple[Tensor, Tensor]]
-    largest: Callable[[Tensor, Tensor, Tensor], Tensor]
     indices: NDArray[np.int64]
 
 
@@ -71,10 +69,7 @@ def attend_on(
         # The lse of this rank's heads, (hq, A R), goes back as outputs of one column do.
         return found[0], gather_heads(found[1].t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
-    def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return max_logits(q, k, v, inputs[:4], inputs[4:], exchange, params, heads)
-
-    return RankAttention(run, largest, active.plan.local_indices(active.sharding.rank))
+    return RankAttention(run, active.plan.local_indices(active.sharding.rank))
 
 
 def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
@@ -87,8 +82,7 @@ def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
 
 
 def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
-    """out, dq, dk, dv and lse of this rank, rows first, for the flat global rows `index`; dsinks if any; and `largest`,
-    the largest logits."""
+    """out, dq, dk, dv and lse of this rank, rows first, for the flat global rows `index`; dsinks if any."""
     device = device_of(mesh)
     inputs = make_inputs(cell, device)
     if cell.mask.packed:
@@ -101,8 +95,7 @@ def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
     local = [x[index.clamp(min=0)] for x in inputs[:4]]
     for x in local:
         x[holes] = torch.nan
-    q, k, v = (x.requires_grad_() for x in local[:3])
-    leaves = [q, k, v] + [inputs[4].requires_grad_()] * cell.sinks
+    leaves = [x.requires_grad_() for x in local[:3]] + [inputs[4].requires_grad_()] * cell.sinks
     runs: list[list[Tensor]] = []
     for _ in range(2 if cell.deterministic else 1):
         out, lse = attention.run(*leaves)
@@ -111,7 +104,7 @@ def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
     assert all((x[holes] == 0).all() for x in runs[0][1:4]), f"padding is not exact zero: {cell}"
     assert torch.isfinite(runs[0][0]).all(), f"padding is not finite: {cell}"
     rows = {name: x.detach()[~holes] for name, x in zip(("out", "dq", "dk", "dv"), runs[0][:4], strict=True)}
-    rows |= {"lse": runs[0][-1].t()[~holes], "largest": attention.largest(q, k, v), "index": index[~holes]}
+    rows |= {"lse": runs[0][-1].t()[~holes], "index": index[~holes]}
     return {**rows, "dsinks": runs[0][4]} if cell.sinks else rows
 
 
@@ -148,8 +141,6 @@ def errors(cell: Cell, parts: list[dict[str, Tensor]]) -> Iterator[tuple[str, fl
         terms = weight.t()[..., None] * dense.detach() * dout  # whose sum over rows and V, taken off, is the gradient
         yield "dsinks", relative_error(torch.stack([part["dsinks"] for part in parts]).sum(0), expected[4], terms)
     yield "lse", logits_error(whole("lse"), lse.t())
-    for part in parts:
-        yield "largest logits", logits_error(part["largest"], logits.amax((1, 2)))
 
 
 def logits_error(actual: Tensor, expected: Tensor) -> float:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
+from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import Capabilities
 from cp_rewrite.masks import PackedMask
@@ -119,8 +120,10 @@ def test_attention_gradcheck(mask: PackedMask, softcap: float) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v: run_rank(q, k, v, schedule, 0, ALONE, params), (q, k, v))
 
 
+@pytest.mark.parametrize("block", [1, 1 << 22], ids=["row_by_row", "at_once"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_reference_matches_dense(mask: PackedMask) -> None:
+def test_reference_matches_dense(monkeypatch: pytest.MonkeyPatch, mask: PackedMask, block: int) -> None:
+    monkeypatch.setattr(reference, "_BLOCK", block)
     rows, schedule = one_rank([5, 0, 7, 1, 23], mask)
     q, k, v = (x.requires_grad_() for x in make_qkv(36, (4, 2), (8, 6), torch.float64))
     params = Params(8**-0.5)
