@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +64,15 @@ def test_row_ops_pass_opcheck(transposed: bool) -> None:
     opcheck(ops.sum_rows.default, (x, ptr, lists, 3))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 4)], ids=["", "sinks"])
-def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, sinks: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    ("transposed", "keep_kv", "with_sinks"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if sum(case) % 2 else ())
+        for case in itertools.product([False, True], repeat=3)
+    ],
+)
+def test_attention_passes_opcheck(transposed: bool, keep_kv: bool, with_sinks: bool) -> None:
+    sinks = torch.linspace(-1, 1, 4) if with_sinks else None
     _, schedule = one_rank([5, 0, 7, 1], PackedMask())
     tables, route = tensors(schedule, 0, "local")
     q, k, v = make_qkv(13, (4, 2), (8, 6), torch.float32)
@@ -111,12 +117,12 @@ def test_pushed_attention_traces_with_its_gradients(
     assert (backward.args[4] is not None) == keep_kv
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_attention_gradcheck(mask: PackedMask, softcap: float) -> None:
-    _, schedule = one_rank([4, 1, 3], mask)
-    q, k, v = (x.requires_grad_() for x in make_qkv(8, (2, 1), (3, 2), torch.float64))
-    params = Params(0.5, softcap)
+def test_attention_gradcheck(mask: PackedMask) -> None:
+    """With a soft cap: test_gradcheck.py has attention without one."""
+    _, schedule = one_rank([5, 1, 2], mask)
+    q, k, v = (x.requires_grad_() for x in make_qkv(8, (2, 1), (2, 1), torch.float64))
+    params = Params(0.5, 1.5)
     assert torch.autograd.gradcheck(lambda q, k, v: run_rank(q, k, v, schedule, 0, ALONE, params), (q, k, v))
 
 
@@ -208,9 +214,17 @@ def make_case(lengths: list[list[int]], layout: str, mask: PackedMask, dtype: to
     return {"rows": rows, "layout": layout, "mask": mask, "qkv": qkv, "dout": dout, "params": Params(0.4)}
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed", "p2p"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+def in_pairs() -> list[Any]:
+    """Masks, layouts and exchanges: any two of them meet in one case; the others are slow."""
+    return [
+        pytest.param(mask, layout, exchange, marks=pytest.mark.slow if (i + j + k) % 3 else ())
+        for i, mask in enumerate(MASKS)
+        for j, layout in enumerate(LAYOUTS)
+        for k, exchange in enumerate(("all_gather", "needed", "p2p"))
+    ]
+
+
+@pytest.mark.parametrize(("mask", "layout", "exchange"), in_pairs(), ids=str)
 def test_exchanges_match_dense(pool: Pool, mask: PackedMask, layout: str, exchange: str) -> None:
     case = make_case([[13, 0, 1, 7, 29, 2]], layout, mask, torch.float64)
     check_against_dense(pool, case, 3, exchange, keep_kv=layout == "balanced")
