@@ -133,7 +133,8 @@ SLOW_LINKS = dataclasses.replace(DEVICES["cpu"], link=1.0)
 
 
 @any_model
-@pytest.mark.parametrize("speeds", [None, pytest.param(SLOW_LINKS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("speeds", [None, SLOW_LINKS])
 def test_auto_weighs_all_exchanges_of_a_grid(pool: Pool, name: str, speeds: Device | None) -> None:
     """Keys travel between all ranks; where only all-to-alls and rings are fast, heads do."""
     check(pool, 4, name, [[13, 1, 7, 0, 29, 31]], "balanced", "auto", inner="eager", grid=True, speeds=speeds)

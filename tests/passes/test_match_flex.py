@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 from cp_rewrite.masks import MaskMismatch
-from tests.helpers.matching import BATCH, Model, heads, reasons, the_site
+from cp_rewrite.passes.values.site import Site
+from tests.helpers.matching import BATCH, Model, heads, match_each, meaning, reasons, the_site
 from tests.passes.mask_spellings import DOCUMENTS
 
 pytestmark = pytest.mark.long
@@ -40,23 +41,33 @@ def flex(
     return model
 
 
-def test_flex_mask_functions() -> None:
-    site = the_site(flex(), dynamic=False)
+SCORES: tuple[Callable[..., Tensor] | None, ...] = (
+    None,
+    lambda s, *_: 20.0 * torch.tanh(s / 20.0),
+    lambda s, *_: s + 1,
+    lambda s, _, h, i, j: s - (i - j),
+)
+
+
+def test_mask_and_score_functions() -> None:
+    def model(**b: Tensor) -> list[Tensor]:
+        q, k, ids = heads(b, 4) * 1.0, heads(b, 2) * 2.0, b["doc_ids"]
+        blocks = create_block_mask(
+            lambda row, _, i, j: (ids[row, i] == ids[row, j]) & (i >= j), 2, None, 12, 12, device="cpu"
+        )
+        found = [flex_attention(q, k, k, block_mask=blocks, score_mod=score, enable_gqa=True) for score in SCORES]
+        return [*found, flex("window")(**b), flex("tokens")(**b)]  # type: ignore[list-item]
+
+    site, capped, *others = match_each(model, dynamic=False)
+    assert isinstance(site, Site)
     assert site.mask == PackedMask()
     assert site.node.meta["example_value"].shape == (2, 4, 12, 4)
     assert site.key.meta["example_value"].shape[1] == 2
     assert site.softcap == 0.0
-    assert the_site(flex("window"), dynamic=False).mask == PackedMask(window=(3, 0))
-
-
-def test_flex_soft_cap() -> None:
-    assert the_site(flex(score=lambda s, *_: 20.0 * torch.tanh(s / 20.0)), dynamic=False).softcap == 20.0
-
-
-def test_flex_refusals() -> None:
-    assert reasons(flex("tokens"), dynamic=False) == {Reason.MASK_WRONG_SOURCE}
-    assert reasons(flex(score=lambda s, *_: s + 1), dynamic=False) == {Reason.KERNEL}
-    assert reasons(flex(score=lambda s, _, h, i, j: s - (i - j)), dynamic=False) == {Reason.KERNEL}
+    assert isinstance(capped, Site)
+    assert capped.softcap == 20.0
+    window = PackedMask(window=(3, 0))
+    assert [meaning(f) for f in others] == [{Reason.KERNEL}, {Reason.KERNEL}, window, {Reason.MASK_WRONG_SOURCE}]
 
 
 def as_is(blocks: BlockMask, _: Tensor) -> BlockMask:
