@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/bench/mla.py [--only "web_mix 8K"] [--heads 128]
     torchrun --nproc-per-node 2 examples/bench/mla.py
+    torchrun --nproc-per-node 2 examples/bench/mla.py --errors
 
 128 heads, keys of 128 + 64, values of 128, latents of 512 + 64, hidden 7168, queries by way of 1536; bf16, compiled by
 Inductor. The layer is a norm, the projections, rotary positions, attention and the output projection; sums of weights'
@@ -11,14 +12,18 @@ nothing, divided by the ranks, called in turns with each method. Medians, and of
 `attention`: keys and values travel, 81,920 bytes a token. `narrowest`: latents travel, 1,152 bytes, and are projected
 up where they are read. FlashAttention 4 runs head dims (192, 128) on Hopper, forward and backward; the line at the top
 says which kernel was chosen.
+
+`--errors`: against the layer in fp32, relative norm, over that of one GPU in bf16, for a short pack and 16 heads.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,6 +175,53 @@ def run_pack(pack: Pack, layer: Layer, options: argparse.Namespace, kernel: str)
         torch.cuda.empty_cache()
 
 
+def results(layer: Layer, forward: Callable[[], Tensor], dout: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and gradients of weights, in fp32."""
+    layer.zero_grad()
+    out = forward()
+    out.backward(dout.to(out.dtype))
+    return out.detach().float(), {name: weight.grad.float() for name, weight in layer.named_parameters()}  # type: ignore[union-attr]
+
+
+def show_errors(kernel: Any) -> None:
+    """The worst ratio of output and gradients, in every way that something travels."""
+    pack, layer = Pack("drawn", (700, 1, 130, 3000, 265)), Layer(16).to("cuda", torch.bfloat16)
+    for weight in layer.parameters():
+        dist.broadcast(weight.data, 0)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    batch = batch_of(pack)
+    batch["dout"] = batch["x"].flip(1)
+    exact, tables = copy.deepcopy(layer).float(), on_device(plan(pack, 1, "contiguous").attention(0))
+    truth = results(exact, lambda: exact(batch["x"].float(), batch["position_ids"], batch["doc_ids"]), batch["dout"])
+    forward = partial(layer.alone, batch["x"], batch["position_ids"], tables, kernel)
+    alone = relative(results(layer, forward, batch["dout"]), truth)
+    for exchange, at in METHODS:
+        sharding = cp.Sharding(
+            mesh, TOKENS | {"dout": 1}, cp.DocumentIds("doc_ids"), exchange=exchange, exchange_at=at, kernel=kernel
+        )
+        compiled: Any = torch.compile(layer, backend=cp.backend(sharding), fullgraph=True)
+        with sharding.shard(batch, lengths=pack.lengths) as local:
+            dout = local.pop("dout")
+            out, grads = results(layer, partial(compiled, **local), dout)
+            found = relative((sharding.unshard(out, 1), summed(grads)), truth)
+        ratios = {name: found[name] / alone[name] for name in found}
+        worst = max(ratios, key=ratios.__getitem__)
+        if dist.get_rank() == 0:
+            print(f"{exchange}, {at}: worst ratio {ratios[worst]:.2f}, of {worst}; of the output {ratios['out']:.2f}")
+
+
+def summed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return grads
+
+
+def relative(found: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
+    """Relative norms of the differences, by name."""
+    pairs = {name: (grad, truth[1][name]) for name, grad in found[1].items()} | {"out": (found[0], truth[0])}
+    return {name: float((x - y).norm() / y.norm()) for name, (x, y) in pairs.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=128)
@@ -178,6 +230,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=65536, help="leave out longer packs: one GPU runs them whole")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--errors", action="store_true", help="errors in the place of times")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -189,7 +242,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {choice}")
     assert choice.kernel is not None
-    for pack in packs(dist.get_world_size()):
+    if options.errors:
+        show_errors(choice.kernel)
+    for pack in () if options.errors else packs(dist.get_world_size()):
         if pack.tokens <= options.most and any(text in pack.name for text in options.only.split(",")):
             run_pack(pack, layer, options, choice.kernel)
     # All ranks are done with each other's memory before any lets go of it.
