@@ -129,22 +129,22 @@ class PackedMask:
     def materialize(self, documents: Documents | Sequence[int]) -> NDArray[np.bool_]:
         """(T, T) bool of one row: [q, k] is True where query q sees key k. For tests: T² values."""
         docs = documents if isinstance(documents, Documents) else Documents.from_lengths(documents)
-        return self.sees(docs, np.arange(docs.total))
+        index = np.arange(docs.total)
+        return self.sees(docs, index[:, None], index)
 
-    def sees(self, documents: Documents, index: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(n, n) bool: which of the tokens at `index`, (n,) places in the row, see each other; -1 is no token."""
-        keep = self.reaches(index[:, None] - index[None, :])
+    def sees(self, documents: Documents, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the queries at places `q` of the row see the keys at `k`, to which they broadcast; -1 is no token."""
+        keep = self.reaches(q - k)
         if self.spans:
             spans = self.spans_of(documents)
-            span = np.searchsorted(spans.starts, index, side="right") - 1
-            span = np.where(index < np.append(spans.ends, -1)[span], span, -1)
-            keep |= (span[:, None] == span[None, :]) & (span >= 0)[:, None]
+            in_query, in_key = (_span_of(spans, each) for each in (q, k))
+            keep |= (in_query == in_key) & (in_query >= 0)
         if self.tree:
             nodes = self.nodes_of(documents)
-            node = nodes.of_tokens(documents.total)[index]
-            keep &= nodes.above[node][:, node]
-        ids = self.documents(documents).document_ids()[index]
-        return keep & (ids[:, None] == ids[None, :]) & ((ids >= 0) & (index >= 0))[:, None]
+            node = nodes.of_tokens(documents.total)
+            keep &= nodes.above[node[q], node[k]]
+        ids = self.documents(documents).document_ids()
+        return keep & (ids[q] == ids[k]) & (ids[q] >= 0) & (q >= 0) & (k >= 0)
 
     def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
@@ -169,6 +169,12 @@ class PackedMask:
         elif not self.causal:
             parts.append("full")
         return " & ".join(parts)
+
+
+def _span_of(spans: SpanRuns, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The number of each token's span; -1: it is in none."""
+    span = np.searchsorted(spans.starts, index, side="right") - 1
+    return np.where(index < np.append(spans.ends, -1)[span], span, -1)
 
 
 class MaskMismatch(RuntimeError):

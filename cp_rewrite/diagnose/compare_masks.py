@@ -160,18 +160,15 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
     piece, run = _runs(index), _runs(index - documents.starts[ids])
     delta = index[:, None] - index[None, :]
-    chunk = mask.documents(documents).document_ids()[np.maximum(index, 0)]
     # Positions may count on from one document's piece to another's: who reads positions takes them for one.
     known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.chunk_of == "row":  # a shard counts its own tokens
         known &= ~same
     if mask.right == 0 and not mask.looks_ahead:
         known |= same & (delta < 0)
-    expected = (chunk[:, None] == chunk) & mask.reaches(delta)
     if mask.spans or mask.tree:  # one shard may join spans of two pieces, or lack what is above a node
         known &= piece[:, None] == piece
-        expected = mask.sees(documents, index)
-    return expected, known & real[:, None] & real
+    return mask.sees(documents, index[:, None], index), known & real[:, None] & real
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -54,7 +54,7 @@ def first_difference(
             for q, k in _pairs(documents, mask, pairs):
                 block = q // size[0], k // size[1]
                 seen = whole[block] | (decided[block] & _run(given, row, head, q, k))
-                wrong = np.flatnonzero(seen != _says(mask, documents, q, k))
+                wrong = np.flatnonzero(seen != mask.sees(documents, q, k))
                 if len(wrong):
                     i = int(wrong[0])
                     return (row, int(q[i]), int(k[i])), bool(seen[i])
@@ -81,7 +81,7 @@ def _odd_block(
         if q0 >= q1 or k0 >= k1 or _is_apart(ids, (q0, q1), (k0, k1), mask, whole=bool(whole[i, j])):
             continue
         q, k = (part.ravel() for part in np.meshgrid(np.arange(q0, q1), np.arange(k0, k1), indexing="ij"))
-        wrong = np.flatnonzero((ids[q] >= 0) & (_says(mask, documents, q, k) != bool(whole[i, j])))
+        wrong = np.flatnonzero((ids[q] >= 0) & (mask.sees(documents, q, k) != bool(whole[i, j])))
         if len(wrong):
             return int(q[wrong[0]]), int(k[wrong[0]]), bool(whole[i, j])
     return None
@@ -129,12 +129,6 @@ def _telling(documents: Documents, mask: PackedMask, q: Ints) -> tuple[Ints, Int
     queries = np.tile(q, len(keys))
     inside = (k >= 0) & (k < documents.total)
     return queries[inside], k[inside]
-
-
-def _says(mask: PackedMask, documents: Documents, q: Ints, k: Ints) -> Bools:
-    """What `mask` says of pairs whose queries are tokens of documents."""
-    ids = mask.documents(documents).document_ids()
-    return (ids[q] == ids[k]) & mask.reaches(q - k)
 
 
 def _run(given: BlockMask, row: int, head: int, q: Ints, k: Ints) -> Bools:
