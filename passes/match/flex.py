@@ -18,7 +18,7 @@ from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
 from cp_rewrite.passes.graph.dynamo_internals import FLEX_OPERANDS, FlexBlocks
 from cp_rewrite.passes.graph.nodes import op_name, shape_of, times_constant
-from cp_rewrite.passes.graph.regions import Scope, attribute_of, resolve
+from cp_rewrite.passes.graph.regions import Scope, attribute_of, outputs_of, resolve
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression
 
@@ -51,10 +51,7 @@ def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Sc
     body: fx.GraphModule = attribute_of(FlexBlocks.read(args["block_mask"]).mask_mod)
     placeholders = body.graph.find_nodes(op="placeholder")
     captured = dict(zip(placeholders[_INDICES:], args["mask_mod_other_buffers"] or (), strict=True))
-    output = next(n for n in body.graph.nodes if n.op == "output")
-    result = output.args[0]
-    result = result[0] if isinstance(result, tuple | list) else result
-    return Scope(body, scope, node, captured), result, placeholders[:_INDICES]
+    return Scope(body, scope, node, captured), outputs_of(body)[0], placeholders[:_INDICES]
 
 
 def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover, mask: PackedMask) -> list[Refusal]:
@@ -109,8 +106,7 @@ def softcap_of(node: fx.Node, args: dict[str, Any]) -> float | Refusal:
     """c where the score function is c * tanh(score / c), 0.0 where it is the score itself; else a Refusal."""
     body: fx.GraphModule = attribute_of(args["score_mod"])
     score = body.graph.find_nodes(op="placeholder")[0]
-    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
-    output = output[0] if isinstance(output, tuple | list) else output
+    output = outputs_of(body)[0]
     if output is score:
         return 0.0
     outer, tanh = times_constant(output)

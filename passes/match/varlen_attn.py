@@ -86,14 +86,12 @@ def mask_of(scope: Scope, node: fx.Node, found: Varlen, prover: Prover) -> Packe
 def _other_documents(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prover) -> Refusal | None:
     """A refusal unless documents of queries and keys are those that the packing tells."""
     packing = prover.sharding.packing
-    if isinstance(packing, CuSeqlens) and packing.padded_arg is None:
-        given = [prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")]
-        if packing.arg in given and all(name == packing.arg or prover.must_equal(name) for name in given):
-            return None
-        told = packing.arg
-    else:
-        given = [prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")]
-        told = "with padding" if isinstance(packing, CuSeqlens) else packing.arg
+    given = [prover.argument(scope, args[key], node) for key in ("cu_seq_q", "cu_seq_k")]
+    padded = isinstance(packing, CuSeqlens) and packing.padded_arg is not None
+    known = isinstance(packing, CuSeqlens) and not padded and packing.arg in given
+    if known and all(name == packing.arg or prover.must_equal(name) for name in given):
+        return None
+    told = "with padding" if padded else packing.arg
     names = " and ".join(sorted(set(given)))
     detail = f"documents of {_name(node)} are told apart by {names}, the packing is {type(packing).__name__} {told}"
     return Refusal(Reason.MASK_WRONG_SOURCE, detail, node)

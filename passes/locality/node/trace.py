@@ -135,7 +135,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if "out" in call.kwargs or vouched_name(call.func) in self.vouched:
             raise Mixes("is not made whole")
         new, whole = attempt.whole(call)
-        new = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+        new = _listed(call, new)
         if not isinstance(whole, LookedUp):
             use_lost_positions(call, new)
         if IN_DOCUMENT not in getattr(whole, "reads", ()):  # such a one checks the batch's
@@ -172,8 +172,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             raise mixes_parts(call)
 
         def give() -> Sequence[TensorState]:
-            new = [vouched_state(call, out) for out in call.outs] if vouched else _apply(rule, call)
-            return new if isinstance(new, Sequence) else [new] * len(call.outs)
+            return [vouched_state(call, out) for out in call.outs] if vouched else _listed(call, _apply(rule, call))
 
         new = give()
         if vouched or Takes.POSITIONS not in takes:
@@ -213,8 +212,13 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             self.facts.set_state(other, after)
 
 
+def _listed(call: Call, new: States) -> list[TensorState]:
+    """A state for each result."""
+    return list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+
+
 def _checked(call: Call, new: States) -> list[TensorState]:
-    states = list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+    states = _listed(call, new)
     for tensor, state in zip(call.outs, states, strict=True):
         check_sizes(call, tensor, state)
     return states
