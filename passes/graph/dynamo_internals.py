@@ -1,7 +1,7 @@
 """Private parts of Dynamo and of flex_attention that the passes use.
 
 Read in torch 2.11 to 2.15, which agree in all of it unless a comment says otherwise. What is not Dynamo's is in
-`torch_internals.py`; tests are in `tests/test_torch_internals.py`.
+`torch_internals.py`; tests are in `tests/passes/test_dynamo_internals.py`.
 """
 
 from __future__ import annotations
