@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cp_rewrite.diagnose.calibrate import measure
-from cp_rewrite.planning.devices import DEVICES
+from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.planning.devices import DEVICES, Device
+from cp_rewrite.planning.cost.devices import DEVICES, Device
 from cp_rewrite.planning.layouts.by_name import Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.routes.by_exchange import ExchangeName

@@ -14,9 +14,9 @@ from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
-from cp_rewrite.planning.cost import Load, load_of
-from cp_rewrite.planning.devices import Model
+from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.devices import Model
+from cp_rewrite.planning.cost.seconds import Load, load_of
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange, ExchangeName, split_exchange
 from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.grid import outer_schedule

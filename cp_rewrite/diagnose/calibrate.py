@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.sharding import speeds_of
 

@@ -9,14 +9,14 @@ import numpy as np
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.seconds import load_of
+from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
-from .cost import load_of
 from .intervals import Int
 from .schedule import Schedule, build
-from .tiles import imbalance
 
 
 @dataclass(frozen=True, eq=False)

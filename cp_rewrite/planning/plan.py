@@ -13,17 +13,17 @@ import numpy as np
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.seconds import Load, exchange_seconds, load_of, same_node
+from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.slices import Slices
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 
-from .cost import Load, exchange_seconds, load_of, same_node
-from .devices import Device, Model
 from .intervals import Int
 from .plot import draw_plan
 from .schedule import Schedule, build
-from .tiles import imbalance
 
 
 @dataclass(frozen=True, eq=False)

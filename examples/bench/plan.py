@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost import fill_seconds, kernel_seconds
+from cp_rewrite.planning.cost.seconds import fill_seconds, kernel_seconds
+from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
 from cp_rewrite.planning.routes.needed import needed_route
-from cp_rewrite.planning.tiles import imbalance
 
 MIXES = ("web_mix", "prolong", "long_tail")
 SIMPLE = ("contiguous", "head_tail", "dual_chunk")

@@ -16,7 +16,8 @@ from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.plan_sites import decide, load_for
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.cost import (
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.seconds import (
     Load,
     all_gather_seconds,
     exchange_seconds,
@@ -24,7 +25,6 @@ from cp_rewrite.planning.cost import (
     kernel_seconds,
     needed_seconds,
 )
-from cp_rewrite.planning.devices import Device, Model
 from cp_rewrite.sharding import speeds_of
 from cp_rewrite.torch_internals import fake_mode_of
 

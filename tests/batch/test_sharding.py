@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.planning.devices import DEVICES
+from cp_rewrite.planning.cost.devices import DEVICES
 from tests.passes.test_graph_diff import fake_group
 
 GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp.PositionIds("pos")}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.planning.devices import DEVICES, Device
+from cp_rewrite.planning.cost.devices import DEVICES, Device
 from tests.helpers.amount import drawn
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.choose_exchange import Choice, choose_exchange, typical_load
-from cp_rewrite.planning.cost import (
+from cp_rewrite.planning.cost.choose_exchange import Choice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.seconds import (
     all_gather_seconds,
     all_to_all_seconds,
     exchange_seconds,
@@ -25,14 +26,13 @@ from cp_rewrite.planning.cost import (
     push_seconds,
     ring_seconds,
 )
-from cp_rewrite.planning.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.seen_keys import SeenKeys
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.planning.routes.grid import outer_schedule
-from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from tests.helpers.packs import batches, masks
 
 H200 = DEVICES["h200"]

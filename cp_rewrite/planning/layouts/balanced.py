@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost import all_gather_seconds, load_of, needed_seconds
+from cp_rewrite.planning.cost.seconds import all_gather_seconds, load_of, needed_seconds
+from cp_rewrite.planning.cost.tiles import TILE, Float, imbalance
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import build
-from cp_rewrite.planning.tiles import TILE, Float, imbalance
 
 from .bounds import least_seconds, most_runs
 from .options import LayoutOptions

@@ -6,11 +6,11 @@ import numpy as np
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost import kernel_seconds
-from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.seconds import kernel_seconds
+from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import sections_of
-from cp_rewrite.planning.tiles import TILE, TILE_ROW_OVERHEAD
 
 from .seen_keys import SeenKeys
 from .token_order import TokenOrder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cp_rewrite.arguments import whole_number
-from cp_rewrite.planning.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 
 
 @dataclass(frozen=True)

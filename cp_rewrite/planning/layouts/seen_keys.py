@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.tiles import Float
 
 _UNLIMITED = 1 << 40
 """Stands for a side of a window without a limit: longer than any document."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.tiles import Float
 
 from .slices import Slices
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.columns import PlaceRow, StageRow
+from cp_rewrite.planning.cost.tiles import window_tiles
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
-from cp_rewrite.planning.tiles import window_tiles
 
 from .push_cut import Cut, choose_cut
 from .push_stages import StageLoad

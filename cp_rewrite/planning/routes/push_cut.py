@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_rewrite.planning.devices import Device, Model
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.tiles import TILE
 from cp_rewrite.planning.pieces import Pieces
 from cp_rewrite.planning.schedule import Runs, Schedule
-from cp_rewrite.planning.tiles import TILE
 
 _DEVICE, _MODEL = Device.named("h200"), Model()
 _ROWS_PER_PAIR = _MODEL.tile_flops / TILE**2 / _DEVICE.forward / (_MODEL.kv_bytes / _DEVICE.link)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from cp_rewrite.planning.devices import Device
-from cp_rewrite.planning.tiles import TILE
+from cp_rewrite.planning.cost.devices import Device
+from cp_rewrite.planning.cost.tiles import TILE
 
 _DEVICE = Device.named("h200")
 _FEW_LINK = 0.8

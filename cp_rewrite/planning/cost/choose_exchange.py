@@ -9,8 +9,8 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 
-from .cost import Load, exchange_seconds
 from .devices import Device, Model
+from .seconds import Load, exchange_seconds
 from .tiles import TILE, TILE_ROW_OVERHEAD
 
 TOKENS_PER_RANK = 8192

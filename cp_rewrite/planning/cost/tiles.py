@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .intervals import Int, expand_ranges
+from cp_rewrite.planning.intervals import Int, expand_ranges
 
 TILE = 128
 TILE_ROW_OVERHEAD = 2.7

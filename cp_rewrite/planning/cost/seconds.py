@@ -18,11 +18,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.routes.head_deal import HeadDeal
+from cp_rewrite.planning.routes.push_stages import (
+    Shape,
+    StageLoad,
+    backward_seconds,
+    backward_stages,
+    forward_seconds,
+    forward_stages,
+)
+from cp_rewrite.planning.schedule import Schedule
+
 from .devices import Device, Model
-from .intervals import Int
-from .routes.head_deal import HeadDeal
-from .routes.push_stages import Shape, StageLoad, backward_seconds, backward_stages, forward_seconds, forward_stages
-from .schedule import Schedule
 from .tiles import TILE, TILE_ROW_OVERHEAD, Float, window_tiles
 
 _SCATTERED = 8

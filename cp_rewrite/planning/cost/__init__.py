@@ -1,0 +1,1 @@
+"""What attention costs: tiles of a kernel, speeds of a device, seconds under an exchange, and the cheapest exchange."""
