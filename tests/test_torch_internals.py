@@ -120,6 +120,18 @@ def test_memory_id() -> None:
             assert ours.memory_id(x) != ours.memory_id(x.clone())
 
 
+class Watch(ours.TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
+    """Notes which ops are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 @canary("which op overloads the dispatcher falls apart into", "locality.run and canonicalize")
 def test_ops_that_are_called_directly() -> None:
     """`ops/attention.py`, `ops/pushed/attention.py`."""
@@ -140,20 +152,13 @@ def test_ops_that_are_called_directly() -> None:
     assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
     assert callers[0] != callers[1]
 
-    seen: list[Any] = []
-
-    class Watch(ours.TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     twice.register_fake(torch.empty_like)
     with torch.no_grad():
         assert not twice(x).requires_grad
         assert callers.pop() == "run"
-        with Watch():  # modes and traces see the op all the same
+        with Watch() as watch:  # modes and traces see the op all the same
             twice(x)
-        assert torch.ops.cp_rewrite_test.twice.default in seen
+        assert torch.ops.cp_rewrite_test.twice.default in watch.seen
         calls = len(callers)
         with ours.FakeTensorMode() as mode:
             assert isinstance(twice(mode.from_tensor(x)), ours.FakeTensor)
@@ -174,17 +179,10 @@ def test_raw_stream() -> None:
 
 
 def test_enable_python_dispatcher() -> None:
-    seen: list[Any] = []
-
-    class Watch(ours.TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with ours.FakeTensorMode(), ours.enable_python_dispatcher(), Watch():
+    with ours.FakeTensorMode(), ours.enable_python_dispatcher(), Watch() as watch:
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
-    assert torch.ops.aten.mm.default in seen
-    assert all(isinstance(func, ours.OpOverload) for func in seen)
+    assert torch.ops.aten.mm.default in watch.seen
+    assert all(isinstance(func, ours.OpOverload) for func in watch.seen)
 
 
 @canary("make_fx, which leaves detach out unless a table is given (2.15)", "graph.new_nodes.traced, for gradients")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -152,45 +153,59 @@ class Model(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         return -(gain * (labels.flatten() != -100)).sum() / num_items
 
 
+Tokens = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Documents, what the mask reads first and second, positions: of 61 tokens."""
+
+
+def with_spans(name: str) -> Tokens:
+    lengths = [21, 9, 31]
+    doc = np.repeat([4, 1, 7], lengths)
+    first = np.zeros(61, dtype=np.int64)
+    marks = [(0, 5), (21, 24), (30, 43)] if name == "prefixes" else [(2, 8), (12, 20), (22, 30), (31, 33), (40, 47)]
+    for number, (a, b) in enumerate(marks):
+        first[a:b] = number + 1 if name == "spans" else 1
+    first = 1 - first if name == "prefixes" else first
+    return doc, first, first, np.concatenate([np.arange(n) for n in lengths])
+
+
+def begun_before() -> Tokens:
+    lengths = [22, 9, 30]
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    positions[:22] += 6
+    return np.repeat([4, 1, 7], lengths), positions, positions, positions
+
+
+def with_trees(name: str) -> Tokens:
+    """Two prompts, with three and two completions; the second tree has a completion behind a completion by ranges."""
+    sizes, depths = [15, 9, 7, 11, 8, 6, 5], [0, 1, 1, 1, 0, 1, 1 if name == "completions" else 2]
+    doc = np.repeat([0] * 4 + [1] * 3, sizes)
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    parents = [-1, 0, 0, 0, -1, 4, 4 if name == "completions" else 5]
+    start: list[int] = []
+    for parent in parents:
+        start.append(0 if parent < 0 else start[parent] + sizes[parent])
+    positions = np.concatenate([np.arange(n) + at for n, at in zip(sizes, start, strict=True)])
+    behind = [next((j for j in range(i + 1, 7) if depths[j] <= depths[i]), 7) for i in range(7)]
+    number = np.repeat(np.arange(7), sizes)
+    first = {
+        "completions": doc * 3 + 2,
+        "ranges": np.array(behind)[number],
+        "places": np.append(begins, 61)[np.array(behind)][number],
+        "parents": 3 * number % 7 + 1,
+    }[name]
+    return doc, first, np.repeat([0, 1, 2, 3, 0, 5, 4], sizes) if name == "completions" else number, positions
+
+
 def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
     """A row of 67 tokens, which no number of ranks divides; the last ones are padding."""
     rng = np.random.default_rng(seed)
-    if CASES[name].spans is not None:
-        lengths = [21, 9, 31]
-        doc = np.repeat([4, 1, 7], lengths)
-        first = np.zeros(61, dtype=np.int64)
-        marks = [(0, 5), (21, 24), (30, 43)] if name == "prefixes" else [(2, 8), (12, 20), (22, 30), (31, 33), (40, 47)]
-        for number, (a, b) in enumerate(marks):
-            first[a:b] = number + 1 if name == "spans" else 1
-        first = 1 - first if name == "prefixes" else first
-        second, positions = first, np.concatenate([np.arange(n) for n in lengths])
-    elif name == "begun":
-        lengths = [22, 9, 30]
-        positions = np.concatenate([np.arange(n) for n in lengths])
-        positions[:22] += 6
-        doc, first, second = np.repeat([4, 1, 7], lengths), positions, positions
-    else:
-        # Two prompts, with three and two completions; the second tree has a completion behind a completion by ranges.
-        sizes, depths = [15, 9, 7, 11, 8, 6, 5], [0, 1, 1, 1, 0, 1, 1 if name == "completions" else 2]
-        doc = np.repeat([0] * 4 + [1] * 3, sizes)
-        ends = np.cumsum(sizes)
-        begins = ends - sizes
-        parents = [-1, 0, 0, 0, -1, 4, 4 if name == "completions" else 5]
-        start: list[int] = []
-        for parent in parents:
-            start.append(0 if parent < 0 else start[parent] + sizes[parent])
-        positions = np.concatenate([np.arange(n) + at for n, at in zip(sizes, start, strict=True)])
-        behind = [next((j for j in range(i + 1, 7) if depths[j] <= depths[i]), 7) for i in range(7)]
-        number = np.repeat(np.arange(7), sizes)
-        first = {
-            "completions": doc * 3 + 2,
-            "ranges": np.array(behind)[number],
-            "places": np.append(begins, 61)[np.array(behind)][number],
-            "parents": 3 * number % 7 + 1,
-        }[name]
-        second = np.repeat([0, 1, 2, 3, 0, 5, 4], sizes) if name == "completions" else number
+    spans = CASES[name].spans is not None
+    doc, first, second, positions = (
+        with_spans(name) if spans else begun_before() if name == "begun" else with_trees(name)
+    )
     # What padding holds; positions know none.
-    odd = 0 if name == "begun" else -1 if CASES[name].spans is None else 5
+    odd = 0 if name == "begun" else 5 if spans else -1
     made = {"doc_ids": np.append(doc, [-1] * 6), "first": np.append(first, [odd] * 6),
             "second": np.append(second, [-1] * 6), "position_ids": np.append(positions, [0] * 6)}  # fmt: skip
     batch = {key: torch.from_numpy(value.astype(np.int64))[None] for key, value in made.items()}
