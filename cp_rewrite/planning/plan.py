@@ -95,7 +95,7 @@ class Plan:
         return np.diff(self.schedule.piece_bounds)
 
     @property
-    def padding_rows(self) -> int:
+    def fill_rows(self) -> int:
         """Local rows, over all ranks, that hold no token: fill."""
         return self.order.fill_rows
 
@@ -141,7 +141,7 @@ class Plan:
             f"{self.layout}: {len(self.documents.lengths)} documents, {self.documents.total} tokens on "
             f"{self.world_size} ranks, {self.mask}",
             f"imbalance {self.imbalance:.3f}, received {mean:.1%} of an all-gather (worst rank {worst:.1%}), "
-            f"{self.padding_rows} padding rows",
+            f"{self.fill_rows} rows of fill",
             "rank   tokens     work  received  expanded  pieces",
         ]
         columns = zip(self.order.sizes, tiles, self.recv_rows, self.expanded_rows, self.pieces, strict=True)
@@ -220,13 +220,13 @@ def _checked_heads(heads: Any) -> tuple[int, int]:
 
 def compare(plans: Mapping[str, Plan]) -> str:
     """A table of plans of one row, the cheapest first, with the best exchange for each and why."""
-    lines = ["layout      imbalance  received  worst  expanded  pieces  padding  exchange        ms  why"]
+    lines = ["layout      imbalance  received  worst  expanded  pieces     fill  exchange        ms  why"]
     for name, p in sorted(plans.items(), key=lambda item: min(item[1].seconds.values())):
         mean, worst = p.recv_fraction
         best = p.exchange
         others = ", ".join(f"{e} {1e3 * s:.2f}" for e, s in p.seconds.items() if e != best)
         lines.append(
             f"{name:10s} {p.imbalance:10.3f} {mean:9.1%} {worst:6.1%} {p.expanded_rows.max():9d} "
-            f"{p.pieces.max():7d} {p.padding_rows:8d}  {best:10s} {1e3 * p.seconds[best]:7.3f}  against {others}"
+            f"{p.pieces.max():7d} {p.fill_rows:8d}  {best:10s} {1e3 * p.seconds[best]:7.3f}  against {others}"
         )
     return "\n".join(lines)

@@ -80,7 +80,7 @@ def show_balance(seeds: int) -> None:
                 )
                 name = f"{mix}, cp {world_size}, {local // 1024}K"
                 bars.append((f"imbalance, worst pack: {name}", most[0], 1.02))
-                bars.append((f"padding rows: {name}", most[6], 0))
+                bars.append((f"rows of fill: {name}", most[6], 0))
                 if world_size == 4 and mix != "long_tail":
                     received[mix, local] = mean[2]
                     if local == 8192:
@@ -106,7 +106,7 @@ def _area_imbalance(p: Plan) -> float:
 def _figures(p: Plan) -> tuple[float, ...]:
     mean, worst = p.recv_fraction
     expanded = float(p.expanded_rows.max()) / p.order.local_size
-    return p.imbalance, _area_imbalance(p), mean, worst, expanded, float(p.pieces.mean()), p.padding_rows
+    return p.imbalance, _area_imbalance(p), mean, worst, expanded, float(p.pieces.mean()), p.fill_rows
 
 
 def show_single_document() -> None:

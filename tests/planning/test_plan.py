@@ -39,7 +39,7 @@ def pack(seed: int, tokens: int) -> list[int]:
 def test_balanced_is_balanced(seed: int, world_size: int):
     p = plan(pack(seed, world_size * 8192), world_size)
     assert p.imbalance <= 1.02
-    assert p.padding_rows == 0
+    assert p.fill_rows == 0
     assert p.recv_fraction[0] <= 0.2
     assert p.order.sizes.tolist() == [8192] * world_size
 
@@ -104,10 +104,10 @@ def test_no_rank_receives_too_much_where_another_plan_does_with_less():
 def test_chunks_and_padding():
     p = plan([3000, 5200], 2, total=8448, chunk_size=1, pad_to_multiple=128)
     assert p.order.local_size == 4224
-    assert p.padding_rows == 0
+    assert p.fill_rows == 0
     p = plan([3072, 5200], 2, chunk_size=1024, pad_to_multiple=1024)
     assert p.order.local_size == 5120
-    assert p.padding_rows == 2 * 5120 - 8272
+    assert p.fill_rows == 2 * 5120 - 8272
     assert (p.order.segments[0] % 1024 == 0).all()
     assert (p.local_order(0)[-1], p.local_order(1)[-1]).count(-1) >= 1
     rows = (Documents.from_lengths([3072, 5120]), Documents.from_lengths([8192]))
@@ -129,7 +129,7 @@ def test_plans_are_deterministic_and_pickle(lengths: list[int], world_size: int)
     assert first.recv_rows.sum() == first.load.received.sum()
     owned = np.concatenate([first.local_order(rank) for rank in range(world_size)])
     assert sorted(owned[owned >= 0].tolist()) == list(range(sum(lengths)))
-    assert (owned < 0).sum() == first.padding_rows < max(world_size, 1)
+    assert (owned < 0).sum() == first.fill_rows < max(world_size, 1)
 
 
 def test_batch_plan_pads_short_rows_and_pickles():
@@ -207,7 +207,7 @@ def test_command_line_reads_files_and_masks(capsys: pytest.CaptureFixture[str], 
     assert main([*words, "--full", "--window", "64,64", "--device", "cpu"]) == 0
     assert "window (64, 64)" in capsys.readouterr().out
     assert main([*words, "--chunk-size", "100", "--pad-to-multiple", "600"]) == 0
-    assert "176 padding rows" in capsys.readouterr().out
+    assert "176 rows of fill" in capsys.readouterr().out
 
 
 def test_calibrate_checks_its_file_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
