@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
-from cp_rewrite.passes.graph.regions import attribute_of, region_calls
+from cp_rewrite.passes.graph.nodes import op_name
+from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
 
 from .flash_attn import part_flash_attn
 from .join_chunks import join_chunks
+from .masked_scatter import part_masked_scatter
 from .multihead import part_multihead
 from .part_moves import part_moves
 from .place_writes import place_writes
+
+_PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
+"""What `torch._check_tensor_all` calls -> its usual name."""
 
 
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
@@ -27,9 +33,14 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
     part_multihead(copy)
     part_flash_attn(copy)
+    for module in graph_modules(copy):
+        for node in module.graph.nodes:
+            if (plain := _PLAIN.get(op_name(node))) is not None:
+                node.op, node.target = "call_function", plain
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked = False
     if sharding.resolve:
+        part_masked_scatter(copy, tokens.counts, kept)
         place_writes(copy, tokens.counts)
         part_moves(copy)
         bodies = [graph.owning_module for graph in region_calls(copy)]

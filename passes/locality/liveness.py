@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -24,13 +25,14 @@ class Reader(Protocol):
     def operands(self) -> list[fx.Node]: ...
 
 
-def live_nodes(gm: fx.GraphModule, sites: Sequence[Reader]) -> set[fx.Node]:
-    """Nodes of the graph and its nested regions that outputs or effects depend on, masks of `sites` left out.
+def live_nodes(gm: fx.GraphModule, sites: Sequence[Reader], refused: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes of the graph and its nested regions that outputs or effects depend on, masks of `sites` left out, and of
+    attention that was refused.
 
     A nested region's operand is live when the region's placeholder is. A node that writes into memory is live when
     something else that reads this memory is, or when the memory belongs to an input.
     """
-    walk = _Liveness({site.node: site for site in sites})
+    walk = _Liveness({site.node: site for site in sites}, refused)
     walk.enter(gm)
     walk.run()
     return walk.live
@@ -54,8 +56,8 @@ def _pairs_tokens(node: fx.Node, extents: Extents) -> bool:
 
 
 class _Liveness:
-    def __init__(self, sites: Mapping[fx.Node, Reader]) -> None:
-        self.sites = sites
+    def __init__(self, sites: Mapping[fx.Node, Reader], refused: Collection[fx.Node]) -> None:
+        self.sites, self.refused = sites, refused
         self.live: set[fx.Node] = set()
         self.pending: list[fx.Node] = []
         self.writers: dict[int, list[fx.Node]] = defaultdict(list)
@@ -68,7 +70,7 @@ class _Liveness:
         self.entered.add(gm)
         inputs = {memory_of(node) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
         for node in gm.graph.nodes:
-            if node.op == "output":
+            if node.op == "output" or node.target in _ASSERTIONS:
                 self.pending.append(node)
             for target in written_nodes(node):
                 memory = memory_of(target)
@@ -94,8 +96,7 @@ class _Liveness:
             return site.operands
         if node.op == "placeholder":
             return self.operands[node]
-        if is_attention(node.target):
-            # Refused elsewhere for its mask, which need not be looked at once more.
+        if node in self.refused and is_attention(node.target):  # for its mask, which need not be looked at once more
             return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)] or node.all_input_nodes
         call = region_call(node)
         if call is None:
@@ -111,6 +112,15 @@ class _Liveness:
         return []
 
 
+_ASSERTIONS = frozenset(
+    {
+        torch._assert_async,
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten._assert_scalar.default,
+    }
+)
+"""What a model asserts of its values must hold of the row's: `torch._check_tensor_all` counts tokens of images."""
 _ATTENTION = frozenset(
     {"multi_head_attention_forward", "scaled_dot_product_attention", "flex_attention", "_varlen_attn"}
 )

@@ -30,7 +30,7 @@ from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Moved, Partial, Rows
 from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
@@ -80,7 +80,7 @@ def check_locality(
         return Locality(tokens.refusals or (why_static(extents, fixed),))
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
-    walk = _Walk(gm, sharding, sites, tokens, extents, mode, live_nodes(gm, sites))
+    walk = _Walk(gm, sharding, sites, tokens, extents, mode, live_nodes(gm, sites, refused))
     walk.explained = scores_of([node for node, site in refused.items() if site is None], extents)
     with walk.runner.running():
         walk.walk_all(gm)
@@ -172,7 +172,8 @@ class _Walk:
         # Rules know no more of what is made from something unknown; with sizes of chunks, running it takes long.
         if node in self.explained or any(self.env.get(source) is UNKNOWN for source in node.all_input_nodes):
             return unknown_like(node)
-        if is_attention(node.target):
+        cut = any(self.env.get(n, REPLICATED) not in (REPLICATED, WHOLE) for n in node.all_input_nodes)
+        if cut and is_attention(node.target):
             return self.found.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):
             return self.visit_transformed(node)

@@ -26,6 +26,7 @@ from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import expression
 
 from .check_operands import check_operands, check_options
 from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
@@ -103,6 +104,12 @@ def _may_be_attention(node: fx.Node) -> bool:
     return is_sdpa(node) or _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
+def _has_no_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
+    """Whether nothing that attention reads has a dim of tokens, as in an image's encoder: it is an op like others."""
+    sizes = [size for operand in node.all_input_nodes for size in shape_of(operand) or ()]
+    return bool(tokens.symbols) and not any(expression(size).free_symbols & tokens.symbols for size in sizes)
+
+
 def _is_module(node: fx.Node) -> bool:
     """Whether a node is what `nn.MultiheadAttention` calls."""
     return node.op == "call_function" and node.target is torch.nn.functional.multi_head_attention_forward
@@ -126,7 +133,7 @@ class _Matcher:
         """What may be attention in a region and in those inside of it, with the region."""
         calls = dict(nested_scopes(scope))
         for node in scope.gm.graph.nodes:
-            if _may_be_attention(node):
+            if _may_be_attention(node) and not (is_sdpa(node) and _has_no_tokens(node, self.tokens)):
                 yield scope, node
             elif node in calls:
                 inner = calls[node]

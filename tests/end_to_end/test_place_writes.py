@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.one_process import check_or_refuse
-from tests.helpers.packed_model import WIDTH, PackedModel
+from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel, packed_batch
 
 Write = Callable[["Writing", Tensor, Tensor, Tensor], Tensor | None]
 """Into `x` (B, T, C), or `y` (B, T) whole numbers, by hidden states `h` (B, T, C); or what takes the place of `x`."""
@@ -82,6 +82,11 @@ def shifted_right(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     return x * (moved[..., None] + 1)
 
 
+def rows_of(m: Writing) -> Tensor:
+    """(48, C): more than there are tokens."""
+    return torch.cat([m.lin.weight, m.lin.weight.sin()])
+
+
 RIGHT: dict[str, Write] = {
     "number": number,
     "last": last,
@@ -96,6 +101,8 @@ RIGHT: dict[str, Write] = {
     "select_scatter": lambda m, x, y, h: torch.select_scatter(h, h[:, -1], 1, 0),
     "slice_scatter": lambda m, x, y, h: torch.slice_scatter(h, h[:, -2:].sin(), dim=1, start=0, end=2),
     "shifted_by_slice_scatter": lambda m, x, y, h: torch.slice_scatter(h, h[:, :-1].sin(), 1, 1),
+    "masked_scatter": lambda m, x, y, h: h.masked_scatter((y > 0)[..., None], rows_of(m)),
+    "expanded_mask": lambda m, x, y, h: torch.masked_scatter(h, (y > 0)[..., None].expand_as(h), rows_of(m).flatten()),
 }
 
 
@@ -122,6 +129,9 @@ def emptied(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
 
 
 REFUSED: dict[str, Write] = {
+    "masked_entries": lambda m, x, y, h: h.masked_scatter(h > 0, rows_of(m)),
+    "masked_tokens": lambda m, x, y, h: h.masked_scatter((y > 0)[..., None], h.flip(1)),
+    "one_mask_of_features": lambda m, x, y, h: h.masked_scatter(m.lin.bias > 9, rows_of(m)),
     "no_place": lambda m, x, y, h: torch.slice_scatter(h, h[:, :0], 1, 3, 3),
     "of_itself": of_itself,
     "read_between": read_between,
@@ -150,6 +160,26 @@ def test_ids_that_are_shifted_in_the_model_are_right() -> None:
 def test_writes_at_places_are_right(name: str, rows: int, tokens: int) -> None:
     refused = check_or_refuse(Writing(name), rows, tokens)
     assert refused is None or name in REFUSED, refused
+
+
+class WithImages(PackedModel):
+    """Token 3 stands for a patch of an image, whose encoder attends to patches."""
+
+    def extra(self) -> None:
+        count = int((packed_batch()["input_ids"] == 3).sum())
+        self.patches = nn.Parameter(torch.randn(1, 1, count, WIDTH))
+
+    def inputs(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        there = input_ids == 3
+        image = F.scaled_dot_product_attention(self.patches, self.patches, self.patches)
+        torch._check_tensor_all(there.sum() == self.patches.shape[2])  # holds of the row, of no shard
+        torch._check_tensor_all(input_ids < VOCAB)
+        return self.embed(input_ids).masked_scatter(there[..., None], image)
+
+
+def test_patches_of_images_take_the_place_of_tokens() -> None:
+    assert (packed_batch()["input_ids"] == 3).sum() > 1
+    assert check_or_refuse(WithImages(), tokens=14) is None
 
 
 def test_some_are() -> None:

@@ -38,7 +38,7 @@ from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import TorchDispatchMode
 
-from .call import COPIES, METADATA, Call, check_gradients, check_sizes, mixes_parts
+from .call import COPIES, METADATA, Call, bound_arguments, check_gradients, check_sizes, mixes_parts
 from .node_facts import NodeFacts
 from .padding import whole_with_padding, with_padding
 from .written import join_written, shares_memory, written_state
@@ -154,9 +154,10 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         deferred = next((state for state in states if isinstance(state, Deferred)), None)
         if deferred is not None:
             return _after_deferred(call, deferred)
-        if "scaled_dot_product" in call.name:
+        attention = "scaled_dot_product" in call.name
+        if attention and not all(state in (REPLICATED, WHOLE) for state in states):
             raise Mixes(f"{call.name} is attention whose mask was not proven: call it by itself, with the mask")
-        if torch.Tag.nondeterministic_seeded in call.func.tags:
+        if torch.Tag.nondeterministic_seeded in call.func.tags and not (attention and _without_dropout(call)):
             return self._drawn(call)
         cut = any(state is not REPLICATED for state in states)
         vouched = cut and vouched_name(call.func) in self.vouched
@@ -229,6 +230,10 @@ def _apply(rule: Rule | None, call: Call) -> States:
         how = " with out=" if "out" in call.kwargs else ""
         raise Mixes(f"{vouched_name(call.func)}{how} has no rule", Reason.NO_LOCALITY_RULE)
     return rule.gives(call)
+
+
+def _without_dropout(call: Call) -> bool:
+    return bound_arguments(call.func, call.args, call.kwargs).get("dropout_p", 0.0) == 0.0
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
