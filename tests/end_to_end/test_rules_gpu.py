@@ -19,23 +19,27 @@ from tests.end_to_end import test_neighbours, test_picked, test_place_writes, te
 from tests.end_to_end.test_conformance_gpu import free_port
 from tests.helpers.packed_model import packed_batch
 
+COUNTS = [name for name in test_token_counts.RIGHT if "fp32" not in name]
+"""They are multiplied with each other: on many of them each rounding of Inductor's tells."""
+
+
+def counting(names: Sequence[str]) -> nn.Module:
+    return test_token_counts.Counting(*names)
+
+
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], Callable[[], dict[str, Any]]]] = {
     "sums": (test_resolved.Resolved, test_resolved.CASES, lambda: packed_batch(1, 14)),
     "picks": (test_picked.Picked, [*test_picked.LOSSES], lambda: test_picked.packed(1, 14)),
-    "counts": (
-        lambda names: test_token_counts.Counting(*names),
-        [name for name in test_token_counts.RIGHT if "fp32" not in name],
-        lambda: packed_batch(1, 14),
-    ),
     "writes": (
         lambda names: test_place_writes.Writing(*names),
         [*test_place_writes.RIGHT],
         lambda: packed_batch(1, 14),
     ),
+    **{f"counts {part}": (counting, COUNTS[part::3], lambda: packed_batch(1, 14)) for part in range(3)},
     "neighbours": (test_neighbours.Neighbours, test_neighbours.CASES, lambda: packed_batch(1, 14)),
 }
-CLOSE = {"rtol": 1e-6, "atol": 1e-9}
-"""fp64; the order of sums differs. Models in which a function of fp32 is of another library are left out."""
+CLOSE = 1e-6
+"""Of the norm of a loss or a gradient. Models are in fp64; Inductor rounds some steps to fp32, without ranks too."""
 
 
 @pytest.mark.gpu
@@ -71,9 +75,15 @@ def compare(mesh: DeviceMesh, family: str) -> None:
         total = found[name].detach().clone()
         if is_part(found[name]):
             dist.all_reduce(total, group=sharding.group)
-        torch.testing.assert_close(total, loss.detach(), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        assert close(total, loss), (name, total, loss)
     for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        assert p.grad is not None
+        assert q.grad is not None
+        assert close(q.grad, p.grad), (name, (q.grad - p.grad).norm(), p.grad.norm())
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= CLOSE * expected.norm())
 
 
 def moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

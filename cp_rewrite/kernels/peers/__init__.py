@@ -8,14 +8,13 @@ never used.
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
 """
 
-from .channel import MAX_STAGES, LaunchShape, first_lane, lane, side_stream
+from .channel import LaunchShape, first_lane, lane, side_stream
 from .push import FEW_BLOCKS, WHOLE_GPU, Push, dense_rows
 from .return_gradients import BESIDE, SHAPE, Return
 
 __all__ = [
     "BESIDE",
     "FEW_BLOCKS",
-    "MAX_STAGES",
     "SHAPE",
     "WHOLE_GPU",
     "LaunchShape",

@@ -17,8 +17,6 @@ from cp_rewrite.kernels import cuda
 _HEADER = 1024
 ARRIVED, SENT_EARLY, SENT, SENT_STAGE = 0, 1, 2, 3
 """Flags of a push."""
-MAX_STAGES = 6
-"""Of heads, as many as there are flags for."""
 WRITTEN, LEFT = 0, 1
 """Flags of a return."""
 THIS_CALL, CALL_BEFORE, STARTED_CALL = (0, 1), (0, 0), (1, 0)
