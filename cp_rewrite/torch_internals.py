@@ -21,16 +21,15 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._dispatch.python import enable_python_dispatcher
 from torch._library.autograd import make_autograd_impl
-from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "CustomOpDef",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

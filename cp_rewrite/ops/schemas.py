@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from cp_rewrite.torch_internals import CustomOpDef
+from torch.library import CustomOpDef
 
 from .merge import sinks_gradient
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from cp_rewrite.diagnose import observe
 from cp_rewrite.ops import attention
+from cp_rewrite.ops.schemas import register_attention
 from tests.helpers.pool import Pool
 
 
@@ -135,18 +136,17 @@ def test_the_hash_covers_all_sources() -> None:
 
 @pytest.mark.slow
 def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
-        return attention._backward(ctx, 2 * dout, dlse)
+    def doubled(x: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return attention._backward(x, 2 * dout)
 
     def hits() -> int:
         return counters["aot_autograd"]["autograd_cache_hit"]
 
-    op: Any = attention.packed_attention
     functorch_config: Any = importlib.import_module("torch._functorch.config")
     with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
         first, before = run(inner="inductor"), hits()
         try:
-            op.register_autograd(doubled, setup_context=attention._setup_context)
+            register_attention(attention.packed_attention, doubled)
             stale = run(inner="inductor")
             assert hits() == before + 1  # this is what the hash is for
             assert torch.equal(stale, first)
@@ -154,4 +154,4 @@ def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(run(inner="inductor"), 2 * first)
             assert hits() == before + 1
         finally:
-            op.register_autograd(attention._backward, setup_context=attention._setup_context)
+            register_attention(attention.packed_attention, attention._backward)
