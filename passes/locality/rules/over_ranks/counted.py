@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import Application
 from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import Mixes
@@ -44,7 +45,7 @@ def counted(call: Call) -> tuple[States, Whole]:
     if not found or call.written or not found.keys() <= {"other", "min", "max"}:
         raise Mixes(f"{call.name} takes a number made from the token count")
     for expr in found.values():
-        functions = {f.func.__name__ for f in expr.atoms(sympy.Function)}  # type: ignore[union-attr]
+        functions = {f.func.__name__ for f in expr.atoms(Application)}  # type: ignore[union-attr]
         if expr.free_symbols != {call.extents.tokens} or functions - _FUNCTIONS.keys():  # type: ignore[union-attr]
             raise Mixes("the number is made from the token count in a way that is not followed")
     return pointwise(call), Counted(call.extents.tokens, tuple(found.items()), call.outs[0].dtype)
