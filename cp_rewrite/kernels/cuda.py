@@ -7,11 +7,13 @@ needs no GPU, so every kernel can be checked for every architecture anywhere (`c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
 import tempfile
 import threading
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,14 +57,17 @@ def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
         RuntimeError: the source does not compile; the message holds the compiler's log.
     """
     path = _cache_dir() / f"{Path(file).stem}-{_digest(file, arch, macros)}.cubin"
-    if path.exists():
+    with contextlib.suppress(OSError):
         return path.read_bytes()
     cubin = _compile(file, arch, macros)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks compile at once: write aside, then rename, so that no one reads half a file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        part.write(cubin)
-    os.replace(part.name, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks compile at once: write aside, then rename, so that no one reads half a file.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            part.write(cubin)
+        os.replace(part.name, path)
+    except OSError as error:
+        _warn_not_kept(path.parent, str(error))
     return cubin
 
 
@@ -176,4 +181,13 @@ def _nvrtc_version() -> str:
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("CP_REWRITE_CACHE") or Path.home() / ".cache" / "cp_rewrite")
+    return Path(os.environ.get("CP_REWRITE_CACHE") or os.path.expanduser("~/.cache/cp_rewrite"))
+
+
+@cache
+def _warn_not_kept(folder: Path, error: str) -> None:
+    """Say it once, though every kernel meets it."""
+    message = (
+        f"CUDA kernels can't be kept in {folder}, and are compiled by every process: {error}. Set CP_REWRITE_CACHE"
+    )
+    warnings.warn(message, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_cache_is_keyed_by_source_architecture_and_macros(tmp_path: Path, monkey
     cuda.compile_kernel("zero_gaps.cu", "sm_90a")
     cuda.compile_kernel("zero_gaps.cu", "sm_80", (("ACCESS", "8"),))
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_takes_no_files_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CP_REWRITE_CACHE", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(cuda, "_compile", lambda *_: b"cubin")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert [cuda.compile_kernel("zero_gaps.cu", arch) for arch in ("sm_80", "sm_90a")] == [b"cubin"] * 2
+    assert ["can't be kept in" in str(warning.message) for warning in found] == [True]
+    monkeypatch.setenv("CP_REWRITE_CACHE", "/proc/cp_rewrite")
+    with pytest.warns(UserWarning, match="Set CP_REWRITE_CACHE"):
+        assert cuda.compile_kernel("zero_gaps.cu", "sm_80") == b"cubin"
 
 
 def test_a_broken_source_names_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

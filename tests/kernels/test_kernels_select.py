@@ -26,6 +26,7 @@ from cp_rewrite.kernels.select import (
 SPEC = AttentionSpec(torch.bfloat16, 128, 128, 64, 8)
 ALL = frozenset({"flash_attn.cute", "flash_attn_interface"})
 SMALL_BUILD = frozenset({"fa3_backward", "fa3_no_FP16", "fa3_no_SOFTCAP", "fa3_no_HDIM192", "fa3_no_HDIM256"})
+BLACKWELL = DeviceFacts((10, 0), ALL)
 HOPPER = DeviceFacts((9, 0), ALL, frozenset({"fa3_backward"}))
 
 
@@ -45,7 +46,7 @@ def test_order_on_hopper() -> None:
         ("fa4", {"head_dim": 192}, HOPPER, "equal head dims of keys and values"),
         ("fa4", {}, DeviceFacts((8, 0), ALL), "needs Hopper or Blackwell, this GPU has compute capability 8.0"),
         ("fa4", {}, DeviceFacts((9, 0)), "flash_attn.cute is not installed"),
-        ("fa4", {"head_dim": 160, "head_dim_v": 160}, DeviceFacts((10, 0), ALL), "on Blackwell"),
+        ("fa4", {"head_dim": 160, "head_dim_v": 160}, BLACKWELL, "on Blackwell"),
         ("fa3", {}, DeviceFacts((9, 0), ALL), "no backward"),
         ("fa3", {}, DeviceFacts((10, 0), ALL), "needs Hopper"),
         ("fa3", {"dtype": torch.float16}, DeviceFacts((9, 0), ALL, SMALL_BUILD), "this build has no float16"),
@@ -54,7 +55,9 @@ def test_order_on_hopper() -> None:
         ("fa3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, HOPPER, "no deterministic backward"),
         ("fa4", {"causal": False, "heads_kv": 8, "head_dim_v": 64}, HOPPER, "can be wrong without a causal mask"),
         ("fa4", {"head_dim": 72, "head_dim_v": 72}, HOPPER, "no multiple of 32, got (72, 72)"),
-        ("fa4", {"head_dim": 72, "head_dim_v": 72}, DeviceFacts((10, 0), ALL), "no multiple of 32, got (72, 72)"),
+        ("fa4", {"head_dim": 72, "head_dim_v": 72}, BLACKWELL, "no multiple of 32, got (72, 72)"),
+        ("fa4", {"heads_kv": 64, "head_dim_v": 96}, BLACKWELL, "gradients of v on Blackwell can be wrong"),
+        ("fa4", {"heads_kv": 64, "head_dim": 64, "head_dim_v": 32}, BLACKWELL, "gradients of v on Blackwell"),
         ("aten_flash", {"head_dim": 192}, HOPPER, "must be equal"),
         ("aten_flash", {"softcap": 30.0}, HOPPER, "no soft cap"),
         ("aten_flash", {}, DeviceFacts(None), "needs a CUDA GPU"),
@@ -63,6 +66,12 @@ def test_order_on_hopper() -> None:
 )
 def test_reasons(name: str, change: dict[str, object], facts: DeviceFacts, reason: str) -> None:
     assert any(reason in why for why in reasons(name, dataclasses.replace(SPEC, **change), facts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (64, 64), (96, 96), (96, 32), (192, 128), (256, 256)])
+def test_head_dims_that_are_right_on_blackwell(dims: tuple[int, int]) -> None:
+    spec = dataclasses.replace(SPEC, heads_kv=SPEC.heads, head_dim=dims[0], head_dim_v=dims[1])
+    assert not reasons("fa4", spec, BLACKWELL)
 
 
 def test_all_reasons_are_told() -> None:
@@ -86,6 +95,7 @@ def test_forward_only_needs_no_backward() -> None:
     assert not reasons("fa4", dataclasses.replace(full, causal=True, head_dim_v=64), facts)
     assert not reasons("fa3", dataclasses.replace(SPEC, needs_backward=False), facts)
     assert not reasons("fa4", dataclasses.replace(SPEC, head_dim=192, needs_backward=False), facts)
+    assert not reasons("fa4", dataclasses.replace(SPEC, head_dim_v=96, needs_backward=False), BLACKWELL)
 
 
 def test_a_pair_runs_what_both_of_its_parts_can() -> None:

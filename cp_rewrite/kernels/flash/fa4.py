@@ -6,6 +6,7 @@ The first call of a new combination of dtype, head dims and window compiles for 
 from __future__ import annotations
 
 import importlib
+import math
 from functools import cache, partial
 from typing import Any
 
@@ -46,6 +47,10 @@ def _wrong_gradients(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     On Hopper, without a causal mask, head dims of q and k from 97 to 128: its tiles have 80 queries. It stores the sums
     of out * dout 16 or 48 rows too far, sometimes over those of the next entry, unless the head dim of v rounds up, by
     32, to 128 or 256.
+
+    On Blackwell, half of v's head dim no multiple of the columns in which it stores gradients of k: those of v are
+    stored in as many (issue 2552, of (128, 96)). It was seen without cu_seqlens; with them, which we give, 4.0.0b36
+    stores otherwise, where heads are not grouped, but nobody has run it.
     """
     dims = (spec.head_dim, spec.head_dim_v)
     found: list[str] = []
@@ -53,6 +58,8 @@ def _wrong_gradients(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
         found.append(f"its gradients can be wrong at head dims that are no multiple of 32, got {dims}")
     if facts.major == 9 and not spec.causal and 96 < spec.head_dim <= 128 and -(-spec.head_dim_v // 32) % 4:
         found.append(f"its gradients on Hopper can be wrong without a causal mask at head dims {dims}")
+    if facts.major == 10 and spec.head_dim_v // 2 % math.gcd(32, spec.head_dim // 2):
+        found.append(f"its gradients of v on Blackwell can be wrong at head dims {dims}")
     return found
 
 
