@@ -114,7 +114,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 def documents() -> Iterator[Tensor]:
     """The repository's files, again and again, as tokens."""
-    files = sorted(file for pattern in ("cp_rewrite/**/*.py", "docs/*.md", "*.md") for file in ROOT.glob(pattern))
+    files = sorted(file for pattern in ("cp_rewrite/**/*.py", "docs/**/*.md", "*.md") for file in ROOT.glob(pattern))
     while True:
         for file in files:
             yield torch.tensor([*file.read_bytes(), END])

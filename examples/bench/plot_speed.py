@@ -1,6 +1,6 @@
 """Draw the table "Beside other libraries" of RESULTS.md.
 
-python examples/bench/plot_speed.py            # writes docs/speed.png
+python examples/bench/plot_speed.py            # writes docs/images/speed.png
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLORS = ["#1a7f37", "#4c78a8", "#f58518", "#e45756", "#b8b8b8", "#909090", "#68
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE.parent.parent / "docs" / "speed.png")
+    parser.add_argument("--out", type=Path, default=HERE.parent.parent / "docs" / "images" / "speed.png")
     out = parser.parse_args().out
     header, rows = read_table((HERE / "RESULTS.md").read_text())
     figure = Figure(figsize=(12, 4), layout="constrained")

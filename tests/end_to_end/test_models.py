@@ -1,6 +1,6 @@
 """Models as people use them: each trains sharded as on one process, or is refused for a true reason.
 
-The outcomes are the table in docs/models.md, which
+The outcomes are the table in docs/generated/models.md, which
 `CP_ACCEPT=1 pytest tests/end_to_end/test_models.py -m "slow or not slow"` writes.
 """
 
@@ -24,7 +24,7 @@ from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool
 
 VERSION = f"transformers {importlib.metadata.version('transformers')}"
-DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "generated" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 LIMIT = 1e-5
 QUICK = ("llama",)

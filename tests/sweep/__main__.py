@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
     parser.add_argument("--deadline", type=float, default=3600, help="seconds for all")
     parser.add_argument("--out", type=Path, default=Path("outcomes.jsonl"))
-    parser.add_argument("--write", type=Path, help="only write docs/models.md from these outcomes")
+    parser.add_argument("--write", type=Path, help="only write docs/generated/models.md from these outcomes")
     options = parser.parse_args()
     if options.write:
         lines = options.write.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The sweep's part of docs/models.md, from its outcomes and back."""
+"""The sweep's part of docs/generated/models.md, from its outcomes and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .trial import LIMIT, Outcome
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "generated" / "models.md"
 TITLE = "## All text models of `transformers`"
 VERDICTS = ("right", "refused", "torch", "different", "hung", "crashed", "unbuilt", "")
 """From the best to none at all."""

@@ -1,4 +1,4 @@
-"""Text models of `transformers` are right or refused, as docs/models.md says of each."""
+"""Text models of `transformers` are right or refused, as docs/generated/models.md says of each."""
 
 from __future__ import annotations
 

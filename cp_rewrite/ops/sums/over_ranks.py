@@ -1,7 +1,7 @@
 """Parts of a sum made whole over ranks, as ops; each way has the gradient that its name says.
 
 A tensor without tokens has a value and a gradient, and each of them is either whole on every rank or a part that adds
-up over the ranks (docs/architecture.md, "Parts and wholes"):
+up over the ranks (docs/internals/architecture.md, "Parts and wholes"):
 
     op                       value             gradient
     sum_over_ranks           part  -> whole    whole <- whole    as it comes in

@@ -45,7 +45,7 @@ VARIANTS = (
     Variant(slack=0.008, tries=3, rounds=6),
 )
 """Tried one after another until an order is balanced and no rank crowded. The first is tried on every row, the second,
-too, where documents are few: there either may move fewer rows. `docs/planner.md` has what each is worth."""
+too, where documents are few: there either may move fewer rows. `docs/internals/planner.md` has what each is worth."""
 LOST = 0.01
 """Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
 FEW = 4
