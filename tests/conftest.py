@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # torch is not for the process that only hands out tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):  # before torch is imported
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     amount.everything = "not slow" not in config.option.markexpr
     # Examples that compile or talk to other processes have no steady duration.
     options = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}

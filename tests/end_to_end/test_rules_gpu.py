@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import is_part
+from cp_rewrite.choices import Inner
 from tests.end_to_end import test_neighbours, test_picked, test_place_writes, test_resolved, test_token_counts
 from tests.end_to_end.test_conformance_gpu import free_port
 from tests.helpers.packed_model import packed_batch
+from tests.helpers.pool import Pool
 
 COUNTS = [name for name in test_token_counts.RIGHT if "fp32" not in name]
 """They are multiplied with each other: on many of them each rounding of Inductor's tells."""
@@ -53,21 +56,58 @@ def run_rank(rank: int, world_size: int, port: int, family: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(rank)
-    torch.set_default_dtype(torch.float64)  # of what is made from whole numbers
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
-    compare(init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",)), family)
+    with in_double():
+        compare(init_device_mesh("cuda", (world_size,), mesh_dim_names=("cp",)), family)
     dist.barrier(device_ids=[rank])
     dist.destroy_process_group()
 
 
-def compare(mesh: DeviceMesh, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_gives_each_trained_weight_a_gradient(family: str) -> None:
+    """What the comparison on GPUs asks for, where there are none."""
     make, names, draw = FAMILIES[family]
+    model = make(names).double()
+    with in_double():
+        step(model, draw())
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_tests_without_gpus_see_none() -> None:
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name[-1] not in "12"])
+def test_the_same_comparison_on_gloo(pool: Pool, family: str) -> None:
+    pool.run(2, compare_few, family)
+
+
+def compare_few(mesh: DeviceMesh, family: str) -> None:
+    with in_double():
+        torch._dynamo.reset()
+        compare(mesh, family, "eager", every=3)
+
+
+@contextmanager
+def in_double() -> Generator[None]:
+    """What is made from whole numbers is fp64 too."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def compare(mesh: DeviceMesh, family: str, inner: Inner = "inductor", every: int = 1) -> None:
+    make, names, draw = FAMILIES[family]
+    names = names[::every]
     device = torch.device(mesh.device_type)
     batch = draw()
     alone, model = (make(names).double().to(device) for _ in range(2))
     expected = step(alone, moved(batch, device))
     tokens = {name: 1 for name in test_resolved.TOKENS if name in batch}
-    sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="inductor")
+    sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner=inner)
     with sharding.shard(batch) as local:
         found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), moved(local, device))
     cp.sum_gradients(model.parameters(), sharding)
@@ -77,9 +117,9 @@ def compare(mesh: DeviceMesh, family: str) -> None:
             dist.all_reduce(total, group=sharding.group)
         assert close(total, loss), (name, total, loss)
     for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert close(q.grad, p.grad), (name, (q.grad - p.grad).norm(), p.grad.norm())
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            assert close(q.grad, p.grad), (name, (q.grad - p.grad).norm(), p.grad.norm())
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

@@ -5,6 +5,9 @@ Without a backward: a process that ran one can't fork processes that do.
 
 import contextlib
 import importlib
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that looked at CUDA can't be forked
 
 import torch
 
