@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.passes.graph.dynamo_internals import break_reason, is_resumed, kept_values
+from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
@@ -30,7 +30,9 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = _copy(gm, copies)
-    kept = {copies[node]: where for node, where in kept_values().items() if node in copies}
+    ends = ends_of(gm)
+    kept = {copies[node]: where for node, where in ends.kept.items() if node in copies}
+    _return_without(copy, {copies[node] for node in ends.unread if node in copies})
     part_multihead(copy)
     part_flash_attn(copy)
     for module in graph_modules(copy):
@@ -49,6 +51,12 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     frame = Frame(kept, break_reason(gm), is_resumed())
     return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)
+
+
+def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:
+    """Let a graph give None in the place of these results."""
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    output.args = fx.map_arg(output.args, lambda node: None if node in unread else node)
 
 
 def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:

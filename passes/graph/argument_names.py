@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from .dynamo_internals import is_of_module, source_name, source_of, wrapped_names
+from .dynamo_frame import wrapped_names
+from .dynamo_internals import is_of_module, source_name, source_of
 
 _COMPONENT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]|\.([A-Za-z_]\w*)""")
 

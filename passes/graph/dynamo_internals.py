@@ -7,9 +7,8 @@ Read in torch 2.11 to 2.15, which agree in all of it unless a comment says other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -17,11 +16,7 @@ import torch._dynamo.source as dynamo
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -100,105 +95,6 @@ def _chain(source: Any) -> Iterator[Any]:
     while source is not None:
         yield source
         source = getattr(source, "base", None)
-
-
-# -- the frame that a graph is of ----------------------------------------------------------------------------
-
-
-def break_reason(gm: fx.GraphModule) -> str | None:
-    """The line where a graph ends before the function that it was captured from does, and why; None: it does not."""
-    found = getattr(gm, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break:
-        return None
-    where = "".join(f"{frame.filename}:{frame.lineno}, `{frame.line}`: " for frame in found.user_stack[-1:])
-    return where + str(found.reason).strip().partition("\n")[0]  # it goes on at length
-
-
-def is_resumed() -> bool:
-    """Whether the graph that is compiled now begins after a graph break."""
-    translator = _translator()
-    return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
-
-
-def wrapped_names() -> dict[str, str]:
-    """What a decorator of a module's forward passes on by place, in the frame that is compiled now.
-
-    def decorated(self, *args, **kwargs)      L['args'][0] -> hidden_states
-    def forward(self, hidden_states, mask)    L['args'][1] -> mask
-    """
-    translator = _translator()
-    code = getattr(translator, "f_code", None)
-    if code is None or not code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
-        return {}
-    method: Any = getattr(type(translator.f_locals.get(code.co_varnames[0])), "forward", None)
-    while method is not None and getattr(method, "__code__", None) is not code:
-        method = getattr(method, "__wrapped__", None)
-    if method is None or not hasattr(method, "__wrapped__"):
-        return {}
-    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
-    names = [p.name for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
-
-
-def frame_call(replaced: Callable[[Any], Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
-    """The function that is compiled now, and what `replaced` makes of its arguments; None outside of a backend.
-
-    Its code is a copy, so that Dynamo notes nothing of a call for the code itself.
-    """
-    translator = _translator()
-    if translator is None:
-        return None
-    code: CodeType = translator.f_code.replace()
-    values: dict[str, Any] = replaced(dict(translator.f_locals))
-    cells = tuple(CellType(values[name]) for name in code.co_freevars)
-    function = FunctionType(code, translator.f_globals, code.co_name, None, cells)
-    by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
-    args = [values[name] for name in code.co_varnames[:by_place]]
-    kwargs = {name: values[name] for name in code.co_varnames[by_place:by_name]}
-    rest = iter(code.co_varnames[by_name:])
-    if code.co_flags & inspect.CO_VARARGS:
-        args += values[next(rest)]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        kwargs |= values[next(rest)]
-    return function, args, kwargs
-
-
-def kept_values() -> dict[fx.Node, str]:
-    """Nodes of the graph that is compiled now whose values outlive the call by another way than its result: assigned to
-    attributes, globals and variables of outer functions, or put into lists and dicts. -> what keeps them."""
-    translator = _translator()
-    effects = None if translator is None else translator.output.side_effects
-    found: dict[fx.Node, str] = {}
-    for holder, name, value in () if effects is None else _writes(effects):
-
-        def note(part: Any, holder: Any = holder, name: str = name) -> None:
-            # isinstance would make inputs of the graph of what nothing has read.
-            if issubclass(type(part), TensorVariable):
-                # Not of every holder: torch's own stack of modes has a source without a name.
-                source = getattr(holder, "source", None)
-                where = "a global or outer variable" if source is None else source_name(source)
-                found.setdefault(part.as_proxy().node, f"{where}.{name}" if name else where)
-
-        VariableTracker.visit(note, value)
-    return found
-
-
-def _writes(effects: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(what was there before the call and is changed, attribute or "", new content)."""
-    for holder, attributes in effects.store_attr_mutations.items():
-        if isinstance(holder.mutation_type, AttributeMutationExisting):
-            yield from ((holder, name, value) for name, value in attributes.items())
-    for holder in effects.id_to_variable.values():
-        if isinstance(holder.mutation_type, ValueMutationExisting) and holder.mutation_type.is_modified:
-            yield holder, "", holder
-
-
-def _translator() -> Any:
-    """What translates the frame, while a backend runs; None outside of one."""
-    try:
-        return InstructionTranslator.current_tx()
-    except AttributeError:
-        return None
 
 
 # -- errors of a backend -----------------------------------------------------------------------------------

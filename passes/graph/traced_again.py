@@ -17,7 +17,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .dynamo_internals import frame_call, source_name, source_of
+from .dynamo_frame import frame_call
+from .dynamo_internals import source_name, source_of
 from .regions import attribute_of
 
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import torch_internals as ours
-from cp_rewrite.passes.graph import dynamo_internals
+from cp_rewrite.passes.graph import dynamo_frame, dynamo_internals
 from cp_rewrite.passes.graph.argument_names import argument_names, module_numbers
 from cp_rewrite.passes.graph.regions import REGION_OPS, nested_graphs, region_call
 from cp_rewrite.passes.graph.traced_again import traced_again
@@ -78,7 +78,7 @@ class Decorated(nn.Module):
         return x * mask * scale
 
 
-@canary("the frame that is compiled", "dynamo_internals.wrapped_names, for names of arguments behind a decorator")
+@canary("the frame that is compiled", "dynamo_frame.wrapped_names, for names of arguments behind a decorator")
 def test_arguments_behind_a_decorator() -> None:
     names: list[str] = []
 
@@ -143,14 +143,12 @@ def test_an_unknown_kind_of_source_is_an_error_that_names_it() -> None:
         dynamo_internals.is_of_module(source)
 
 
-@canary(
-    "graph breaks: compile_subgraph_reason, names of resumed functions", "dynamo_internals.break_reason, is_resumed"
-)
+@canary("graph breaks: compile_subgraph_reason, names of resumed functions", "dynamo_frame.break_reason, is_resumed")
 def test_graph_breaks() -> None:
     seen: list[tuple[str | None, bool]] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        seen.append((dynamo_internals.break_reason(gm), dynamo_internals.is_resumed()))
+        seen.append((dynamo_frame.break_reason(gm), dynamo_frame.is_resumed()))
         return gm.forward
 
     def model(x: Tensor) -> Tensor:
@@ -164,7 +162,7 @@ def test_graph_breaks() -> None:
     assert broken is not None
     assert "torch._dynamo.graph_break()" in broken
     assert [first, whole, second] == [False, None, True]
-    assert not dynamo_internals.is_resumed()
+    assert not dynamo_frame.is_resumed()
 
 
 @canary("exc.ShortenTraceback, which Dynamo does not wrap", "dynamo_internals.unwrapped, for errors of the backend")
@@ -182,26 +180,29 @@ def test_errors_of_a_backend() -> None:
     assert dynamo_internals.unwrapped(other) is other
 
 
-@canary("side effects: SideEffects.store_attr_mutations, id_to_variable", "dynamo_internals.kept_values")
+@canary("side effects: SideEffects.store_attr_mutations, id_to_variable", "dynamo_frame.ends_of")
 def test_values_that_outlive_a_call() -> None:
     seen: list[str] = []
     bag: list[Tensor] = []
 
     class Keeper(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, **rest: Tensor) -> Tensor:
             self.load = x.sum()
             bag.append(x * 2)
+            rest["y"] = x.sin()
             fresh = [x * 3]
             return x + fresh[0]
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        seen.extend(f"{node.name}: {where}" for node, where in dynamo_internals.kept_values().items())
+        ends = dynamo_frame.ends_of(gm)
+        seen.extend(f"{node.name}: {where}" for node, where in ends.kept.items())
+        seen.extend(node.name for node in ends.unread)
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(Keeper(), backend=backend, fullgraph=True)(torch.ones(3))
-    assert sorted(seen) == ["mul: L['bag']", "sum_1: L['self'].load"]
-    assert not dynamo_internals.kept_values()
+    assert sorted(seen) == ["mul: L['bag']", "sin", "sum_1: L['self'].load"]
+    assert not dynamo_frame.ends_of(fx.symbolic_trace(lambda x: x)).kept
 
 
 @canary("TracingContext or FakeTensorMode.from_tensor", "dynamo_internals.inner_mode and fake_input, for plan inputs")
@@ -228,7 +229,7 @@ def test_inputs_of_the_inner_compiler() -> None:
     assert dynamo_internals.inner_mode(mode) is mode
 
 
-@canary("the frame that Dynamo translates, and a compile inside of a backend", "dynamo_internals.frame_call")
+@canary("the frame that Dynamo translates, and a compile inside of a backend", "dynamo_frame.frame_call")
 def test_a_function_is_traced_again_on_other_tensors() -> None:
     short, long, scale = torch.ones(2), torch.ones(5), 3
     seen: list[Any] = []
@@ -241,7 +242,7 @@ def test_a_function_is_traced_again_on_other_tensors() -> None:
     def backend(gm: fx.GraphModule, _: Any) -> Any:
         count: Any = lambda gm: sum(n.target == "sum" for n in gm.graph.nodes)  # noqa: E731
         seen.extend([count(gm), traced_again({id(short): long}, count)])
-        assert dynamo_internals.frame_call(lambda x: x) is not None
+        assert dynamo_frame.frame_call(lambda x: x) is not None
         return gm.forward
 
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite import Reason
+from tests.helpers.one_process import check_or_refuse
+from tests.helpers.packed_model import PackedModel
 from tests.helpers.pool import Pool
 
 TOKENS = {"input_ids": 1, "doc_ids": 1}
@@ -34,6 +37,8 @@ class Model(nn.Module):
         self.value: Any = torch.zeros(())
         self.values: list[Any] = []
         self.holder = Holder()
+        self.ordered: Any = OrderedDict()
+        self.several: set[Any] = set()
         self.steps = 0
         self.limit = torch.ones(())
 
@@ -51,6 +56,17 @@ class Model(nn.Module):
             self.holder.value = {"loss": [loss.detach()]}
         elif self.keep == "global":
             seen["loss"] = loss.detach()
+        elif self.keep == "new object":
+            holder = Holder()
+            holder.value = loss.detach()
+            self.values.append(holder)
+        elif self.keep == "function":
+            total = loss.detach()
+            self.value = lambda: total
+        elif self.keep == "dict of a class of its own":
+            self.ordered["loss"] = loss.detach()
+        elif self.keep == "set":
+            self.several.add(loss.detach())
         elif self.keep == "number":
             self.steps += 1
         elif self.keep == "weights alone":
@@ -72,7 +88,10 @@ def refusals_of(model: nn.Module, **options: Any) -> list[cp.Refusal]:
     return list(report.refusals)
 
 
-@pytest.mark.parametrize("keep", ["attribute", "per-token attribute", "list", "dict in an object", "global"])
+KEEP = ["attribute", "list", "dict in an object", "new object", "function", "dict of a class of its own", "set"]
+
+
+@pytest.mark.parametrize("keep", [*KEEP, "per-token attribute", "global"])
 def test_what_only_a_rank_knows_is_not_kept(keep: str) -> None:
     torch._dynamo.reset()
     (refusal,) = refusals_of(Model(keep), resolve=False)
@@ -80,7 +99,7 @@ def test_what_only_a_rank_knows_is_not_kept(keep: str) -> None:
     assert "keeps what only this rank knows, which the next step takes for everyone's" in refusal.detail
 
 
-@pytest.mark.parametrize("keep", ["nothing", "number", "weights alone", "attribute", "list", "dict in an object"])
+@pytest.mark.parametrize("keep", ["nothing", "number", "weights alone", *KEEP])
 def test_what_all_ranks_know_may_be_kept(keep: str) -> None:
     torch._dynamo.reset()
     assert not refusals_of(Model(keep))
@@ -109,3 +128,28 @@ def test_a_graph_break_is_refused_with_its_line(pool: Pool, keep: str) -> None:
 def test_random_numbers_of_python_and_inside_vmap_are_refused(draws: str) -> None:
     torch._dynamo.reset()
     assert Reason.DROPOUT in {refusal.reason for refusal in refusals_of(Model(draws))}
+
+
+class OfKwargs(PackedModel):
+    """Its `**kwargs` are Python's, made for the call: what is put in is gone behind it, unless something keeps them."""
+
+    kept: Any = None
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        labels = kwargs.pop("labels")
+        kwargs["hidden_states"] = self.embed(input_ids)
+        kwargs["shifted"], kwargs["sorted"] = labels[:, 1:], labels.sort(1).values
+        kwargs["length"] = input_ids.shape[1]
+        loss = super().forward(
+            input_ids, kwargs["position_ids"], kwargs.pop("doc_ids"), labels, kwargs["num_items"] * kwargs["length"]
+        )
+        if self.kept is not None:
+            self.kept = lambda: kwargs
+        return loss
+
+
+def test_what_is_put_into_kwargs_is_not_kept() -> None:
+    assert check_or_refuse(OfKwargs()) is None
+    kept = OfKwargs()
+    kept.kept = 0
+    assert "L['self'].kept keeps" in str(check_or_refuse(kept))
