@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= $(shell nproc)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-all test-gpu lint bench clean
+.PHONY: demo test test-fast test-slow test-gpu sweep lint bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,14 +15,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## train a packed Llama on 2 CPU processes and on 1, compare, print report and graph diff
 	$(BIN)/python examples/train_packed.py --world-size 2
 
-test: $(VENV)/.installed  ## everything but slow sweeps and GPU tests
+test: $(VENV)/.installed  ## what a newcomer runs: within 6 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-fast: $(VENV)/.installed  ## what starts no processes and captures few graphs, within a minute on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow and not gpu and not long'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow and not sweep and not gpu and not long'
 
-test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not gpu'
+test-slow: $(VENV)/.installed  ## trainers, every rule on processes, drawn cases of each day: within 40 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow and not sweep and not gpu'
+
+sweep: $(VENV)/.installed  ## every test and case that needs no GPU, every model of transformers: hours of a core
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m 'not gpu'
+	$(BIN)/python -m tests.sweep --workers $(WORKERS) --deadline 7200
 
 test-gpu: ## on a machine with GPUs, in the environment that is active there
 	$(PYTHON) -m pytest -m gpu

@@ -23,20 +23,36 @@ if TYPE_CHECKING:  # torch is not for the process that only hands out tests
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):  # before torch is imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    amount.everything = "not slow" not in config.option.markexpr
+    chosen: str = config.option.markexpr
+    amount.everything = "not slow" not in chosen and "not sweep" not in chosen
+    os.environ["CP_SEED"] = str(amount.seed())  # pytest-xdist's workers have it too
     # Examples that compile or talk to other processes have no steady duration.
     options = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
     settings.register_profile("default", max_examples=amount.examples(100), **options)  # type: ignore[arg-type]
     settings.load_profile("default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and "not slow" not in session.config.option.markexpr:
+        terminal.write_line(f"slow tests are drawn with CP_SEED={amount.seed()}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks, and before what is left out is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests with a pool run on one worker: one pool serves them all, one server forks all processes."""
+    """All tests with a pool run on one worker: one pool serves them all, one server forks all processes. Those that
+    users' trainers rest on, and break first, run first. Of many slow cases of a test some are for `make sweep`."""
+    slow: dict[str, list[pytest.Item]] = {}
     for item in items:
         if {"pool", "pair"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
             item.add_marker("long")
+        if item.get_closest_marker("slow") is not None:
+            slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in slow.values():
+        for item in {*cases} - {*amount.some(cases)}:
+            item.add_marker("sweep")
+    items.sort(key=lambda item: "integrations" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:

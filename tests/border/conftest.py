@@ -16,7 +16,7 @@ QUICK = frozenset(
 """What runs in the default suite, some 2 s each; the rest is slow."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out, and before pytest-xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "border" not in item.path.parts:

@@ -1,6 +1,6 @@
 """Mutants of what picks tokens, adds them up, and runs over them: each is right on two ranks, or stopped.
 
-Some 2 s each on two idle cores: 303 mutants of picks, 220 of running sums.
+Half a second each on two idle cores: 303 mutants of picks, 220 of running sums.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.by_exchange import Exchange
+from tests.helpers import amount
 from tests.helpers.conformance import errors, limit, run_cells
 from tests.helpers.conformance_cells import EXCHANGES, HEADER, MASKS, PACKS, TE_HOLES, Cell, cells, uncovered_pairs
 from tests.helpers.pool import Pool
@@ -58,6 +60,11 @@ def test_a_sample_of_cells(pool: Pool) -> None:
 
 
 @pytest.mark.slow
+def test_drawn_cells(pool: Pool) -> None:
+    assert not failures(worst_errors(pool, random.Random(amount.seed()).sample(cells(), 60)))
+
+
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_all_cells_and_write_the_table(pool: Pool) -> None:
     found: dict[Cell, float] = {}
@@ -73,7 +80,7 @@ def write_table(found: dict[Cell, float]) -> None:
     lines = [
         "# Conformance",
         "",
-        "Written by `pytest -m slow tests/end_to_end/test_conformance.py`. Each cell ran on gloo processes with the",
+        "Written by `pytest -m sweep tests/end_to_end/test_conformance.py`. Each cell ran on gloo processes with the",
         "`reference` kernel, NaN in every padding row of q, k, v and the output's gradient: output and all gradients",
         "against dense attention in fp64 (worst relative norm), exact zeros in gradients of padding, two runs bitwise",
         "equal.",

@@ -91,7 +91,7 @@ def test_the_same_sweep_on_gloo(pool: Pool) -> None:
     assert all(o.error <= 1 for o in outcomes if o.cell != broken)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_full_size_on_gloo(pool: Pool) -> None:
     """TransformerEngine's cases of 12 query and 2 key/value heads, with documents of up to 4096 tokens."""

@@ -1,6 +1,6 @@
 """Programs one step beside those that every rule is tested by: none trains otherwise than one process without a word.
 
-Some ten minutes on two idle cores. `CP_MUTANTS=1800` runs so many, `CP_SEED=1` draws others.
+A second each. `CP_MUTANTS=1800` draws so many, `CP_SEED` others; every day has a seed of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections import Counter
 import pytest
 
 from tests.border.outcome import KEPT
+from tests.helpers import amount
 from tests.helpers.rule_mutants import FAMILIES, RuleMutant, draw, observe
 
-MUTANTS = draw(int(os.environ.get("CP_MUTANTS", "600")), int(os.environ.get("CP_SEED", "0")))
+MUTANTS = draw(int(os.environ.get("CP_MUTANTS", "600")), amount.seed())
 """Some four of ten run on one process."""
 
 

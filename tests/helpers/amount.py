@@ -1,15 +1,37 @@
-"""How much is drawn: `make test` draws less than `make test-all`."""
+"""How much is drawn and tried: `make test` less than `make test-slow`, and that less than `make sweep`, which leaves
+nothing out."""
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Sequence
+from datetime import date
+from typing import TypeVar
+
 from hypothesis import settings
 
+Value = TypeVar("Value")
+
 everything = False
-"""Whether slow tests run too. Set by tests/conftest.py before it reads any test."""
+"""Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
+FEW = 12
+"""Of a slow test of more cases, so many and a sixth of the others are tried a day."""
+
+
+def seed() -> int:
+    """Of what is drawn: `CP_SEED`, or today's number. tests/conftest.py says which, and hands it to all workers."""
+    return int(os.environ.get("CP_SEED", date.today().toordinal()))
+
+
+def some(values: Sequence[Value]) -> list[Value]:
+    """Those of a slow test's cases that are tried today."""
+    count = FEW + (len(values) - FEW) // 6
+    return [*values] if everything or count >= len(values) else random.Random(seed()).sample(values, count)
 
 
 def examples(all_of_them: int, quick: int | None = None) -> int:
-    """So many where slow tests run; elsewhere `quick`, by default a third."""
+    """So many where nothing is left out; elsewhere `quick`, by default a third."""
     return all_of_them if everything else quick or -(-all_of_them // 3)
 
 

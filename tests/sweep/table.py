@@ -50,7 +50,7 @@ def section(outcomes: Iterable[Outcome], versions: str) -> str:
         "process. *Right* is as above; where fp32 itself is further than that from fp64 on one process, as for biases",
         "of keys, whose gradients are 0 in exact arithmetic, the limit is four times that, and what is beyond it is",
         "compared in fp64. *Torch* means that torch.compile can't capture the plain model as one graph.",
-        "`make test-all` tries one class of each model type again, and fails where one that was right is not, or one",
+        "`make test-slow` tries some classes again, drawn each day, and fails where one that was right is not, or one",
         f"differs, crashes or hangs. {versions}.",
         "",
         "*Logits*: the loss was computed from what the model returns, as its own is refused. *Eval*: the model was in",
@@ -63,9 +63,12 @@ def section(outcomes: Iterable[Outcome], versions: str) -> str:
             for head, words in KINDS.items()
         ),
         "",
-        "| class | attention | masks proven | outcome | loss | gradient |",
-        "|---|---|---|---|---|---|",
+        "| class | attention | masks proven | outcome | loss | gradient | layers |",
+        "|---|---|---|---|---|---|---|",
         *map(row, shown),
+        "",
+        "Small configs have every kind of layer that the class tells apart, and windows, chunks and blocks are short.",
+        f"Right without a part that their file has: {', '.join(filter(None, map(without, shown)))}.",
         "",
         f"The rules for small configs do not fit, or the batch has not what the model needs: {', '.join(unbuilt)}.",
     ]
@@ -81,7 +84,13 @@ def row(outcome: Outcome) -> str:
     noise = f" (fp32 {outcome.noise:.0e})" if outcome.gradient > LIMIT else " in fp64" if outcome.fp64 else ""
     numbers = f"{outcome.loss:.0e} | {outcome.gradient:.0e}{noise}" if right else "– | –"
     masks = ", ".join(outcome.masks) or "–"
-    return f"| {outcome.name} | {outcome.attention or '–'} | {masks} | {verdict} | {numbers} |"
+    layers = ", ".join(outcome.layers) or "alike"
+    return f"| {outcome.name} | {outcome.attention or '–'} | {masks} | {verdict} | {numbers} | {layers} |"
+
+
+def without(outcome: Outcome) -> str:
+    absent = outcome.absent if outcome.verdict == "right" else []
+    return f"`{outcome.name}` ({', '.join(absent)})" if absent else ""
 
 
 def words(outcome: Outcome) -> str:
@@ -100,7 +109,7 @@ def verdicts(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.partition(TITLE)[2].splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
-        if len(cells) == 8 and cells[1] not in ("class", "---"):
+        if len(cells) >= 8 and cells[1] not in ("class", "---"):
             found[cells[1]] = re.split(r"[,:]", cells[4])[0]
     return found
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
+
+from tests.helpers import amount
 
 from .table import DOCS, best, verdicts
 from .trial import Outcome
@@ -20,15 +23,33 @@ def test_the_table_holds_a_hundred_models_and_no_wrong_one() -> None:
     assert set(found) <= {"right", "refused", "torch"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAID)
-def test_a_class_is_as_the_table_says(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("MiniMaxM3VLForCausalLM", {"full_attention", "minimax_m3_sparse", "dense", "sparse"}),
+        ("Qwen2ForCausalLM", {"full_attention", "sliding_attention"}),
+        ("Exaone4ForCausalLM", {"full_attention", "sliding_attention"}),
+        ("NllbMoeForConditionalGeneration", {"experts"}),
+        ("Qwen3NextForCausalLM", {"full_attention", "linear_attention", "experts"}),
+    ],
+)
+def test_a_small_model_has_every_kind_of_layer(name: str, kinds: set[str]) -> None:
     pytest.importorskip("transformers")
-    from .cases import all_cases, one_of_each_type
+    from .cases import Case, build
+    from .layers import absent_from, kinds_of
+
+    model = build(Case(name, "causal")).model
+    assert {*kinds_of(model)} == kinds
+    assert not absent_from(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", random.Random(amount.seed()).sample([*SAID], amount.FEW))
+def test_a_drawn_class_is_as_the_table_says(name: str) -> None:
+    pytest.importorskip("transformers")
+    from .cases import all_cases
     from .processes import sweep
 
-    if name not in {case.name for case in one_of_each_type()}:
-        pytest.skip("another class of its model type is tried")
     outcomes: list[Outcome] = []
     cases = [case for case in all_cases() if case.name == name]
     sweep(cases, 1, LIMIT_S, time.monotonic() + 3 * LIMIT_S, outcomes.append)

@@ -18,6 +18,7 @@ from cp_rewrite.batch.active import is_part
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
 from .cases import Case, batch_of, build, sharding_of, shifts
+from .layers import absent_from, kinds_of
 
 LIMIT = 1e-5
 
@@ -34,6 +35,7 @@ class Outcome:
             four times its noise.
         fp64: whether they are of a comparison in fp64, after one in fp32 was beyond its limit.
         noise: of that gradient on one process, between fp32 and fp64.
+        layers: the kinds of layers that it has. absent: those of the model's file that it has none of.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Outcome:
     noise: float = 0.0
     fp64: bool = False
     worst: str = ""
+    layers: list[str] = field(default_factory=list[str])
+    absent: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
 
 
@@ -66,6 +70,7 @@ class Trial:
         try:
             model = build(self.case)
             out.attention = str(model.model.config._attn_implementation)
+            out.layers, out.absent = kinds_of(model.model), absent_from(model.model)
             whole = self.whole_batch()
             loss, grads = step(model, whole)
             noise = rounding(model, whole, grads)
