@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-slow test-gpu sweep lint bench clean
+.PHONY: demo test test-fast test-slow test-gpu sweep lint docs wheel bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+docs: $(VENV)/.installed  ## the site with the reference of all names, in out/site; a link to nothing is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo "open out/site/index.html"
+
+wheel: $(VENV)/.installed  ## source distribution and wheel, in dist/
+	$(BIN)/python -m build -q
 
 bench: $(VENV)/.installed  ## benchmarks that need no GPU
 	$(BIN)/python examples/bench/plan.py

@@ -25,6 +25,8 @@ from .packing import (
 from .refusal import Reason, Refusal, RewriteRefused
 from .sharding import Sharding
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Capacity",
     "CheckReport",

@@ -77,7 +77,8 @@ class RewriteRefused(RuntimeError):
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)
         lines = "\n".join(f"  - {refusal}" for refusal in folded(self.refusals))
-        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}")
+        pages = ", ".join(dict.fromkeys(f"docs/refusals.md#{refusal.reason.name.lower()}" for refusal in refusals))
+        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}\nwhat to do: {pages}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RewriteRefused, (self.refusals,)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -32,14 +34,26 @@ def test_planning_needs_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_passes_and_sources_inside_the_package(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
+def test_wheel_holds_passes_and_sources_and_runs_where_it_is_installed(tmp_path: Path) -> None:
+    """Built from the source distribution, as an index gets both, and installed beside what it depends on."""
+    subprocess.run([sys.executable, "-m", "build", "-q", "--outdir", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("*.whl")
+    assert [*tmp_path.glob("*.tar.gz")]
     names = zipfile.ZipFile(wheel).namelist()
-    for expected in (
-        "cp_rewrite/passes/match/__init__.py",
-        "cp_rewrite/csrc/sum_rows.cu",
-        "cp_rewrite/ops/attention.py",
-    ):
-        assert expected in names
+    for expected in ("passes/match/__init__.py", "csrc/sum_rows.cu", "ops/attention.py", "py.typed"):
+        assert f"cp_rewrite/{expected}" in names
     assert not [name for name in names if name.startswith(("passes/", "csrc/", "tests/"))]
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def said(*command: str | Path) -> str:
+        return subprocess.run(
+            command, cwd=tmp_path, env=elsewhere, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    said(tmp_path / "env/bin/pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    assert "balanced" in said(tmp_path / "env/bin/cp_rewrite", *"plan --lengths 500,300,224 --world-size 2".split())
+    file = said(tmp_path / "env/bin/python", "-c", "import cp_rewrite; print(cp_rewrite.__file__)")
+    assert Path(file).is_relative_to(packages)
