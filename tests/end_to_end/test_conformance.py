@@ -61,7 +61,7 @@ def test_a_sample_of_cells(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_drawn_cells(pool: Pool) -> None:
-    assert not failures(worst_errors(pool, random.Random(amount.seed()).sample(cells(), 60)))
+    assert not failures(worst_errors(pool, random.Random(amount.seed()).sample(cells(), 200)))
 
 
 @pytest.mark.sweep

@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = set(Path(os.environ["MUTATE_CHOSEN"]).read_text().split("\n"))
         items[:] = [item for item in items if item.nodeid in chosen]
     elif "MUTATE_LOG" in os.environ:
-        marks = ("slow", "gpu")
+        marks = ("slow", "sweep", "gpu")
         tests = [
             {"test": item.nodeid, "pool": "pool" in getattr(item, "fixturenames", ())}
             for item in items

@@ -38,19 +38,21 @@ def main() -> None:
     names = [name for name in options.models.split(",") if name]
     cases = [case for case in all_cases() if not names or case.name in names or case.head in names]
     counts: Counter[str] = Counter()
+    untried = dict.fromkeys(case.name for case in cases)
     transformers: Any = importlib.import_module("transformers")
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     options.out.write_text(json.dumps({"versions": versions}) + "\n")
 
     def done(outcome: Outcome) -> None:
         counts[outcome.verdict] += 1
+        untried.pop(outcome.name, None)
         with options.out.open("a") as out:
             out.write(json.dumps(asdict(outcome)) + "\n")
         words = outcome.why[0].splitlines()[0][:150] if outcome.why else ""
         print(f"{outcome.seconds:6} {outcome.name} {outcome.verdict} {words}", flush=True)
 
     sweep(cases, options.workers, options.limit, time.monotonic() + options.deadline, done)
-    print(dict(counts), f"{len(cases)} cases")
+    print(dict(counts), f"{len(cases)} cases, {len(untried)} not reached: {', '.join(untried)}")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
                    "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0,
+                   "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48,
                    "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "use_cache": False},
                "vision_config": None, "audio_config": None, "image_token_id": 60, "video_token_id": 61,
                "audio_token_id": 62},
