@@ -23,7 +23,8 @@ MUTANTS = draw(int(os.environ.get("CP_MUTANTS", "600")), amount.seed())
 def test_a_program_beside_is_right_or_stopped(ended: Counter[str], number: int) -> None:
     outcome = observe(MUTANTS[number], number)
     if outcome is None:
-        pytest.skip("one process can't run it")
+        ended["one process can't run it"] += 1
+        return
     ended[outcome.kind.name] += 1
     assert outcome.kind in KEPT, f"{MUTANTS[number].change.source}\n{outcome}"
 
