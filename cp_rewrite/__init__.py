@@ -5,6 +5,7 @@ from cp_rewrite.batch.token_mean import token_mean
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize
+from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.planning.plan import Plan, plan
 
 from .backend import backend, context_parallel
@@ -51,6 +52,7 @@ __all__ = [
     "check",
     "context_parallel",
     "explain",
+    "max_logits",
     "parallelize",
     "plan",
     "sum_gradients",

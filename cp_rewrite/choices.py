@@ -41,8 +41,21 @@ def check_choices(fields: Mapping[str, Any]) -> None:
     for name, kind in _OPTIONAL.items():
         if not isinstance(fields[name], kind | None):
             raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {fields[name]!r}")
+    _check_max_logits(fields)
     for name in _FLAGS:
         flag(name, fields[name])
+
+
+def _check_max_logits(fields: Mapping[str, Any]) -> None:
+    every = fields["max_logits"]
+    if not isinstance(every, bool):
+        whole_number("max_logits, where it is not True or False,", every)
+        if fields["capacity"] is not None:
+            raise ValueError("with capacity a captured step does the same on every batch: max_logits is True or False")
+    if every and fields["block_tokens"]:
+        raise ValueError(
+            "max_logits can't tell apart the layers of a model whose blocks are compiled one by one (block_tokens)"
+        )
 
 
 def checked_masks(masks: Any, tokens: Mapping[str, int]) -> HashableDict:

@@ -87,6 +87,9 @@ class Sharding:
             its mask function. `every_step` does all of it on each batch.
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
             every rank where they differ. False saves some tenths of a millisecond per batch.
+    Watched:
+        max_logits: note the largest logit of each head, for `cp.max_logits`: of every batch, or of every n-th that is
+            cut. Another pass over queries and keys; nothing on other batches.
     Blocks:
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
@@ -127,6 +130,8 @@ class Sharding:
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
+    # Watched
+    max_logits: bool | int = False
     # Blocks
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 

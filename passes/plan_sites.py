@@ -12,6 +12,7 @@ from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.ops.attention import travels_beside
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.nodes import guard_number
+from cp_rewrite.passes.graph.regions import graph_modules, region_calls
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
@@ -47,6 +48,10 @@ def decide(site: Site, state: State) -> Decision | Refusal:
     spec = spec_of(site, state.sharding.deterministic)
     if state.sharding.capacity is not None and not fits(site.mask):
         return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
+    if state.sharding.max_logits and _in_shared_region(site, state):
+        return Refusal(
+            Reason.NESTED_REGION, "several calls share its region: max_logits can't tell them apart", site.node
+        )
     name, why = _exchange_name(site, spec, state)
     if against := exchange_reasons(name, state.sharding):
         return Refusal(Reason.EXCHANGE, f"{name}: {'; '.join(against)}", site.node)
@@ -60,6 +65,12 @@ def decide(site: Site, state: State) -> Decision | Refusal:
         why += " beside the kernel" if travels_beside(exchange, choice.kernel) else " before and after the kernel"
     rejected = tuple(f"not {other}: {'; '.join(reasons)}" for other, reasons in choice.rejected)
     return Decision(site, name, exchange, heads, choice.kernel, (f"{name}: {why}", *rejected))
+
+
+def _in_shared_region(site: Site, state: State) -> bool:
+    """Whether a site is in a region that runs more than once, or in one inside of it."""
+    shared = [region.owning_module for region, calls in region_calls(state.graph_module).items() if len(calls) > 1]
+    return any(site.graph_module in graph_modules(module) for module in shared)
 
 
 def ranks_of(

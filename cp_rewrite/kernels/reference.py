@@ -70,6 +70,16 @@ def backward(
     return dq, dk.to(k_EHD.dtype), dv.to(v_EHV.dtype)
 
 
+def max_logits(q_RHD: Tensor, k_EHD: Tensor, tables: Tables, params: Params) -> Tensor:
+    """(Hq,) fp32 (fp64 for fp64): the largest logit of each head over all pieces; -inf: it sees no key."""
+    acc = torch.promote_types(q_RHD.dtype, torch.float32)
+    found = q_RHD.new_full((q_RHD.shape[1],), -torch.inf, dtype=acc)
+    for rows, keys, keep in _blocks(tables, q_RHD.shape[1], q_RHD.device):
+        logits, _ = _logits(q_RHD[rows].to(acc), k_EHD[keys].to(acc), keep, params)
+        found = torch.maximum(found, logits.amax((2, 3)).flatten())
+    return found
+
+
 def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     """(n, C) in fp32 (fp64 for fp64): row i is the sum of x_EC at rows[2 i] and rows[2 i + 1], where these are not
     negative, and at rows[ptr[i]:ptr[i + 1]], in that order."""

@@ -1,6 +1,6 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import attention, exchange, ring_attention, scatter_heads
+from . import attention, exchange, max_logits, ring_attention, scatter_heads
 from .narrow import exchange_tokens, gathered_attention
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
@@ -12,6 +12,7 @@ __all__ = [
     "exchange",
     "exchange_tokens",
     "gathered_attention",
+    "max_logits",
     "neighbour_rows",
     "over_ranks",
     "pushed_attention",

@@ -25,6 +25,7 @@ from cp_rewrite.torch_internals import call_directly
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, split_kv
+from .max_logits import note, scattered
 from .merge import finished
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
 from .schemas import bind, call, fake_results, register_attention
@@ -52,6 +53,7 @@ def packed_attention(
     group: str,
     world_size: int,
     sinks: Tensor | None,
+    site: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of their documents.
 
@@ -64,14 +66,17 @@ def packed_attention(
         deterministic: bitwise repeatable backward. keep_kv: save `kv` instead of exchanging again.
         exchange, group, world_size: the fields of the `Exchange` that `kv` came by.
         sinks: (Hq,) one more logit per head, which draws weight and adds no value.
+        site: its name, for `max_logits`; "" where these are not asked for.
     Returns:
         out (R, Hq, V) in q's dtype, in rows of no document copies of others (`fill_gaps`), into which no gradient goes;
         lse (Hq, R) fp32, -inf in such rows, no gradient.
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
+    params = Params(scale, softcap, deterministic)
     with nvtx("attention"):
-        out, lse = load(kernel).forward(q, keys, values, tables, Params(scale, softcap, deterministic))
+        out, lse = load(kernel).forward(q, keys, values, tables, params)
+    note(site, q, keys, tables, params)
     return finished(out, lse, tables, sinks)
 
 
@@ -132,6 +137,7 @@ def attend(
     keep_kv: bool = False,
     sinks: Any = None,
     heads: HeadScatter | None = None,
+    site: str = "",
 ) -> Any:
     """Exchange keys and values, then attend: (out, lse) of `packed_attention`. Works on tensors and on graph proxies.
 
@@ -140,24 +146,26 @@ def attend(
         route: the tensors of `exchange.route`. sinks: (Hq,). Where rows travel `in_steps`, tables and route are those
             of `ring_tables`, and keep_kv says nothing: rows go round again.
         heads: scatter heads first; `route` then ends with `row_order` and `row_inverse`, and `lse` is of the heads
-            that this rank has, in the order of its gathered rows.
+            that this rank has, in the order of its gathered rows. site: its name, for `max_logits`.
     """
     if heads is not None:
         *route, order, inverse = route
         q, k, v = scatter_heads(q, k, v, order, inverse, heads)
         sinks = sinks if sinks is None else own_sinks(sinks, heads)
-        result = attend(q, k, v, tables, route, exchange, params, kernel, keep_kv, sinks)
+        site = scattered(site, heads.deal)
+        result = attend(q, k, v, tables, route, exchange, params, kernel, keep_kv, sinks, None, site)
         return gather_heads(result[0], order, inverse, heads), result[1]
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
     group, ranks = exchange.group, exchange.world_size
+    last = (sinks, site) if site else (sinks,)
     if exchange.route.in_steps:
-        return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, group, ranks, sinks)
+        return _ops.ring_attention.default(q, k, v, *tables, *route, *numbers, group, ranks, *last)
     if travels_beside(exchange, kernel):
-        result = _ops.pushed_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, group, sinks)
+        result = _ops.pushed_attention.default(q, k, v, *tables, list(route), *numbers, keep_kv, group, *last)
         return result[0], result[1]
     kv = exchange_kv(k, v, route, exchange)
     how = exchange.kind, group, ranks
-    return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *how, sinks)
+    return _ops.packed_attention.default(q, k, v, kv, *tables, list(route), *numbers, keep_kv, *how, *last)
 
 
 def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,6 +34,7 @@ from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, split_kv
+from .max_logits import note
 from .merge import add_sinks, fill_gaps, merge_parts
 from .schemas import call, fake_results, register_attention
 
@@ -62,13 +63,14 @@ def ring_attention(
     group: str,
     world_size: int,
     sinks: Tensor | None,
+    site: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of their documents, which come round.
 
     Args:
         q: (R, Hq, D). k, v: (R, Hkv, D) and (R, Hkv, V), this rank's rows.
         cu_seqlens_q, …, rounds: `ring_tables` (pieces, launches and rounds on the host).
-        scale, softcap, kernel, deterministic, sinks: see `packed_attention`.
+        scale, softcap, kernel, deterministic, sinks, site: see `packed_attention`.
         group, world_size: the ring.
     Returns:
         out and lse as of `packed_attention`.
@@ -84,6 +86,7 @@ def ring_attention(
         keys, values = _keys(held, r, k, v, kernel)
         with nvtx("attention"):
             part, part_lse = run.forward(q_in, keys, values, r.tables, params)
+        note(site, q_in, keys, r.tables, params)
         out, lse = (part.to(wide), part_lse) if first else merge_parts(out, lse, part, part_lse)
         first = False
     if sinks is not None:

@@ -72,7 +72,7 @@ def scatter_heads(q: Any, k: Any, v: Any, order: Any, inverse: Any, heads: HeadS
     Gradients of copied key/value heads are summed over their copies in fp32, by torch's own sum.
     """
     deal, (dim, dim_v) = heads.deal, heads.dims
-    parts = [_split(_deal_queries(q, deal), deal), _split(_copy(k, deal), deal), _split(_copy(v, deal), deal)]
+    parts = [_split(deal_queries(q, deal), deal), _split(_copy(k, deal), deal), _split(_copy(v, deal), deal)]
     # One copy puts parts together and sorts them by rank, as does one in the gradient of the split below.
     sent = torch.cat([part.transpose(0, 1) for part in parts], 2).contiguous()
     x = _all_to_all(sent, deal.ranks, heads.group).flatten(0, 1)
@@ -94,7 +94,7 @@ def gather_heads(out: Any, order: Any, inverse: Any, heads: HeadScatter) -> Any:
 def own_sinks(sinks: Any, heads: HeadScatter) -> Any:
     """(Hq,) -> (hq,), those of this rank's heads. All ranks hold the same; rank 0's copy gets the gradient."""
     deal = heads.deal
-    dealt = _deal_queries(sinks[None, :, None], deal).unflatten(1, (deal.ranks, -1)).flatten(2)[0].contiguous()
+    dealt = deal_queries(sinks[None, :, None], deal).unflatten(1, (deal.ranks, -1)).flatten(2)[0].contiguous()
     return _all_to_all(dealt, deal.ranks, heads.group)[0]
 
 
@@ -103,7 +103,7 @@ def _all_to_all(x: Any, ranks: int, group: str) -> Any:
     return _c10d.wait_tensor.default(_c10d.all_to_all_single.default(x, [1] * ranks, [1] * ranks, group))
 
 
-def _deal_queries(q: Any, deal: HeadDeal) -> Any:
+def deal_queries(q: Any, deal: HeadDeal) -> Any:
     """(R, Hq, D) -> (R, A hq, D): each group padded to its copies' parts, then heads to an equal deal."""
     missing = deal.copies * deal.part - deal.group
     if missing:
@@ -113,7 +113,7 @@ def _deal_queries(q: Any, deal: HeadDeal) -> Any:
 
 
 def _undeal_queries(x: Any, deal: HeadDeal) -> Any:
-    """(R, A hq, V) -> (R, Hq, V): the inverse of `_deal_queries`."""
+    """(R, A hq, V) -> (R, Hq, V): the inverse of `deal_queries`."""
     units, part = deal.heads_kv * deal.copies, deal.part
     x = x.narrow(1, 0, units * part).unflatten(1, (deal.heads_kv, deal.copies * part))
     return x.narrow(2, 0, deal.group).flatten(1, 2)

@@ -25,7 +25,8 @@ def argument_names(op: Any) -> tuple[str, ...]:
 
 def bind(op: Any, inputs: Sequence[Any]) -> SimpleNamespace:
     """All inputs of an op, by name."""
-    return SimpleNamespace(**dict(zip(argument_names(op), inputs, strict=True)))
+    missing = [argument.default_value for argument in op._schema.arguments[len(inputs) :]]
+    return SimpleNamespace(**dict(zip(argument_names(op), (*inputs, *missing), strict=True)))
 
 
 def call(op: Any, known: SimpleNamespace, **others: Any) -> Any:
@@ -38,7 +39,12 @@ def call(op: Any, known: SimpleNamespace, **others: Any) -> Any:
 def gradients(op: Any, inputs: SimpleNamespace, **named: Tensor | None) -> tuple[Any, ...]:
     """Gradients of an op's inputs in their order, None for all that are not named."""
     assert named.keys() <= set(argument_names(op)), f"{op} has no {named.keys() - set(argument_names(op))}"
-    return tuple(named.get(name, _no_gradient(getattr(inputs, name))) for name in argument_names(op))
+    found = [named.get(name, _no_gradient(getattr(inputs, name))) for name in argument_names(op)]
+    for argument in reversed(op._schema.arguments):  # the dispatcher leaves out what is as its default at the end
+        if not argument.has_default_value() or getattr(inputs, argument.name) != argument.default_value:
+            break
+        found.pop()
+    return tuple(found)
 
 
 def _no_gradient(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +25,10 @@ from .plan_inputs import Inputs
 
 
 def rewrite_site(
-    decision: Decision, sharding: Sharding, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node]
+    decision: Decision, sharding: Sharding, inputs: Inputs, replaced: Mapping[fx.Node, fx.Node], name: str
 ) -> fx.Node:
-    """The node that takes the site's place. `replaced`: attention may read an earlier one's output as it is."""
+    """The node that takes the site's place. `replaced`: attention may read an earlier one's output as it is. name: of
+    the site, for `max_logits`."""
     site, graph = decision.site, decision.node.graph
     value = site.node.meta["example_value"]
     tracer = GraphAppendingTracer(graph)
@@ -43,13 +46,27 @@ def rewrite_site(
         sinks = nodes[3] if site.sinks is not None else None
         how = decision.exchange, params, decision.kernel, sharding.keep_kv
         if decision.cut is None:
-            out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads)[0]
+            out = attend(q, k, v, plan[:4], plan[4:], *how, sinks, decision.heads, name)[0]
         else:
-            out = attend_gathered(q, k, v, plan[:4], params, decision.kernel, sinks)[0]
+            out = attend_gathered(q, k, v, plan[:4], params, decision.kernel, sinks, name)[0]
         batch = partial(size_of, fx.Proxy(replaced.get(site.query, site.query), tracer), 0)
         return _of_form(out, site.form, batch)
 
     return take_place(site.node, insert(site.node, emit, inputs.mode, "rewrite_sites"), inputs.mode)
+
+
+def site_names(decisions: Sequence[Decision]) -> list[str]:
+    """The module that each site is in, as `named_modules` has it; a second one in it gets a number."""
+    names: list[str] = []
+    seen: Counter[str] = Counter()
+    for decision in decisions:
+        stack = [*decision.node.meta.get("nn_module_stack", {}).values()]
+        # L['self'].layers.0.attn; of the model itself there is no entry
+        name = re.sub(r"^\w+(\[[^]]*\])*\.?", "", stack[-1][0]) if stack else ""
+        name = name or "attention"
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
 
 
 def _rows(x: fx.Proxy, dtype: torch.dtype, form: str) -> fx.Proxy:

@@ -17,7 +17,7 @@ from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.state import State
 
-from .attention import rewrite_site
+from .attention import rewrite_site, site_names
 from .erase import erase_dead
 from .inserts import insert_before
 from .keep_rows import enter_region, keep_rows, keep_sizes, leave_region
@@ -52,8 +52,9 @@ def rewrite_sites(state: State) -> State:
     readers = [_Reader(d.node, [replaced.get(node, node) for node in d.operands]) for d in state.decisions]
     live = live_nodes(state.graph_module, readers)
     stale += [n for d in state.decisions for n in (*d.site.node.all_input_nodes, *d.site.operands)]
-    for decision in state.decisions:
-        replaced[decision.site.node] = rewrite_site(decision, state.sharding, inputs, replaced)
+    names = site_names(state.decisions) if state.sharding.max_logits else [""] * len(state.decisions)
+    for decision, name in zip(state.decisions, names, strict=True):
+        replaced[decision.site.node] = rewrite_site(decision, state.sharding, inputs, replaced, name)
     erase_dead([node for node in stale if node not in replaced], live, inputs)
     for module in graph_modules(state.graph_module):
         module.recompile()

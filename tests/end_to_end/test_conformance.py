@@ -85,7 +85,7 @@ def write_table(found: dict[Cell, float]) -> None:
         "against dense attention in fp64 (worst relative norm), exact zeros in gradients of padding, two runs bitwise",
         "equal.",
         "",
-        "LSE is compared in every cell too.",
+        "LSE and largest logits per head are compared in every cell too.",
         "",
         "| exchange | cells | pass |",
         "| --- | --- | --- |",

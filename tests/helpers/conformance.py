@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.batch.active import ActivePlan, PlanInput, activate
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
@@ -40,9 +40,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 @dataclass(frozen=True)
 class RankAttention:
     """A rank's part of one cell. run: q, k, v and sinks -> out (R, Hq, V) and lse (Hq, R). indices: (B, T_l)
-    tokens of this rank, -1 for none."""
+    tokens of this rank, -1 for none. largest: the largest logit per head of what ran since."""
 
     run: Callable[..., tuple[Tensor, Tensor]]
+    largest: Callable[[], Tensor]
     indices: NDArray[np.int64]
 
 
@@ -55,21 +56,26 @@ def attend_on(
         if cell.exchange.startswith("a2a+"):
             mesh = grid_mesh(mesh.device_type, 2, mesh.size() // 2)
     annotated: Any = "needed" if cell.exchange in ("local", "push") else cell.exchange
-    sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated)
+    sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated, max_logits=True)
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))
     inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
     exchange, heads = ranks_of(cell.exchange, cell.heads, cell.dims, sharding)
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        found = attend(q, k, v, inputs[:4], inputs[4:], exchange, params, cell.kernel, cell.keep_kv, sinks, heads)
+        how = exchange, params, cell.kernel, cell.keep_kv, sinks, heads
+        with activate(active):
+            found = attend(q, k, v, inputs[:4], inputs[4:], *how, "cell")
         if heads is None:
             return found[0], found[1]
         order, inverse = inputs[-2:]
         # The lse of this rank's heads, (hq, A R), goes back as outputs of one column do.
         return found[0], gather_heads(found[1].t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
-    return RankAttention(run, active.plan.local_indices(active.sharding.rank))
+    def largest() -> Tensor:
+        return cp.max_logits(sharding)["cell"]
+
+    return RankAttention(run, largest, active.plan.local_indices(active.sharding.rank))
 
 
 def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
@@ -82,7 +88,8 @@ def make_inputs(cell: Cell, device: str | torch.device = "cpu") -> list[Tensor]:
 
 
 def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
-    """out, dq, dk, dv and lse of this rank, rows first, for the flat global rows `index`; dsinks if any."""
+    """out, dq, dk, dv and lse of this rank, rows first, for the flat global rows `index`; dsinks if any; and
+    `largest`, the largest logits."""
     device = device_of(mesh)
     inputs = make_inputs(cell, device)
     if cell.mask.packed:
@@ -104,7 +111,7 @@ def run_cell(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
     assert all((x[holes] == 0).all() for x in runs[0][1:4]), f"padding is not exact zero: {cell}"
     assert torch.isfinite(runs[0][0]).all(), f"padding is not finite: {cell}"
     rows = {name: x.detach()[~holes] for name, x in zip(("out", "dq", "dk", "dv"), runs[0][:4], strict=True)}
-    rows |= {"lse": runs[0][-1].t()[~holes], "index": index[~holes]}
+    rows |= {"lse": runs[0][-1].t()[~holes], "largest": attention.largest(), "index": index[~holes]}
     return {**rows, "dsinks": runs[0][4]} if cell.sinks else rows
 
 
@@ -141,6 +148,8 @@ def errors(cell: Cell, parts: list[dict[str, Tensor]]) -> Iterator[tuple[str, fl
         terms = weight.t()[..., None] * dense.detach() * dout  # whose sum over rows and V, taken off, is the gradient
         yield "dsinks", relative_error(torch.stack([part["dsinks"] for part in parts]).sum(0), expected[4], terms)
     yield "lse", logits_error(whole("lse"), lse.t())
+    for part in parts:
+        yield "largest logits", logits_error(part["largest"], logits.amax((1, 2)))
 
 
 def logits_error(actual: Tensor, expected: Tensor) -> float:

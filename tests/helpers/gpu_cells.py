@@ -160,7 +160,7 @@ def _compare(mesh: DeviceMesh, cell: Cell) -> tuple[float, float, str]:
     found = _without_copies(_joined(mesh, run_cell(mesh, cell), expected), cell)
     worst, ratios, failed, limit = 0.0, list[float](), list[str](), tolerance(cell.dtype)
     for name, want in expected.items():
-        error = (logits_error if name == "lse" else relative_error)(found[name], want)
+        error = (logits_error if name in ("lse", "largest") else relative_error)(found[name], want)
         if not error <= limit:
             failed.append(f"{name} {error:.1e} > {limit:.1e}")
         worst = max(worst, error / limit)
@@ -178,6 +178,9 @@ def _joined(mesh: DeviceMesh, parts: dict[str, Tensor], like: dict[str, Tensor])
     """The ranks' results as those of the whole row, on every rank."""
     found: dict[str, Tensor] = {}
     for name in like:
+        if name == "largest":
+            found[name] = parts[name]
+            continue
         whole = torch.zeros_like(like[name], memory_format=torch.contiguous_format)
         if name == "dsinks":
             whole += parts[name]
@@ -202,7 +205,7 @@ def whole_row(problem: Cell, exact: bool, device: torch.device) -> dict[str, Ten
     attention = attend_on(1, problem.rows, problem, problem.params, device)
     out, lse = attention.run(*leaves)
     found = dict(zip((*ROWS, "dsinks"), (out, *torch.autograd.grad(out, leaves, dout)), strict=False))
-    found |= {"lse": lse.t()}
+    found |= {"lse": lse.t(), "largest": attention.largest()}
     whole = {name: x.detach().float() for name, x in found.items()}
     return _without_copies(whole, problem)
 

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
+from cp_rewrite.ops.max_logits import watch_batch
 from cp_rewrite.sharding import Sharding
 
 from .plan import ActivePlan
@@ -58,7 +59,8 @@ def activate(plan: ActivePlan) -> Generator[None]:
     """Make `plan` the active one. It is remembered afterwards: unshard() of the outputs comes after the block."""
     token = _current.set((plan, True))
     try:
-        yield
+        with watch_batch(plan.sharding):
+            yield
     finally:
         done, plan.batch = _current.get(), {}
         _current.reset(token)

@@ -18,6 +18,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import as_rows, split_kv
+from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import finished
 from cp_rewrite.ops.schemas import call, fake_results, register_attention
 
@@ -38,14 +39,17 @@ def gathered_attention(
     kernel: str,
     deterministic: bool,
     sinks: Tensor | None,
+    site: str = "",
 ) -> tuple[Tensor, Tensor]:
     """`packed_attention` of q (R, Hq, D) over expanded rows k (E, Hkv, D) and v (E, Hkv, V); nothing travels.
 
     Returns out (R, Hq, V) and lse (Hq, R), as there.
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
+    params = Params(scale, softcap, deterministic)
     with nvtx("attention"):
-        out, lse = load(kernel).forward(q, k, v, tables, Params(scale, softcap, deterministic))
+        out, lse = load(kernel).forward(q, k, v, tables, params)
+    note(site, q, k, tables, params)
     return finished(out, lse, tables, sinks)
 
 
@@ -84,11 +88,11 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def attend_gathered(
-    q: Any, k: Any, v: Any, tables: Sequence[Any], params: Params, kernel: str, sinks: Any = None
+    q: Any, k: Any, v: Any, tables: Sequence[Any], params: Params, kernel: str, sinks: Any = None, site: str = ""
 ) -> Any:
     """(out, lse) of `gathered_attention`. Works on tensors and on graph proxies."""
     numbers = (params.scale, params.softcap, kernel, params.deterministic)
-    return _ops.gathered_attention.default(q, k, v, *tables, *numbers, sinks)
+    return _ops.gathered_attention.default(q, k, v, *tables, *numbers, sinks, *((site,) if site else ()))
 
 
 def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

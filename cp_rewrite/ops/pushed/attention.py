@@ -37,6 +37,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import finished
 from cp_rewrite.ops.schemas import bind, call, fake_results, register_attention
 from cp_rewrite.planning.columns import PlaceRow, StageRow
@@ -65,6 +66,7 @@ def pushed_attention(
     keep_kv: bool,
     group: str,
     sinks: Tensor | None,
+    site: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`packed_attention` with its exchange: (out, lse, kv). `route` holds the tensors of `PUSH`. With `keep_kv` kv are
     the expanded rows, (E, C), none where all is in place; else (0, C): they are pushed again in the backward."""
@@ -78,7 +80,7 @@ def pushed_attention(
     keys = near = k[in_place], v[in_place]
     kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
     if len(sizes := stages.forward_sizes(q, k, v, x)) > 1:
-        out, lse = stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes)
+        out, lse = stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes, site)
         return *finished(out, lse, tables, sinks), kv
     if int(x.capacity):
         with nvtx("exchange"):
@@ -95,6 +97,7 @@ def pushed_attention(
         out, lse = load(kernel).forward(q, *keys, tables, params, overlap)
     if int(x.capacity):
         main.wait_stream(side)
+    note(site, q, keys[0], tables, params, overlap and overlap.parts)
     return *finished(out, lse, tables, sinks), kv
 
 

@@ -31,6 +31,7 @@ from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import has_gaps
 from cp_rewrite.ops.schemas import fake_results
 from cp_rewrite.planning.columns import PlaceRow
@@ -140,7 +141,7 @@ def _start(k: Tensor, v: Tensor, route: Any, sizes: Sequence[int], group: str, a
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params, route: Any, kernel: str, kv: Tensor, group: str,
-    sizes: Sequence[int],
+    sizes: Sequence[int], site: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of `pushed_attention`, without sinks. kv: (E, C), to be kept, or of no row. k, v: `dense_rows`."""
     at, results = _Streams(q.device), fake_results(q, v)
@@ -162,6 +163,7 @@ def forward(
         with cuda.on(at.side):
             kv.copy_(push.rows)
     at.join()
+    note(site, q, keys[0], tables, params)
     if has_gaps(tables, q.shape[0]):
         zero_gaps(*results, tables.cu_seqlens_q, tables.cu_seqlens_k)
     return results
