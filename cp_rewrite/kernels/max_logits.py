@@ -10,7 +10,7 @@ tables of fixed sizes serve, in a CUDA graph too. Scale and soft cap are monoton
 Shapes: R local rows, E expanded rows, Hq = Hkv * GROUP heads, D head dim, taken as DIM0 + DIM1, powers of two.
 """
 # The language of triton has types of its own.
-# pyright: basic
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def max_logits(q_RHD: Tensor, k_EHD: Tensor, tables: Tables, params: Params, par
     Args:
         parts: where the forward ran in two parts: which keys are not among `k_EHD`.
     """
-    found = [_products(q, k, launch, params) for launch, q, k in _calls(q_RHD, k_EHD, tables, parts)]
+    found = [_products(q, k, launch) for launch, q, k in _calls(q_RHD, k_EHD, tables, parts)]
     return finished(torch.cat(found, 1).amax(1), params)
 
 
 def finished(products: Tensor, params: Params) -> Tensor:
-    """Logits of bare products that are multiplied by the sign of the scale; -inf stays."""
-    logits = products * abs(params.scale)
+    """Logits of bare products; -inf stays. The scale is positive (`match/check_operands.py`)."""
+    logits = products * params.scale
     logits = params.softcap * torch.tanh(logits / params.softcap) if params.softcap else logits
     return torch.where(products == -torch.inf, products, logits)
 
@@ -64,8 +64,8 @@ def _calls(
         yield launch, q, k_EHD[launch.keys[0] : launch.keys[1]]
 
 
-def _products(q: Tensor, k: Tensor, launch: Launch, params: Params) -> Tensor:
-    """(Hq, tiles) fp32, times the sign of the scale; -inf where a tile sees no key."""
+def _products(q: Tensor, k: Tensor, launch: Launch) -> Tensor:
+    """(Hq, tiles) fp32; -inf where a tile sees no key."""
     q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
     rows, heads, dim = q.shape
     tile, keys, warps, stages = next((how for most, how in TILES.items() if dim <= most), _LARGEST)
@@ -81,7 +81,7 @@ def _products(q: Tensor, k: Tensor, launch: Launch, params: Params) -> Tensor:
     _kernel[(tiles * heads,)](
         q, k, launch.cu_seqlens_q, launch.cu_seqlens_k, out, rows, entries, tiles, *strides, left, right,
         GROUP=group, DIM=dim, DIM0=max(dim0, 16), DIM1=dim1, TILE=tile, KEYS=keys, LEFT=left != _NO_LIMIT,
-        NEGATIVE=params.scale < 0, num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -141,7 +141,7 @@ def _kernel(
     q, k, cu_seqlens_q, cu_seqlens_k, out, rows, entries, tiles,
     q_row, q_head, k_row, k_head, left, right,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM0: tl.constexpr, DIM1: tl.constexpr, TILE: tl.constexpr,
-    KEYS: tl.constexpr, LEFT: tl.constexpr, NEGATIVE: tl.constexpr,
+    KEYS: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     # Heads that share keys side by side, then tiles, those with most keys first, then heads of keys.
     at = tl.program_id(0)
@@ -153,8 +153,6 @@ def _kernel(
     k += kv.to(tl.int64) * k_head
     q0 = _columns(q, row0, rows, q_row, 0, DIM0, DIM, TILE, True)
     q1 = _columns(q, row0, rows, q_row, DIM0, DIM1, DIM, TILE, True) if DIM1 > 0 else q0
-    if NEGATIVE:
-        q0, q1 = -q0, -q1
     entry, last = 0, entries  # of all entries the first that ends beyond row0
     while entry < last:
         middle = (entry + last) // 2
