@@ -15,10 +15,10 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, check_not_exported, number_tokens, token_dim_of
 from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.diagnose.agreed_inputs import AgreedInputs
 from cp_rewrite.diagnose.check_calls import CallChecks
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture.capture import capture
-from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.values.conditions import PlanConditions
@@ -185,22 +185,20 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanConditions) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
-    unchecked, weights = list(state.masks), weight_places(state.graph_module)
+    unchecked, agreed = list(state.masks), AgreedInputs(state)
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
-        checks.check(plan, args)
-        if weights:
-            agree.on_weights(sharding, {name: args[place] for name, place in weights.items()})
-            weights.clear()
+        with agreed.or_failed(sharding):
+            checks.check(plan, args)
+        agreed.compare(plan, args)
         if unchecked:
             check_masks(unchecked, plan, args)
             if sharding.verify != "every_step":
                 unchecked.clear()
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
-        out = compiled(*args)
-        checks.mark(out)
+        out = checks.results(plan, compiled(*args))
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

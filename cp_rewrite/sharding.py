@@ -244,11 +244,12 @@ class Sharding:
         shift_labels: bool = False,
         label_arg: str = "labels",
         drop: Sequence[str] = (),
+        fill: Mapping[str, float] | None = None,
     ) -> AbstractContextManager[LocalBatch]:
         """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
         from cp_rewrite.batch.shard import shard  # batch/ imports this file
 
-        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg, drop=drop)
+        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg, drop=drop, fill=fill)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""

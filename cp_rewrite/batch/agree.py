@@ -38,6 +38,9 @@ _ADVICE = {
     "masks": "found no mask among the batch's arguments. Give every rank of the group the same batch",
     "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
     "rank the same seed or checkpoint",
+    "arguments": "call the model with other arguments than rank 0, and what tokens does not name is taken to be the "
+    "same on all ranks. Compute it of the whole batch, before `shard`; or give it a value per token, and name it in "
+    "tokens",
     "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
     "gradient on all ranks, or on none",
 }
@@ -94,6 +97,17 @@ def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
         whole = {n: x for n, x in whole.items() if not x.is_meta and x.untyped_storage().nbytes()}
         prints = _fingerprints(list(whole.values()))
         _compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
+
+
+def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
+    """Compare a sample of what a model is called with beside tokens. Raises as `on_graph`."""
+    if talks(sharding):
+        plain = {
+            name: value for name, value in values.items() if type(value) is Tensor and value.layout == torch.strided
+        }
+        prints = dict(zip(plain, _fingerprints(list(plain.values())), strict=True)) if plain else {}
+        others = {name: _fingerprint(value) for name, value in values.items() if name not in plain}
+        _compare(sharding, "arguments", "\n".join(f"{name}: {text}" for name, text in (prints | others).items()))
 
 
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:

@@ -45,7 +45,8 @@ class Buffers:
                 f"with capacity, {key} keeps its shape and dtype, {tuple(known.shape)} {known.dtype}; "
                 f"this batch's is {tuple(tensor.shape)} {tensor.dtype}"
             )
-        return known.copy_(tensor.pin_memory() if known.is_cuda and not tensor.is_cuda else tensor, non_blocking=True)
+        known.copy_(tensor.pin_memory() if known.is_cuda and not tensor.is_cuda else tensor, non_blocking=True)
+        return known.detach()  # a tensor of its own for each batch: what is asked of one (gradients) ends with it
 
     def keep(self, name: str, value: Any) -> None:
         """Raise unless `value` is that of the first batch: a captured step can't know another."""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cp_rewrite.planning.batch_plan import BatchPlan
 
-from .active import to_device
+from .active import beside, take_tokens, to_device
 
 
-def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Tensor:
+def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: float) -> Tensor:
     """What one rank gets of a tensor of the global batch. Inverse: `join_tokens` of all ranks' parts.
 
         T = 6 tokens of one row     a b c d e f
@@ -25,19 +25,11 @@ def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: int) -> Te
     Returns:
         x with T_l entries at `dim`.
     """
-    index = to_device(torch.from_numpy(np.maximum(indices, 0)), x.device)
-    shape = [1] * x.ndim
-    shape[dim] = indices.shape[1]
-    if len(indices) == 1:
-        cut = x.index_select(dim, index[0])
-    else:
-        shape[dim - 1] = len(indices)
-        sizes = [*x.shape[:dim], indices.shape[1], *x.shape[dim + 1 :]]
-        cut = x.gather(dim, index.view(shape).expand(sizes))
+    cut = take_tokens(x, dim, to_device(torch.from_numpy(np.maximum(indices, 0)), x.device))
     if not (indices < 0).any():
         return cut
     hole = to_device(torch.from_numpy(indices < 0), x.device)
-    return cut.masked_fill(hole.view(shape), fill)
+    return cut.masked_fill(beside(hole, x, dim), fill)
 
 
 def join_tokens(x: Tensor, dim: int, plan: BatchPlan) -> Tensor:

@@ -13,12 +13,22 @@ from torch.utils.data import get_worker_info
 from cp_rewrite.arguments import flag, named_values
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
-from cp_rewrite.packing import packing_args, whole_args
+from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
 
 from . import agree, heartbeat
-from .active import ActivePlan, activate, batch_number, check_no_batch, mark_token_dim, number_tokens, to_device
+from .active import (
+    ActivePlan,
+    PackingValues,
+    activate,
+    batch_number,
+    check_no_batch,
+    mark_token_dim,
+    number_tokens,
+    to_device,
+    version_of,
+)
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted
@@ -51,6 +61,7 @@ def shard(
     shift_labels: bool = False,
     label_arg: str = "labels",
     drop: Sequence[str] = (),
+    fill: Mapping[str, float] | None = None,
 ) -> Generator[LocalBatch]:
     """Cut a global batch and make its plan active for the calls inside.
 
@@ -72,6 +83,8 @@ def shard(
             are, as the graph shows, gets their count instead.
         label_arg: name of the labels.
         drop: names of what the model does not take: it is read and cut as all else, and not handed over.
+        fill: argument -> what it holds in rows without a token, where that is not 0: targets of a loss outside of the
+            model with their ignore_index, which are not called labels.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
@@ -86,8 +99,9 @@ def shard(
         check_no_batch()
         flag("shift_labels", shift_labels)
         _check_drop(drop, batch, shift_labels)
+        fill = dict.fromkeys(drop, 0) | dict(_checked_fill(fill or {}, sharding))
         plan = plan_of(sharding, batch, lengths)
-        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels)
+        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels, fill)
         if active.masks:
             agree.on_masks(sharding)
     except Exception as error:
@@ -111,8 +125,24 @@ def _check_drop(drop: Sequence[str], batch: Mapping[str, Any], shift_labels: boo
         raise KeyError(f"drop names {unknown}, which the batch does not have; it has {sorted(batch)}")
 
 
+def _checked_fill(fill: Any, sharding: Sharding) -> Mapping[str, float]:
+    given: Mapping[str, Any] = named_values("fill", fill)
+    unknown = [name for name in given if name not in sharding.tokens]
+    if unknown:
+        raise KeyError(f"fill names {unknown}, which tokens does not; it names {sorted(sharding.tokens)}")
+    wrong = next((name for name, value in given.items() if not isinstance(value, int | float)), None)
+    if wrong is not None:
+        raise TypeError(f"fill[{wrong!r}] must be a number, got {given[wrong]!r}")
+    return given
+
+
 def _cut_batch(
-    sharding: Sharding, batch: Mapping[str, Any], plan: BatchPlan, label_arg: str, shift_labels: bool
+    sharding: Sharding,
+    batch: Mapping[str, Any],
+    plan: BatchPlan,
+    label_arg: str,
+    shift_labels: bool,
+    fill: Mapping[str, float],
 ) -> tuple[ActivePlan, dict[str, Any]]:
     """(the plan to make active, the values that this rank's model is called with)."""
     tokens = dict(sharding.tokens) | ({SHIFTED: sharding.tokens.get(label_arg, 0)} if shift_labels else {})
@@ -121,9 +151,9 @@ def _cut_batch(
     labels = [name for name in tokens if is_label(name, values[name], label_arg)]
     indices = plan.local_indices(sharding.rank)
     _check_labels(plan, {name: values[name] for name in labels}, tokens, label_arg if shift_labels else "")
-    copies = _with_copies(sharding, plan, {name: values[name] for name in tokens if name not in labels}, tokens)
+    spares = _spares(sharding, plan, {name: values[name] for name in tokens if name not in labels}, tokens)
     for name, dim in tokens.items():
-        values[name] = cut_tokens(values[name], dim, indices, IGNORE_INDEX if name in labels else 0)
+        values[name] = cut_tokens(values[name], dim, indices, fill.get(name, IGNORE_INDEX if name in labels else 0))
     counted = (COUNT,) if shift_labels else ()
     values |= _moved(sharding, values, (*tokens, *packing_args(sharding.packing), *counted))
     masks, stand_ins = replace_masks(sharding, plan, batch)
@@ -131,18 +161,19 @@ def _cut_batch(
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
     active.masks = frozenset(masks)
-    if sharding.capacity is None:
-        names = whole_args(sharding.packing)
-        active.offsets = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
     active.counted = label_arg if shift_labels and COUNT not in given else None
+    active.labels, active.fill, active.spares = labels, fill, spares
     if sharding.capacity is not None:
         values = fixed_values(sharding, sharding.capacity, values, masks)
         buffers = buffers_of(sharding)
-        copies = {name: buffers.fill(("copies", name), value, value.device) for name, value in copies.items()}
+        active.spares = {name: buffers.fill(("spare", name), x, x.device) for name, x in spares.items()}
         active.refill()
         for readers in tuple(buffers.padding_readers):
             active.check_padding(readers)
-    active.copies = {id(values[name]): (values[name], filled) for name, filled in copies.items()}
+    active.packed = PackingValues(sharding, values, torch.from_numpy(indices >= 0))
+    unseen = [n for n, x in batch.items() if isinstance(x, Tensor) and x.device.type != "cpu" and n not in tokens]
+    handed = [x for name, x in values.items() if isinstance(x, Tensor) and name not in unseen]
+    active.handed = {id(x): (x, version_of(x)) for x in handed}
     for tensor in (*stand_ins, *(values[name] for name in tokens)):
         number_tokens(tensor, active.number)
     for name, dim in tokens.items():
@@ -162,16 +193,16 @@ def _check_labels(plan: BatchPlan, labels: Mapping[str, Tensor], tokens: Mapping
             check_labels(name, values, tokens[name], padding, shifted_from if name == SHIFTED else "")
 
 
-def _with_copies(
+def _spares(
     sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Tensor], tokens: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """This rank's tokens as the compiled model reads them: rows without a token hold copies of others. Nothing where
-    no rank has such rows, in this batch or in others that replay its step."""
-    if sharding.capacity is None and not plan.fill:
+    """Of each argument the row of which this rank's fill is a copy where it has no row to copy itself. Nothing where
+    it has, in this batch and in others that replay its step."""
+    if sharding.capacity is None and not (plan.fill and (plan.copied_rows(sharding.rank) == plan.local_size).any()):
         return {}
-    indices = plan.filled_indices(sharding.rank)
-    copies = {name: cut_tokens(value, tokens[name], indices, 0) for name, value in batch.items()}
-    return copies | _moved(sharding, copies, tuple(copies))
+    last = plan.filled_indices(sharding.rank)[:, -1:]
+    spares = {name: cut_tokens(value.detach(), tokens[name], last, 0) for name, value in batch.items()}
+    return spares | _moved(sharding, spares, tuple(spares))
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:

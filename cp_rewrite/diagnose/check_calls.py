@@ -8,12 +8,11 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim
+from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim, packing_names
 from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
-from cp_rewrite.packing import whole_args
-from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.graph.regions import region_call, region_calls
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
+from cp_rewrite.passes.graph.regions import outputs_of, region_call, region_calls
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import source_line
@@ -33,12 +32,13 @@ class CallChecks:
         names = [state.tokens.names.get(node, "") for node in inputs]
         self.masks = [(i, state.tokens.masks[node]) for i, node in enumerate(inputs) if node in state.tokens.masks]
         self.tables = [(i, state.tables[node]) for i, node in enumerate(inputs) if node in state.tables]
-        self.offsets = [(i, name, name) for i, name in enumerate(names) if name in whole_args(packing)]
-        equal = [(i, state.offsets[node]) for i, node in enumerate(inputs) if node in state.offsets]
-        self.offsets += [(i, name, packing.arg) for i, name in equal]
+        self.packing = [(i, name, name) for i, name in enumerate(names) if name in packing_names(state.sharding)]
+        self.packing += [(i, state.offsets[x], packing.arg) for i, x in enumerate(inputs) if x in state.offsets]
         live = live_nodes(state.graph_module, ())
         self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
         self.moved = _moved_arguments(state)
+        trained = [x for x in outputs_of(state.graph_module) if isinstance(x, fx.Node) and needs_gradient(x)]
+        self.loss_outside = bool(trained) and all(value_of(x).ndim > 0 for x in trained)
 
     def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
         """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""
@@ -48,25 +48,35 @@ class CallChecks:
             plan.check_mask(argument, args[place])
         for place, table in self.tables:
             table.check(args[place])
-        for place, name, of in self.offsets:
-            plan.check_offsets(name, args[place], of)
+        for place, name, of in self.packing:
+            plan.check_packing(name, args[place], of)
         if self.sums:
             plan.check_full(self.sums)
         plan.check_padding(self.readers)
+        if self.loss_outside:
+            plan.check_unread(self.places)
         if self.conditions and plan.plan.fill:
             self.conditions.check(args, plan.plan.rows[0].total)
 
     def arguments(self, plan: ActivePlan, args: Sequence[Any]) -> list[Any]:
         """A call's arguments as the graph reads them."""
-        return plan.with_copies(with_true_count(plan, self.places, self.moved, args))
+        read = list(with_true_count(plan, self.places, self.moved, args))
+        for place, name, dim in self.tokens:
+            read[place] = plan.as_read(name, read[place], dim)
+        return read
 
-    def mark(self, out: Sequence[Any]) -> None:
-        """Note of each result whether it is a part of a sum, and where its tokens are."""
-        for value, dim, is_part in zip(out, self.outputs, self.parts, strict=True):
-            if isinstance(value, Tensor) and is_part:
-                mark_part(value)
-            if isinstance(value, Tensor) and dim is not None:
-                mark_token_dim(value, dim)
+    def results(self, plan: ActivePlan, out: Sequence[Any]) -> list[Any]:
+        """A call's results, with what is known of each: whether it is a part of a sum, and where its tokens are."""
+        found = list(out)
+        for i, (dim, is_part) in enumerate(zip(self.outputs, self.parts, strict=True)):
+            if not isinstance(found[i], Tensor):
+                continue
+            if is_part:
+                mark_part(found[i])
+            if dim is not None:
+                found[i] = plan.without_fill_gradient(found[i], dim) if self.loss_outside else found[i]
+                mark_token_dim(found[i], dim)
+        return found
 
 
 def _moved_arguments(state: State) -> set[str]:

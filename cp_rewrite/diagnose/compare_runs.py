@@ -149,9 +149,7 @@ class _Runner:
             plan = active_plan(self.sharding)
             checks.check(plan, args)
             plan_tensors = (plan.tensor(key) for key in state.inputs)
-            out = state.graph_module(*checks.arguments(plan, args), *plan_tensors)
-            checks.mark(out)
-            return out
+            return checks.results(plan, state.graph_module(*checks.arguments(plan, args), *plan_tensors))
 
         return run
 

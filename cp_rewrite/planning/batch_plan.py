@@ -83,6 +83,11 @@ class BatchPlan:
                 row[row < 0] = np.where(place >= 0, row[place], first)[row < 0]
         return indices
 
+    def copied_rows(self, rank: int) -> Int:
+        """(B, T_l) int64: the local row that each is a copy of, fill of others; T_l: of one that this rank has not."""
+        held = np.take_along_axis(self.local_rows(rank), self.filled_indices(rank), axis=1)
+        return np.where(held >= 0, held, self.local_size)
+
     def schedule(self, mask: PackedMask) -> Schedule:
         """The schedule of attention under `mask`, for all ranks."""
         if mask not in self._schedules:

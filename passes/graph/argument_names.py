@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import nn
 
 from .dynamo_frame import wrapped_names
-from .dynamo_internals import is_of_module, source_name, source_of
+from .dynamo_internals import is_of_module, is_size, source_name, source_of
 
 _COMPONENT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]|\.([A-Za-z_]\w*)""")
 
@@ -59,6 +59,17 @@ def weight_places(gm: fx.GraphModule) -> dict[str, int]:
         source = source_of(node)
         if isinstance(node.meta.get("example_value"), torch.Tensor) and source is not None and is_of_module(source):
             places[source_name(source)] = place
+    return places
+
+
+def number_places(gm: fx.GraphModule) -> dict[str, int]:
+    """Where a graph's inputs are whole numbers that a caller passed, and no sizes of tensors: their names -> places."""
+    places: dict[str, int] = {}
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        source = source_of(node)
+        number = isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat) and source is not None
+        if number and not is_of_module(source) and not is_size(source):
+            places[_last_component(source_name(source))[0]] = place
     return places
 
 

@@ -80,6 +80,11 @@ def is_of_module(source: Any) -> bool:
     return not _OF_MODULES.isdisjoint(kinds)
 
 
+def is_size(source: Any) -> bool:
+    """Whether a source is a size or a stride of a tensor."""
+    return isinstance(source, dynamo.TensorPropertySource)
+
+
 def input_value(placeholder: fx.Node) -> Any:
     """The very object that an input of the graph is, while a backend runs; None outside of one."""
     return getattr(placeholder.meta.get("grapharg"), "example", None)

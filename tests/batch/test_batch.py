@@ -68,7 +68,7 @@ def test_fill_is_0_and_for_the_model_a_copy_of_a_ranks_last_token() -> None:
         assert local.has_token.tolist() == [[True, True, True, False, False]] * 2
         assert local["ids"].tolist() == [[0, 1, 2, 0, 0], [6, 7, 8, 0, 0]]
         assert (local["x"][:, 3:] == 0).all()
-        ids, docs, read = active_plan(sharding).with_copies([local["ids"], local["doc"], local["x"]])
+        ids, docs, read = (active_plan(sharding).as_read(name, local[name], 1) for name in ("ids", "doc", "x"))
         assert ids.tolist() == [[0, 1, 2, 2, 2], [6, 7, 8, 9, 9]]
         assert docs.tolist() == [[0, 0, 0, 0, 0], [-1, -1, -1, 5, 5]]
         assert torch.equal(read, x.flatten(0, 1)[ids])

@@ -1,9 +1,11 @@
 """The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
 
 from .current import activate, active_plan, check_no_batch, check_not_exported, in_batch, last_plan
-from .marks import batch_number, is_part, mark_part, mark_token_dim, number_tokens, token_dim_of
+from .marks import batch_number, is_part, mark_part, mark_token_dim, number_tokens, token_dim_of, version_of
+from .packing_values import PackingValues, packing_names
 from .plan import ActivePlan, to_device
 from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_INDEX, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from .take_tokens import beside, take_tokens
 
 __all__ = [
     "HAS_TOKEN",
@@ -13,10 +15,12 @@ __all__ = [
     "TOKEN_INDEX",
     "TOKEN_ROWS",
     "ActivePlan",
+    "PackingValues",
     "PlanInput",
     "activate",
     "active_plan",
     "batch_number",
+    "beside",
     "check_no_batch",
     "check_not_exported",
     "in_batch",
@@ -25,6 +29,9 @@ __all__ = [
     "mark_part",
     "mark_token_dim",
     "number_tokens",
+    "packing_names",
+    "take_tokens",
     "to_device",
     "token_dim_of",
+    "version_of",
 ]

@@ -30,6 +30,11 @@ def number_tokens(value: Tensor, number: int) -> None:
     value._cp_rewrite_batch = number  # type: ignore[attr-defined]
 
 
+def version_of(value: Tensor) -> int:
+    """How often a tensor was written to; -1: torch does not count."""
+    return -1 if value.is_inference() else value._version
+
+
 def batch_number(value: Tensor) -> int | None:
     """The batch that a tensor was cut from; None: unknown."""
     return getattr(value, "_cp_rewrite_batch", None)

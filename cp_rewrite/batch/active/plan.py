@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cp_rewrite.batch.buffers import buffers_of
 from cp_rewrite.batch.masks.argument import MaskArgument, mask_argument
-from cp_rewrite.batch.padding import PaddingReaders
+from cp_rewrite.batch.padding import IGNORE_INDEX, PaddingReaders
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes import grid
@@ -25,8 +26,10 @@ from cp_rewrite.planning.token_reads.neighbours import Neighbours, neighbours_ro
 from cp_rewrite.planning.token_reads.scans import Scan, scan_tables
 from cp_rewrite.sharding import Sharding
 
-from .marks import batch_number
-from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from .marks import batch_number, version_of
+from .packing_values import PackingValues, packing_names
+from .plan_input import COPIED_ROWS, HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from .take_tokens import beside, with_valid_fill
 
 
 @dataclass(eq=False)
@@ -46,12 +49,16 @@ class ActivePlan:
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
     masks: Collection[str] = ()
     """The arguments that are masks of whole rows."""
-    offsets: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """What `shard` handed over of the arguments that tell documents apart for the whole row."""
-    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
-    """By `id`: what `shard` handed over, and what the compiled model reads instead. Rows without a token hold 0 in the
-    one, so that they count in no sum that the caller masks, and copies of other rows in the other, so that what the
-    model computes of them is as valid as of those."""
+    labels: Collection[str] = ()
+    """The arguments in which IGNORE_INDEX says that a token is no target."""
+    fill: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By argument: what it holds in rows without a token, where the caller said so."""
+    spares: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By argument: the row of which fill is a copy where this rank has no such row itself."""
+    packed: PackingValues | None = None
+    """What documents were read from."""
+    handed: Mapping[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
+    """By `id`: the tensors that `shard` handed over and that all ranks have compared, and their versions then."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By mask, exchange and rank."""
@@ -97,9 +104,56 @@ class ActivePlan:
             buffers_of(self.sharding).padding_readers.add(readers)  # a step that is replayed checks nothing
         readers.check(self.sharding, self.plan, self.batch)
 
-    def with_copies(self, args: Sequence[Any]) -> list[Any]:
-        """A call's arguments, those that `shard` handed over as the compiled model reads them."""
-        return [self.copies[id(value)][1] if id(value) in self.copies else value for value in args]
+    def as_read(self, name: str, value: Tensor, dim: int) -> Tensor:
+        """A call's argument as the compiled model reads it: fill holds copies of other rows, so that what is computed
+        of it is as valid as of those; of labels it is no target. What `shard` handed over holds 0 there, so that it
+        counts in no sum that the caller masks."""
+        if name not in self.tokens or not self._fills:
+            return value
+        has_token = self.tensor(HAS_TOKEN)
+        if name in self.labels and not value.is_floating_point():
+            return value.masked_fill(~beside(has_token, value, dim), IGNORE_INDEX)
+        spare = self.spares.get(name)
+        fits = spare is not None and spare.dtype == value.dtype and _others(spare, dim) == _others(value, dim)
+        return with_valid_fill(value, dim, has_token, self.tensor(COPIED_ROWS), spare if fits else None)
+
+    def without_fill_gradient(self, value: Tensor, dim: int) -> Tensor:
+        """A result whose rows without a token give the model no gradient: they are copies, and a loss outside of the
+        model that counts them would count a token twice."""
+        if not self._fills or not value.requires_grad:
+            return value
+        return torch.where(beside(self.tensor(HAS_TOKEN), value, dim), value, value.detach())
+
+    def check_unread(self, read: Collection[str]) -> None:
+        """Raise where a batch has whole numbers per token that a model without a loss does not read, and nobody said
+        what they hold in rows without a token: 0 would be a class to a loss outside."""
+        if not self.plan.fill and self.sharding.capacity is None:
+            return
+        known = {*read, *self.labels, *self.fill, *packing_names(self.sharding)}
+        for name in self.tokens:
+            given: Any = self.batch.get(name)
+            whole = given is not None and not given.is_floating_point() and given.dtype != torch.bool
+            if whole and name not in known:
+                raise ValueError(
+                    f"batch[{name!r}] holds whole numbers, which the model does not read, and rows that fill up a rank "
+                    f"hold 0 in it: a class, to a loss of what the model returns. Say what they are to hold: "
+                    f"shard(batch, fill={{{name!r}: {IGNORE_INDEX}}}) for targets, {{{name!r}: 0}} where 0 counts "
+                    "nothing, as in a mask"
+                )
+
+    def is_as_handed(self, name: str, value: Any) -> bool:
+        """Whether a call's argument is what `shard` handed over, and compared, and was not written to since."""
+        if not isinstance(value, Tensor):
+            given = self.batch.get(name)
+            return isinstance(given, int | float) and given == value
+        known = self.handed.get(id(value))
+        return known is not None and known[1] == version_of(value) != -1
+
+    @cached_property
+    def _fills(self) -> bool:
+        """Whether this rank has rows without a token, or may have some when this step is replayed."""
+        fixed = self.sharding.capacity is not None
+        return fixed or bool((self.plan.local_indices(self.sharding.rank) < 0).any())
 
     def check_tokens(self, name: str, value: Tensor, dim: int, size: int) -> None:
         """Raise unless a call's argument, of `size` tokens at `dim`, can be this rank's part of this batch."""
@@ -121,21 +175,11 @@ class ActivePlan:
                 "batch's: call it with what `with sharding.shard(batch) as local:` gives, model(**local)"
             )
 
-    def check_offsets(self, name: str, value: Tensor, of: str) -> None:
-        """Raise unless an argument of a call holds what documents were read from, argument `of`. On a GPU, which the
-        host does not wait for, an assertion there."""
-        given = self.offsets.get(of, value)
-        if value is given:
-            return
-        wrong = f"{name} of this call are not those of the batch: its documents were read from batch[{of!r}]"
-        if value.device.type == "cpu" != given.device.type:  # `shard` moved what it knows to tell documents apart
-            given = torch.as_tensor(self.batch[of])
-        if value.shape != given.shape or value.device != given.device:
-            raise ValueError(wrong)
-        if value.is_cuda:
-            torch._assert_async((value == given).all(), wrong)
-        elif not torch.equal(value, given.to(value.dtype)):
-            raise ValueError(wrong)
+    def check_packing(self, name: str, value: Tensor, of: str) -> None:
+        """Raise unless an argument of a call says of documents what argument `of` of the batch did."""
+        # Writes by other ways than torch's ops leave the version as it is; the host sees them at no cost.
+        if self.packed is not None and not (value.is_cuda and name == of and self.is_as_handed(of, value)):
+            self.packed.check(name, value, of)
 
     def most_received(self, read: Neighbours) -> int:
         """Rows that come from other ranks, of the rank that gets most."""
@@ -188,12 +232,19 @@ class ActivePlan:
         indices = self.plan.local_indices(self.sharding.rank)
         if key == HAS_TOKEN:
             return indices >= 0
+        if key == COPIED_ROWS:
+            return self.plan.copied_rows(self.sharding.rank)
         if (indices != indices[:1]).any():
             raise ValueError(
                 "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
                 "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
         return self.plan.filled_indices(self.sharding.rank)[0]
+
+
+def _others(x: Tensor, dim: int) -> list[int]:
+    """The sizes of all dims but one."""
+    return [size for i, size in enumerate(x.shape) if i != dim]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -65,6 +65,8 @@ HAS_TOKEN = PlanInput(PlanTensor("has_token"))
 """(B, T_l) bool: whether a local row holds a token or fills the rank up. It belongs to no mask or exchange."""
 TOKEN_INDEX = PlanInput(PlanTensor("token_index"))
 """(B, T_l) int64: as `row_index`, for each row of the batch its own."""
+COPIED_ROWS = PlanInput(PlanTensor("copied_rows"))
+"""(B, T_l) int64: the local row that each is a copy of, T_l where this rank has not that row. No graph reads it."""
 TOKEN_ROWS = PlanInput(PlanTensor("token_rows"))
 """(T, B) int64: the local row of each token of the global rows, -1 of another rank's. It belongs to no mask."""
 IN_DOCUMENT = PlanInput(PlanTensor("in_document"))

@@ -123,11 +123,9 @@ def _lines(plan: BatchPlan, scan: Scan) -> list[_Line]:
 
 def _copied(plan: BatchPlan, rank: int) -> Int:
     """(B T_l,) each local row among them; of fill the one that it is a copy of, where this rank has that."""
-    tokens, rows = plan.filled_indices(rank), np.arange(len(plan.rows) * plan.local_size)
-    held = np.take_along_axis(plan.local_rows(rank), tokens, axis=1)
-    held = held + np.arange(len(plan.rows))[:, None] * plan.local_size * (held >= 0)
-    fill = (plan.local_indices(rank) < 0).reshape(-1) & (held.reshape(-1) >= 0)
-    return np.where(fill, held.reshape(-1), rows)
+    held, own = plan.copied_rows(rank), np.arange(plan.local_size)
+    rows = np.where(held < plan.local_size, held, own) + np.arange(len(plan.rows))[:, None] * plan.local_size
+    return rows.reshape(-1)
 
 
 def _check_apart(plan: BatchPlan, scan: Scan) -> None:
