@@ -1,7 +1,7 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
-from cp_rewrite.batch.gradients import sum_gradients
-from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.batch.steps.gradients import sum_gradients
+from cp_rewrite.batch.steps.token_mean import token_mean
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize

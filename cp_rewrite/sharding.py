@@ -257,6 +257,27 @@ class Sharding:
 
         return unshard(self, x, dim)
 
+    def whole(self, value: Tensor) -> Tensor:
+        """The value that one process has, of a loss or another sum over tokens that the compiled model returned.
+
+            with sharding.shard(batch) as local:
+                loss = sharding.whole(model(**local).loss)   # or model(**local), as it was returned
+            loss.backward()                                  # as without it
+
+        A part of a sum, as of a summed loss, is added up over the ranks; what is whole already, as a mean loss or what
+        `parallelize`'s model returns, stays as it is. No host waits for the device. The gradient is what it was: this
+        rank's part, for `sum_gradients`.
+
+        Returns:
+            A tensor of the same shape and dtype, the same on every rank.
+        Raises:
+            TypeError, ValueError: no tensor; values of tokens; what was computed from outputs outside of the model,
+                which may be a part or the whole.
+        """
+        from cp_rewrite.batch.steps.token_mean import whole  # batch/ imports this file
+
+        return whole(value, self)
+
 
 def require_sharding(value: Any) -> Sharding:
     """`value`, if it is an annotation; a TypeError otherwise."""

@@ -133,14 +133,11 @@ def train(rank: int, world_size: int, args: argparse.Namespace, name: str) -> di
         if sharding is None:
             loss = model(**batch).loss
             loss.backward()
-            loss = loss.detach()
         else:
             with sharding.shard(batch, shift_labels=True) as local:
-                loss = compiled(**local).loss
+                loss = sharding.whole(compiled(**local).loss)
             loss.backward()
             cp.sum_gradients(model.parameters(), sharding)
-            loss = loss.detach()
-            dist.all_reduce(loss)
         result["losses"].append(float(loss))
         result["gradients"] = result["gradients"] or {n: p.grad.clone() for n, p in model.named_parameters()}
         optimizer.step()

@@ -1,10 +1,13 @@
 """All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
 
-Ranks compare texts, kind by kind (`graph`, `batch`, …) and turn by turn, through the group's store: from host to host,
-with no collective, and nothing waits for a GPU.
+Ranks compare texts of some kind (`graph`, `batch`, …), turn by turn, through the group's store: from host to host, with
+no collective, and nothing waits for a GPU. Turns of all kinds are counted together: a rank that skips one comes to the
+next with another kind than the others, and all raise.
 
-    …/batch/7/hash/0, 1, …     the digest of each rank's text of turn 7: written by each, read by all
-    …/batch/7/text/0, 1, …     the texts themselves, only if digests differ
+    …/7/hash/0, 1, …     kind and digest of each rank's text of turn 7: written by each, read by all
+    …/7/text/0, 1, …     the texts themselves, only if digests differ
+
+A rank that is not there for `PATIENCE_S` is named on stderr, with the line that it is at.
 
 A batch costs four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes
 and 0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a
@@ -16,8 +19,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,8 +34,18 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of, timeout_of
 
-_turns: Counter[tuple[str, str]] = Counter()
-"""Turns so far, by group and kind: the same on all ranks, which compare alike often."""
+from . import heartbeat
+
+PATIENCE_S = 20.0
+_turns: Counter[str] = Counter()
+"""Turns so far, by group: the same on all ranks, which compare alike often."""
+_CALLS = {
+    "graph": "compiles a model",
+    "batch": "enters sharding.shard(batch)",
+    "masks": "enters sharding.shard(batch)",
+    "weights": "first calls a model that it compiled, or shards one",
+    "gradients": "calls cp.sum_gradients",
+}
 _ADVICE = {
     "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
     "annotation and batch shapes",
@@ -49,7 +65,7 @@ _ORDER = (
     "Each process walks a Python set in an order of its own: set PYTHONHASHSEED=0 for all ranks, or keep a list"
 )
 _WHOLE = (Tensor, nn.Parameter, nn.Buffer)
-_FAILED = "failed: "
+_FAILED = "failed"
 SAMPLE = 1024
 """Values that are compared of each tensor, evenly spread: another batch differs almost everywhere."""
 
@@ -113,7 +129,10 @@ def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
     """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
     if (sharding.check_batches or kind != "batch") and talks(sharding):
-        _post(sharding, kind, f"{_FAILED}{type(error).__name__}: {error}")
+        prefix = _next_turn(sharding)[0]
+        store = store_of(sharding.group)
+        store.set(f"{prefix}/text/{sharding.rank}", f"no {kind}: {type(error).__name__}: {error}")
+        store.set(f"{prefix}/hash/{sharding.rank}", _FAILED)
 
 
 def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
@@ -167,38 +186,37 @@ def talks(sharding: Sharding) -> bool:
     return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many
 
 
-def _post(sharding: Sharding, kind: str, text: str) -> tuple[str, str]:
-    """Write this rank's digest of its next turn; (prefix of the turn's keys, that of the turn before)."""
+def _next_turn(sharding: Sharding) -> tuple[str, str]:
+    """Prefix of the keys of this rank's next turn, and of the one before."""
     name = sharding.group.group_name
-    turn = _turns[name, kind]
-    _turns[name, kind] += 1
-    prefix = f"cp_rewrite/{kind}/{turn}"
-    store = store_of(sharding.group)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    # A text that all ranks turn out to share is never read: it is written only when digests differ, or at once where
-    # this rank will not come back to write it.
-    if text.startswith(_FAILED):
-        store.set(f"{prefix}/text/{sharding.rank}", text)
-    store.set(f"{prefix}/hash/{sharding.rank}", digest)
-    return prefix, f"cp_rewrite/{kind}/{turn - 1}"
+    turn = _turns[name]
+    _turns[name] += 1
+    return f"cp_rewrite/{turn}", f"cp_rewrite/{turn - 1}"
 
 
 def _compare(sharding: Sharding, kind: str, text: str) -> None:
-    """Raise unless all ranks have this text."""
-    group, rank = sharding.group, sharding.rank
-    store = store_of(group)
-    prefix, before = _post(sharding, kind, text)
-    digests = _read(store, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], group, kind)
-    different = [other for other, value in enumerate(digests) if value != digests[0]]
-    if not different:
+    """Raise unless all ranks come with this kind and this text."""
+    rank, store = sharding.rank, store_of(sharding.group)
+    prefix, before = _next_turn(sharding)
+    # A text that all ranks turn out to share is never read: it is written only when digests differ.
+    mine = f"{kind} {hashlib.sha256(text.encode()).hexdigest()}"
+    store.set(f"{prefix}/hash/{rank}", mine)
+    found = _read(sharding, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], kind)
+    if found.count(mine) == len(found):
         # All have written this turn, so all have read the one before.
         store.delete_key(f"{before}/hash/{rank}")
         return
     store.set(f"{prefix}/text/{rank}", text)
-    other = different[0] if digests[rank] == digests[0] else 0
-    theirs = _read(store, [f"{prefix}/text/{other}"], group, kind)[0]
-    if theirs.startswith(_FAILED):
-        raise RuntimeError(f"cp_rewrite: rank {other} of the group brought no {kind}: {theirs[len(_FAILED) :]}")
+    if _FAILED in found:
+        failed = found.index(_FAILED)
+        theirs = _read(sharding, [f"{prefix}/text/{failed}"], kind)[0]
+        raise RuntimeError(f"cp_rewrite: rank {failed} of the group brought {theirs}")
+    kinds = [value.partition(" ")[0] for value in found]
+    if len(set(kinds)) > 1:
+        raise RuntimeError(_out_of_step(kinds))
+    different = [other for other, value in enumerate(found) if value != found[0]]
+    other = different[0] if mine == found[0] else 0
+    theirs = _read(sharding, [f"{prefix}/text/{other}"], kind)[0]
     lines = difflib.unified_diff(
         text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
     )
@@ -206,6 +224,19 @@ def _compare(sharding: Sharding, kind: str, text: str) -> None:
     raise RuntimeError(
         f"cp_rewrite: ranks {different} of the group {advice}. First differences:\n"
         + "\n".join(line[:400] for line in list(lines)[:12])
+    )
+
+
+def _out_of_step(kinds: Sequence[str]) -> str:
+    """What is said where ranks come with different kinds."""
+    ranks = {kind: [rank for rank, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+    does = [f"rank {', '.join(map(str, which))} {_CALLS[kind]}" for kind, which in ranks.items()]
+    skipped = " cp.sum_gradients is for all ranks or for none: skip a step by what is equal on all of them."
+    return (
+        f"cp_rewrite: the group's ranks are not in step: {'; '.join(does)}. Every rank must shard the same batches, "
+        f"with the same check_batches, and call the same models the same number of times."
+        + skipped
+        * ("gradients" in kinds)
     )
 
 
@@ -223,14 +254,35 @@ def _without_order(text: str) -> list[str]:
     return sorted(lines)
 
 
-def _read(store: Any, keys: list[str], group: dist.ProcessGroup, kind: str) -> list[str]:
+def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
     """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
-    try:
-        store.wait(keys, timeout_of(group))
-    except Exception as error:
-        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
-        raise RuntimeError(
-            f"cp_rewrite: rank {', '.join(missing)} of the group brought no {kind} within the group's timeout; every "
-            "rank must shard the same batches, with the same check_batches, and call the model the same number of times"
-        ) from error
+    store, limit = store_of(sharding.group), timeout_of(sharding.group).total_seconds()
+    start, told = time.monotonic(), False
+    while True:
+        left = limit - (time.monotonic() - start)
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(PATIENCE_S, left))))
+            break
+        except Exception as error:
+            missing = [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]
+            ended = [f"rank {r} {end}" for r in missing if (end := heartbeat.end_of(store, r))]
+            if missing and (ended or left <= PATIENCE_S):
+                raise RuntimeError(_absent(missing, ended, kind)) from error
+        if missing and not told:
+            told = True
+            where = [f"rank {r}{heartbeat.place_of(store, r)}" for r in missing]
+            print(
+                f"cp_rewrite: rank {sharding.rank}, which {_CALLS[kind]}, has waited {PATIENCE_S:.0f} s for "
+                f"{', '.join(where)}: it may be compiling; or a rank skipped a call, a backward or cp.sum_gradients",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
     return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
+
+
+def _absent(missing: Sequence[int], ended: Sequence[str], kind: str) -> str:
+    """What is said where ranks don't come."""
+    why = f" ({'; '.join(ended)})" if ended else " within the group's timeout"
+    return (
+        f"cp_rewrite: rank {', '.join(map(str, missing))} of the group brought no {kind}{why}; every rank must shard "
+        "the same batches, with the same check_batches, and call the model the same number of times"
+    )

@@ -15,6 +15,7 @@ stands still for `GRACE_S`, as in a collective that waits for the dead rank, is 
 from __future__ import annotations
 
 import atexit
+import linecache
 import os
 import socket
 import sys
@@ -22,7 +23,11 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
 
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of
@@ -32,6 +37,7 @@ SILENT_S = 25.0
 GRACE_S = 25.0
 _DONE = "done"
 _LEFT = "left a batch: "
+_LIBRARIES = tuple(str(Path(file).parent) for file in (str(torch.__file__), Path(__file__).parent, os.__file__))
 
 _watched: dict[str, Heartbeat] = {}
 
@@ -77,7 +83,7 @@ class Heartbeat:
         """How this rank left its last batch, if with an error."""
 
     def start(self) -> None:
-        self.store.set(self._key("who", self.rank), self.me)
+        self.store.set(_key("who", self.rank), self.me)
         threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True).start()
         atexit.register(self._leave)
 
@@ -87,12 +93,12 @@ class Heartbeat:
         if left != self._left:
             self._left = left
             with suppress(Exception):  # the store may be gone, and the error is what the user must see
-                self.store.set(self._key("end", self.rank), left)
+                self.store.set(_key("end", self.rank), left)
 
     def dead(self) -> str | None:
         """What is known of a rank that died or failed, in words; None: all are there, or ended well."""
         for other in list(self.others):
-            ended = self._read("end", other)
+            ended = _read(self.store, "end", other)
             if self._left and ended.startswith(_LEFT):
                 continue
             if ended == _DONE:
@@ -103,13 +109,13 @@ class Heartbeat:
         return None
 
     def _lives(self, other: int) -> bool:
-        self.others[other] = self.others[other] or self._read("who", other)
+        self.others[other] = self.others[other] or _read(self.store, "who", other)
         host, _, process = self.others[other].rpartition(":")
         if not process:
             return True  # it has cut no batch yet
         if host == self.me.rpartition(":")[0]:
             return _runs(int(process))
-        beat, seen = self._read("beat", other), self.beats[other]
+        beat, seen = _read(self.store, "beat", other), self.beats[other]
         if beat != seen[0]:
             self.beats[other] = seen = (beat, time.monotonic())
         return time.monotonic() - seen[1] < SILENT_S
@@ -119,7 +125,7 @@ class Heartbeat:
         while not self._stop.wait(PERIOD_S):
             beat += 1
             try:
-                self.store.set(self._key("beat", self.rank), str(beat))
+                self.store.set(_key("beat", self.rank), f"{beat} {_users_line()}")
                 found = self.dead()
             except Exception:  # its server is a rank's process
                 found = "the process that holds the group's store, most often rank 0, died"
@@ -136,7 +142,7 @@ class Heartbeat:
         self._stop.set()
         error = getattr(sys, "last_value", None)
         try:
-            self.store.set(self._key("end", self.rank), f"failed: {type(error).__name__}: {error}" if error else _DONE)
+            self.store.set(_key("end", self.rank), f"failed: {type(error).__name__}: {error}" if error else _DONE)
             found = self.dead() if error else None
         except Exception:
             found = None
@@ -148,13 +154,41 @@ class Heartbeat:
             self._told = True
             print(f"cp_rewrite: {found}; rank {self.rank} can't go on without it", file=sys.stderr, flush=True)
 
-    def _read(self, kind: str, other: int) -> str:
-        key = self._key(kind, other)
-        return self.store.get(key).decode() if self.store.check([key]) else ""
 
-    @staticmethod
-    def _key(kind: str, rank: int) -> str:
-        return f"cp_rewrite/heartbeat/{kind}/{rank}"
+def end_of(store: Any, rank: int) -> str:
+    """How a rank ended, or left a batch, if it did."""
+    end = _read(store, "end", rank)
+    return "ended" if end == _DONE else end
+
+
+def place_of(store: Any, rank: int) -> str:
+    """The line of the user's program that a rank was last seen at, with the words before it; "" where it beats not."""
+    place = _read(store, "beat", rank).partition(" ")[2]
+    return place and f", which is at {place}"
+
+
+def _read(store: Any, kind: str, rank: int) -> str:
+    key = _key(kind, rank)
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _key(kind: str, rank: int) -> str:
+    return f"cp_rewrite/heartbeat/{kind}/{rank}"
+
+
+def _users_line() -> str:
+    """Where the main thread is, outside of torch and of this package."""
+    frame = _main_frame()
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _runs(process: int) -> bool:
@@ -183,5 +217,5 @@ class _Stillness:
 
     @staticmethod
     def _now() -> tuple[int, int] | None:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = _main_frame()
         return None if frame is None else (id(frame), frame.f_lasti)

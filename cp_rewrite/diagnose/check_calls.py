@@ -71,8 +71,7 @@ class CallChecks:
         for i, (dim, is_part) in enumerate(zip(self.outputs, self.parts, strict=True)):
             if not isinstance(found[i], Tensor):
                 continue
-            if is_part:
-                mark_part(found[i])
+            mark_part(found[i], is_part)
             if dim is not None:
                 found[i] = plan.without_fill_gradient(found[i], dim) if self.loss_outside else found[i]
                 mark_token_dim(found[i], dim)

@@ -22,7 +22,7 @@ from cp_rewrite import passes
 from cp_rewrite.arguments import named_values
 from cp_rewrite.batch.active import active_plan, token_dim_of
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
-from cp_rewrite.batch.token_mean import group_of_threads
+from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.batch.active import is_part
-from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.batch.steps.token_mean import summed
 from cp_rewrite.sharding import Sharding
 
 _SMALL = 1 << 16
@@ -17,9 +17,7 @@ _SMALL = 1 << 16
 
 def whole(value: Tensor, sharding: Sharding) -> Tensor:
     """An output with the value that one process has, if it is a sum over tokens. Its gradient is this rank's part."""
-    if is_part(value) and value.is_floating_point():
-        return token_mean(value, float(sharding.rank == 0), sharding)
-    return value
+    return summed(value, sharding) if is_part(value) else value
 
 
 def scaled(value: Tensor, factor: int) -> Tensor:

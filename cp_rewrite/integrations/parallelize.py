@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
 from cp_rewrite.batch.active import check_not_exported, in_batch
-from cp_rewrite.batch.gradients import note_summed
+from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 

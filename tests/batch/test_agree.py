@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import time
+from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +172,53 @@ def test_an_absent_rank_is_named_within_the_timeout(pool: Pool) -> None:
     for error, seconds in pool.run(4, absent_on)[:-1]:
         assert "rank 3 of the group brought no batch within the group's timeout" in error
         assert seconds < 10
+
+
+def skips_on(mesh: DeviceMesh) -> tuple[str, float]:
+    """The last rank skips `sum_gradients` of a step and goes on to the next batch."""
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+    weight, start = nn.Parameter(torch.ones(2)), time.perf_counter()
+    weight.grad = torch.ones(2)
+
+    def step(skip: bool) -> None:
+        with sharding.shard(batch_of([5, 11])):
+            pass
+        if not skip:
+            cp.sum_gradients([weight], sharding)
+        with sharding.shard(batch_of([5, 11])):
+            pass
+
+    with pytest.raises(RuntimeError) as caught:
+        step(mesh.get_local_rank() == mesh.size() - 1)
+    cp.sum_gradients([weight], sharding)  # all are in step again
+    return str(caught.value), time.perf_counter() - start
+
+
+def test_a_rank_that_skips_a_sum_is_named_at_once(pool: Pool) -> None:
+    for error, seconds in pool.run(3, skips_on):
+        assert "rank 0, 1 calls cp.sum_gradients; rank 2 enters sharding.shard(batch)" in error
+        assert "skip a step by what is equal on all of them" in error
+        assert seconds < 10
+
+
+def late_on(mesh: DeviceMesh) -> str:
+    """What a rank prints whose last other comes after 5 seconds, of which it waits 3 in silence."""
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+    printed = io.StringIO()
+    with sharding.shard(batch_of([5, 11])):
+        pass
+    with mock.patch.object(agree, "PATIENCE_S", 3.0), redirect_stderr(printed):
+        if mesh.get_local_rank() == mesh.size() - 1:
+            time.sleep(5)
+        with sharding.shard(batch_of([5, 11])):
+            pass
+    return printed.getvalue()
+
+
+def test_a_rank_that_others_wait_for_is_named_with_its_line(pool: Pool) -> None:
+    for printed in pool.run(2, late_on)[:-1]:
+        assert "rank 0, which enters sharding.shard(batch), has waited 3 s for rank 1, which is at" in printed
+        assert "`time.sleep(5)`" in printed
 
 
 def batch_seconds(mesh: DeviceMesh) -> float:

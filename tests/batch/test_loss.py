@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite import PositionIds, Sharding
-from cp_rewrite.batch.gradients import sum_gradients
-from cp_rewrite.batch.token_mean import _token_mean, token_mean
+from cp_rewrite import PositionIds, Sharding, backend
+from cp_rewrite.batch.steps.gradients import sum_gradients
+from cp_rewrite.batch.steps.token_mean import _token_mean, token_mean
 from tests.helpers.pool import Pool
 
 VOCAB, WIDTH = 11, 5
@@ -81,6 +81,43 @@ def test_ranks_give_the_loss_and_gradients_of_one_process(ranks: list[dict[str, 
     for found in ranks:
         assert found[how][0] == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(torch.from_numpy(found[how][1]), gradient, rtol=1e-5, atol=1e-6)
+
+
+def outputs(x: Tensor, position_ids: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    h = x * weight
+    return {"sum": h.square().sum(), "mean": h.mean(), "count": (h > 0).sum(), "rows": h}
+
+
+def whole_on(mesh: DeviceMesh) -> dict[str, Any]:
+    """Of each output of a compiled model: what `whole` makes of it, and the gradient of that; or its error."""
+    sharding = Sharding(mesh, {"x": 1, "position_ids": 1}, PositionIds("position_ids"), inner="eager")
+    compiled = torch.compile(outputs, backend=backend(sharding), fullgraph=True)
+    weight = nn.Parameter(torch.tensor(2.0))
+    with sharding.shard({"x": torch.arange(7.0)[None] - 2, "position_ids": torch.arange(7)[None]}) as local:
+        out = compiled(**local, weight=weight)
+    found: dict[str, Any] = {name: sharding.whole(out[name]).detach() for name in ("sum", "mean", "count")}
+    again = sharding.whole(sharding.whole(out["sum"])) / 2 + sharding.whole(out["mean"]) / 2
+    again.backward()
+    sum_gradients([weight], sharding)
+    assert weight.grad is not None
+    for name, value in {"rows": out["rows"], "other": out["sum"] / 2}.items():
+        with pytest.raises(ValueError, match="whole") as caught:
+            sharding.whole(value)
+        found[name] = str(caught.value)
+    return found | {"grad": weight.grad.item()}
+
+
+def test_outputs_are_made_whole_and_their_gradients_stay_parts(pool: Pool) -> None:
+    weight, x = torch.tensor(2.0, requires_grad=True), torch.arange(7.0)[None] - 2
+    alone = outputs(x, x, weight)
+    (alone["sum"] / 2 + alone["mean"] / 2).backward()
+    assert weight.grad is not None
+    for found in pool.run(2, whole_on):
+        for name in ("sum", "mean", "count"):
+            torch.testing.assert_close(found[name], alone[name].detach())
+        assert found["grad"] == pytest.approx(weight.grad.item())
+        assert "sharding.unshard(x, 1)" in found["rows"]
+        assert "what the compiled model returned" in found["other"]
 
 
 def test_a_count_of_zero_gives_zero_and_no_gradient(ranks: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.token_mean import group_of_threads
+from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
 from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
 from cp_rewrite.planning.layouts.by_name import LAYOUTS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.token_mean import token_mean
+from cp_rewrite.batch.steps.token_mean import token_mean
 from cp_rewrite.passes.locality.rules.table import RULES
 from tests.helpers.packed_model import SHARDING, TOKENS, WIDTH, PackedModel, judge, packed_batch
 

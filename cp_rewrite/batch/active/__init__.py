@@ -1,7 +1,7 @@
 """The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
 
 from .current import activate, active_plan, check_no_batch, check_not_exported, in_batch, last_plan
-from .marks import batch_number, is_part, mark_part, mark_token_dim, number_tokens, token_dim_of, version_of
+from .marks import batch_number, is_part, known_part, mark_part, mark_token_dim, number_tokens, token_dim_of, version_of
 from .packing_values import PackingValues, packing_names
 from .plan import ActivePlan, to_device
 from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_INDEX, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
@@ -25,6 +25,7 @@ __all__ = [
     "check_not_exported",
     "in_batch",
     "is_part",
+    "known_part",
     "last_plan",
     "mark_part",
     "mark_token_dim",

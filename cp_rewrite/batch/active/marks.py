@@ -15,14 +15,19 @@ def token_dim_of(value: Tensor) -> int | None:
     return getattr(value, "_cp_rewrite_token_dim", None)
 
 
-def mark_part(value: Tensor) -> None:
-    """Note that a tensor is this rank's part of a sum over the group."""
-    value._cp_rewrite_part = True  # type: ignore[attr-defined]
+def mark_part(value: Tensor, part: bool = True) -> None:
+    """Note whether a tensor is this rank's part of a sum over the group, or what all ranks have."""
+    value._cp_rewrite_part = part  # type: ignore[attr-defined]
 
 
 def is_part(value: Tensor) -> bool:
-    """Whether `mark_part` noted it."""
-    return getattr(value, "_cp_rewrite_part", False)
+    """Whether `mark_part` noted that it is."""
+    return known_part(value) is True
+
+
+def known_part(value: Tensor) -> bool | None:
+    """What `mark_part` noted; None: nothing. Ops lose it."""
+    return getattr(value, "_cp_rewrite_part", None)
 
 
 def number_tokens(value: Tensor, number: int) -> None:

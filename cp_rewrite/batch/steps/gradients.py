@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cp_rewrite.batch import agree
 from cp_rewrite.sharding import Sharding, require_sharding
-
-from . import agree
 
 _LARGE = 1 << 20
 """Bytes from which a gradient is summed alone, in place; smaller ones are copied into one tensor first."""

@@ -1,4 +1,4 @@
-"""The mean over all tokens of a global batch, from each rank's sum and count."""
+"""Sums and means over all tokens of a global batch, from what each rank has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_rewrite.batch.active import known_part, mark_part, token_dim_of
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import process_group
 
@@ -38,6 +39,39 @@ def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tens
         raise TypeError(f"total must be a floating-point tensor, got {getattr(total, 'dtype', total)!r}")
     weight = torch.as_tensor(count, device=total.device).detach().expand(total.shape)
     return _token_mean(total, weight, _group_name(require_sharding(sharding)))[0]
+
+
+def whole(value: Tensor, sharding: Sharding) -> Tensor:
+    """What one process has, of an output of a compiled model: the sum over ranks of a part, as of a summed loss; a mean
+    loss as it is. See `Sharding.whole`."""
+    if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"whole() takes a tensor that the model returned, got {type(value).__name__}")
+    if sharding.world_size == 1:
+        return value
+    if token_dim_of(value) is not None:
+        raise ValueError(
+            f"whole() was given a value for each token, of shape {tuple(value.shape)}: sharding.unshard(x, "
+            f"{token_dim_of(value)}) gives those of the whole row"
+        )
+    part = known_part(value)
+    if part is None:
+        raise ValueError(
+            "whole() can't tell whether this is a rank's part or the whole: give it what the compiled model returned, "
+            "as it was returned, sharding.whole(model(**local).loss) / n. Of per-token outputs, which a loss of your "
+            "own is made of, cp.token_mean(sum, count, sharding) is the mean of the whole batch"
+        )
+    return summed(value, sharding) if part else value
+
+
+def summed(part: Tensor, sharding: Sharding) -> Tensor:
+    """The sum of a part over ranks, the same on all. The gradient that reaches `part` is this rank's alone."""
+    if part.is_floating_point():
+        total = token_mean(part, float(sharding.rank == 0), sharding)
+    else:
+        total = part.clone()
+        dist.all_reduce(total, group=process_group(_group_name(sharding)))
+    mark_part(total, False)
+    return total
 
 
 _threads: list[str] = []

@@ -1,0 +1,1 @@
+"""What a training step does with what the ranks computed: losses, gradients, weights."""
