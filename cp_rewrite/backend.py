@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, check_not_exported, number_tokens, token_dim_of
+from cp_rewrite.batch.steps.backward import watch_backward
+from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.diagnose.agreed_inputs import AgreedInputs
 from cp_rewrite.diagnose.check_calls import CallChecks
@@ -186,12 +188,15 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
+    weights = WeightWatch(sharding, weight_places(state.graph_module))
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
         with agreed.or_failed(sharding):
             checks.check(plan, args)
         agreed.compare(plan, args)
+        weights.before(args)
+        trained = weights.parameters(args)
         if unchecked:
             check_masks(unchecked, plan, args)
             if sharding.verify != "every_step":
@@ -199,6 +204,8 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
         out = checks.results(plan, compiled(*args))
+        weights.after()
+        watch_backward(sharding, trained, out)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

@@ -7,7 +7,7 @@ function, which fails by name when torch changes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
@@ -139,6 +139,14 @@ def is_transform(target: Any) -> bool:
     return module.startswith(("torch._functorch", "torch._C._functorch")) or target is torch.autograd.grad
 
 
+# -- autograd ----------------------------------------------------------------------------------------------
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Inside of a backward: call a function when it has stored all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 # -- symbolic sizes ----------------------------------------------------------------------------------------
 
 
@@ -227,6 +235,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of the group may take."""
     options: Any = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every backend has some
     return timedelta(minutes=10) if options is None else options._timeout
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a slice of, or itself."""
+    return mesh._get_root_mesh()
 
 
 def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -302,6 +302,24 @@ def test_store_and_timeout() -> None:
         assert ours.timeout_of(group) == timedelta(seconds=41)
 
 
+@canary("DeviceMesh._get_root_mesh", "torch_internals.root_mesh, for slices that parallelize refuses")
+def test_root_mesh() -> None:
+    with one_process():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+        assert ours.root_mesh(mesh["inner"]) is mesh
+        assert ours.root_mesh(mesh) is mesh
+
+
+@canary("the engine's callbacks", "torch_internals.at_end_of_backward, for batch.steps.backward")
+def test_end_of_a_backward() -> None:
+    weight, seen = nn.Parameter(torch.ones(1)), list[Any]()
+    loss = (weight * 2).sum()
+    assert loss.grad_fn is not None
+    loss.grad_fn.register_prehook(lambda _: ours.at_end_of_backward(lambda: seen.append(weight.grad)))
+    loss.backward()
+    assert seen == [weight.grad]
+
+
 @canary("DeviceMesh._flatten", "torch_internals.whole_mesh_group, for meshes of two dims")
 def test_whole_mesh_group() -> None:
     with one_process():

@@ -44,6 +44,7 @@ _CALLS = {
     "batch": "enters sharding.shard(batch)",
     "masks": "enters sharding.shard(batch)",
     "weights": "first calls a model that it compiled, or shards one",
+    "arguments": "calls a model",
     "gradients": "calls cp.sum_gradients",
 }
 _ADVICE = {
@@ -82,13 +83,14 @@ def on_graph(sharding: Sharding, text: str) -> None:
         _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
 
 
-def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> None:
+def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any], note: str = "") -> list[str]:
     """Compare who owns which tokens of a batch, its documents, and a sample of its values that are on the host.
 
-    Raises as `on_graph`; `check_batches` may be off.
+    Returns: the notes of all ranks, which need not be equal. Raises as `on_graph`; `check_batches` may be off.
     """
-    if sharding.check_batches and talks(sharding):
-        _compare(sharding, "batch", describe(sharding, plan, batch))
+    if not sharding.check_batches or not talks(sharding):
+        return []
+    return _compare(sharding, "batch", describe(sharding, plan, batch), note)
 
 
 def on_masks(sharding: Sharding) -> None:
@@ -107,10 +109,7 @@ def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
 def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
     """Compare a sample of a model's weights and buffers. Raises as `on_graph`."""
     if talks(sharding):
-        # Parts of a weight, as of DTensors, differ between ranks by right.
-        # Tensors on the meta device, and the stand-ins of `parallelize`, hold nothing.
-        whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided}
-        whole = {n: x for n, x in whole.items() if not x.is_meta and x.untyped_storage().nbytes()}
+        whole = whole_weights(weights)
         prints = _fingerprints(list(whole.values()))
         _compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
 
@@ -126,13 +125,20 @@ def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
         _compare(sharding, "arguments", "\n".join(f"{name}: {text}" for name, text in (prints | others).items()))
 
 
+def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that all ranks must have alike. Parts of a weight, as of DTensors, differ between ranks by right; tensors
+    on the meta device, and the stand-ins of `parallelize`, hold nothing."""
+    whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided}
+    return {n: x for n, x in whole.items() if not x.is_meta and x.untyped_storage().nbytes()}
+
+
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
     """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
     if (sharding.check_batches or kind != "batch") and talks(sharding):
         prefix = _next_turn(sharding)[0]
         store = store_of(sharding.group)
         store.set(f"{prefix}/text/{sharding.rank}", f"no {kind}: {type(error).__name__}: {error}")
-        store.set(f"{prefix}/hash/{sharding.rank}", _FAILED)
+        store.set(f"{prefix}/hash/{sharding.rank}", f"{_FAILED} ")
 
 
 def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
@@ -194,18 +200,19 @@ def _next_turn(sharding: Sharding) -> tuple[str, str]:
     return f"cp_rewrite/{turn}", f"cp_rewrite/{turn - 1}"
 
 
-def _compare(sharding: Sharding, kind: str, text: str) -> None:
-    """Raise unless all ranks come with this kind and this text."""
+def _compare(sharding: Sharding, kind: str, text: str, note: str = "") -> list[str]:
+    """Raise unless all ranks come with this kind and this text. Returns the notes that they bring beside it."""
     rank, store = sharding.rank, store_of(sharding.group)
     prefix, before = _next_turn(sharding)
     # A text that all ranks turn out to share is never read: it is written only when digests differ.
     mine = f"{kind} {hashlib.sha256(text.encode()).hexdigest()}"
-    store.set(f"{prefix}/hash/{rank}", mine)
-    found = _read(sharding, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], kind)
+    store.set(f"{prefix}/hash/{rank}", f"{mine} {note}")
+    values = _read(sharding, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], kind)
+    found, notes = zip(*(value.rpartition(" ")[::2] for value in values), strict=True)
     if found.count(mine) == len(found):
         # All have written this turn, so all have read the one before.
         store.delete_key(f"{before}/hash/{rank}")
-        return
+        return list(notes)
     store.set(f"{prefix}/text/{rank}", text)
     if _FAILED in found:
         failed = found.index(_FAILED)
@@ -257,18 +264,21 @@ def _without_order(text: str) -> list[str]:
 def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
     """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
     store, limit = store_of(sharding.group), timeout_of(sharding.group).total_seconds()
-    start, told = time.monotonic(), False
-    while True:
-        left = limit - (time.monotonic() - start)
-        try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(PATIENCE_S, left))))
-            break
-        except Exception as error:
-            missing = [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]
-            ended = [f"rank {r} {end}" for r in missing if (end := heartbeat.end_of(store, r))]
-            if missing and (ended or left <= PATIENCE_S):
-                raise RuntimeError(_absent(missing, ended, kind)) from error
-        if missing and not told:
+    try:
+        store.wait(keys, timedelta(seconds=min(PATIENCE_S, limit)))
+    except Exception as error:  # of each kind of store another
+        _wait_on(sharding, keys, kind, time.monotonic() + limit - PATIENCE_S, error)
+    return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
+
+
+def _wait_on(sharding: Sharding, keys: list[str], kind: str, end: float, error: Exception) -> None:
+    """Wait for ranks that are late: say which, and where they are; raise where they ended, or at `end`."""
+    store, told = store_of(sharding.group), False
+    while missing := [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]:
+        ended = [f"rank {r} {how}" for r in missing if (how := heartbeat.end_of(store, r))]
+        if ended or time.monotonic() > end:
+            raise RuntimeError(_absent(missing, ended, kind)) from error
+        if not told:
             told = True
             where = [f"rank {r}{heartbeat.place_of(store, r)}" for r in missing]
             print(
@@ -276,7 +286,7 @@ def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
                 f"{', '.join(where)}: it may be compiling; or a rank skipped a call, a backward or cp.sum_gradients",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-    return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
+        time.sleep(0.1)
 
 
 def _absent(missing: Sequence[int], ended: Sequence[str], kind: str) -> str:

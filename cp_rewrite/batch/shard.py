@@ -36,6 +36,7 @@ from .masks.find import replace_masks
 from .notes import noted
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
+from .steps import later
 
 
 class LocalBatch(dict[str, Any]):
@@ -108,7 +109,8 @@ def shard(
         by_mask = isinstance(error, MaskMismatch) and not sharding.check_batches
         agree.on_failure(sharding, "masks" if by_mask else "batch", error)
         raise
-    agree.on_batch(sharding, plan, batch)
+    notes = later.due(sharding)
+    later.compare(notes, agree.on_batch(sharding, plan, batch, later.text_of(notes)))
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
     with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, plan.rows[0].total, active.masks):

@@ -23,8 +23,10 @@ from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
 from cp_rewrite.batch.active import check_not_exported, in_batch
 from cp_rewrite.batch.steps.gradients import note_summed
+from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
+from cp_rewrite.torch_internals import root_mesh
 
 from .hooks import install_hooks
 from .outputs import scaled, whole
@@ -84,6 +86,7 @@ def parallelize(
             raise ValueError("blocks and mp_policy are FSDP's: leave them out, or data_parallel='fsdp'")
         wrapped = _with_ddp(model, mesh, sharding)
     else:
+        check_no_optimizer(model.parameters())
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         check_shared_weights(model, chosen)
         twin = Twin(model, device_of(sharding), policy.param_dtype)
@@ -184,4 +187,11 @@ def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any) -> None:
         raise ValueError(
             f"mesh holds ranks {sorted(all_ranks)}, the sharding's {sorted(ours)}: pass the mesh of all processes that "
             "train this model, its context-parallel dims among them"
+        )
+    whole = root_mesh(mesh)
+    if whole.size() > mesh.size():
+        raise ValueError(
+            f"mesh is the slice {mesh.mesh_dim_names} of a mesh {whole.mesh_dim_names} of {whole.size()} processes, "
+            "whose others would train models of their own: pass the whole mesh, parallelize(model, mesh, sharding); "
+            "for models of their own make a mesh of each model's ranks alone"
         )

@@ -28,6 +28,7 @@ class Twin:
             memo[id(config)] = config
         self.module = copy.deepcopy(model, memo)
         self._pairs = list(zip(model.modules(), self.module.modules(), strict=True))
+        self._made_of = [(module, _parts(module)) for module in model.modules()]
         self.owners: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}
         for mine, theirs in self._pairs:
             theirs._buffers = mine._buffers  # one dict: what the twin assigns, the model has
@@ -37,7 +38,15 @@ class Twin:
                     self.owners.setdefault(id(stand_in), (stand_in, mine, name))
 
     def follow(self) -> None:
-        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`."""
+        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`. Raises where modules or
+        weights were added or replaced since, as by adapters."""
+        for module, parts in self._made_of:
+            if _parts(module) != parts:
+                name = type(module).__name__.removeprefix("FSDP")
+                raise RuntimeError(
+                    f"modules or weights of a {name} were added or replaced after parallelize, which the compiled "
+                    "model would not see: change the model (adapters, frozen heads) before parallelize"
+                )
         for mine, theirs in self._pairs:
             if theirs.training != mine.training:
                 theirs.training = mine.training
@@ -45,6 +54,11 @@ class Twin:
             weight = module._parameters[name]
             if weight is not None and stand_in.requires_grad != weight.requires_grad:
                 stand_in.requires_grad_(weight.requires_grad)
+
+
+def _parts(module: nn.Module) -> tuple[object, ...]:
+    """What a module is made of: its modules, and the names of its weights."""
+    return (*map(id, module._modules.values()), *module._parameters)
 
 
 def _without_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from cp_rewrite.batch import agree
 from cp_rewrite.sharding import Sharding, require_sharding
 
+from .backward import before_sum, is_summed, mark_summed
+
 _LARGE = 1 << 20
 """Bytes from which a gradient is summed alone, in place; smaller ones are copied into one tensor first."""
 
@@ -27,15 +29,17 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
     """Sum parameter gradients over the context-parallel group, in place.
 
     Each rank's loss is its tokens' part of the global loss, so gradients are summed, not averaged. Call it once per
-    optimizer step, after the last backward (a second call would sum what is summed already) and before gradients are
-    clipped. With DDP or FSDP over the same group, which average, scale the loss by the world size instead.
+    optimizer step, on all ranks, after the last backward and before gradients are clipped; a second call without a
+    backward in between does nothing. With DDP or FSDP over the same group, which average, scale the loss by the world
+    size instead.
 
     Args:
         parameters: as `model.parameters()` gives them; those without a gradient are passed over.
         sharding: the annotation.
     Raises:
         TypeError: no iterable of parameters, or a gradient is sparse, as of `nn.Embedding(sparse=True)`.
-        RuntimeError: on every rank, where ranks have gradients of different parameters (see `check_batches`).
+        RuntimeError: on every rank, where ranks have gradients of different parameters, or one doesn't call it (see
+            `check_batches`); where gradients were summed before and changed since.
     """
     everything: Any = parameters
     if isinstance(everything, Tensor | nn.Module):
@@ -49,18 +53,21 @@ def sum_gradients(parameters: Iterable[nn.Parameter], sharding: Sharding) -> Non
     once = dict.fromkeys(everything)
     if any(hasattr(parameter, "_cp_rewrite_summed") for parameter in once):
         raise TypeError("cp.parallelize's model has its gradients summed after each backward: leave out sum_gradients")
-    named = [(i, parameter.grad) for i, parameter in enumerate(once) if parameter.grad is not None]
+    before_sum(sharding)
+    unsummed = [(i, p) for i, p in enumerate(once) if p.grad is not None and not is_summed(sharding, p)]
+    named: list[tuple[int, Tensor]] = [(i, p.grad) for i, p in unsummed]
     sparse = next((grad for _, grad in named if grad.layout != torch.strided), None)
     if sparse is not None:
         raise TypeError(f"a gradient of shape {tuple(sparse.shape)} is sparse: make it dense (sparse=False)")
     agree.on_gradients(sharding, [f"parameter {i}: {grad.dtype} {tuple(grad.shape)}" for i, grad in named])
-    grads: list[Tensor] = [grad for _, grad in named]
+    grads = [grad for _, grad in named]
     alone = [grad for grad in grads if grad.nbytes >= _LARGE and grad.is_contiguous()]
     sums: list[Any] = [dist.all_reduce(grad, group=sharding.group, async_op=True) for grad in alone]
     known = set(map(id, alone))
     _sum_together([grad for grad in grads if id(grad) not in known], sharding)
     for work in sums:
         work.wait()
+    mark_summed(sharding, [p for _, p in unsummed])
 
 
 def _sum_together(grads: list[Tensor], sharding: Sharding) -> None:

@@ -1,0 +1,150 @@
+"""What a backward is watched for once `sum_gradients` was called: it must not add to gradients that are summed already,
+and between its end and the sum they may only be scaled, by the same factor on all ranks.
+
+    forward ─ backward begins: are there summed gradients? ─ ends: sample them ─ sum: compare with the sample, mark
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import at_end_of_backward
+
+from . import later
+from .later import sample, watched
+
+_AT_ONCE, _VALUES = 8, 256
+"""Gradients that are sampled, and values of each."""
+_LOOKS = 3
+_LIMIT = 2e-3
+"""Relative difference of factors, beyond the rounding of bfloat16."""
+
+
+@dataclass
+class Backwards:
+    """Of one group: what is known of its last backward."""
+
+    count: int = 0
+    sampled: list[tuple[weakref.ref[nn.Parameter], int, int]] = field(default_factory=list[Any])
+    """Parameter, `id` and version of its gradient."""
+    values: Tensor | None = None
+    looked: int = 0
+    """Backwards that found gradients of a step before, to which they add."""
+
+
+_groups: dict[str, Backwards] = {}
+"""By group, from its first `sum_gradients` on."""
+
+
+def is_summing(sharding: Sharding) -> bool:
+    """Whether `sum_gradients` was called for the group."""
+    return sharding.group_name in _groups
+
+
+def watch_backward(sharding: Sharding, weights: Sequence[nn.Parameter], out: Sequence[Any]) -> None:
+    """Watch the backward of a call of the compiled model, of its weights and results."""
+    backwards = _groups.get(sharding.group_name)
+    if backwards is None or not watched(sharding):
+        return
+    running: list[bool] = []
+
+    def begin(*_: Any) -> None:
+        if not running:
+            running.append(True)
+            _check_unsummed(backwards, weights)
+            backwards.count += 1
+            at_end_of_backward(end)
+
+    def end() -> None:
+        running.clear()
+        _sample(backwards, weights)
+
+    nodes = {value.grad_fn for value in out if isinstance(value, Tensor) and value.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(begin)
+
+
+def _check_unsummed(backwards: Backwards, weights: Sequence[nn.Parameter]) -> None:
+    """Raise where gradients that a backward adds to are summed over the ranks already. Behind a step they are zeros
+    most often: the host waits for a GPU to see it in the first of such steps only."""
+    marked = [(p, p.grad) for p in weights if p.grad is not None and _mark_of(p.grad) is not None]
+    unstepped = [grad for p, grad in marked if _mark_of(grad)[1] == p._version]
+    if marked and not unstepped:
+        backwards.looked += 1
+    looked_at = unstepped or [grad for _, grad in marked if backwards.looked <= _LOOKS]
+    if any(bool(grad.any()) for grad in looked_at[:_AT_ONCE]):
+        raise RuntimeError(
+            "cp_rewrite: this backward adds to gradients that cp.sum_gradients has summed over the ranks, so they "
+            "would be summed again: call it once per optimizer step, after the last backward of its micro-batches, and "
+            "zero gradients after the step, on all ranks"
+        )
+
+
+@torch.no_grad()
+def _sample(backwards: Backwards, weights: Sequence[nn.Parameter]) -> None:
+    """Note some gradients as a backward left them."""
+    found = [(p, p.grad) for p in weights if p.grad is not None and p.grad.layout == torch.strided]
+    found = found[:: math.ceil(len(found) / _AT_ONCE) or 1]
+    backwards.sampled = [(weakref.ref(p), id(grad), grad._version) for p, grad in found]
+    backwards.values = sample([grad for _, grad in found], _VALUES) if found else None
+
+
+@torch.no_grad()
+def before_sum(sharding: Sharding) -> None:
+    """Have the factors compared by which ranks changed their gradients since the backward, if they did."""
+    backwards = _groups.setdefault(sharding.group_name, Backwards())
+    sampled, values = backwards.sampled, backwards.values
+    backwards.sampled, backwards.values = [], None
+    parameters = [(parameter(), *rest) for parameter, *rest in sampled]
+    now = [(p.grad, number, version) for p, number, version in parameters if p is not None and p.grad is not None]
+    same = len(now) == len(sampled) and all(id(grad) == number for grad, number, _ in now)
+    if values is not None and same and any(grad._version != version for grad, _, version in now):
+        changed = sample([grad for grad, *_ in now], _VALUES)
+        later.add(sharding, _scaled_alike, "", torch.stack([changed @ values, values @ values]))
+
+
+def _scaled_alike(_: str, ranks: list[list[float]]) -> None:
+    factors = [product / size for product, size in ranks if size > 0]
+    if factors and max(factors) - min(factors) > _LIMIT * max(map(abs, factors)):
+        raise RuntimeError(
+            "cp_rewrite: gradients were changed between the backward and cp.sum_gradients by other factors on each "
+            f"rank ({', '.join(f'{factor:.4g}' for factor in factors)}), so their sum is not one process's: clip, "
+            "or add noise, after cp.sum_gradients"
+        )
+
+
+def is_summed(sharding: Sharding, parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient is summed, and no backward was since.
+
+    Raises:
+        RuntimeError: it is, and was changed since, as by clipping.
+    """
+    backwards, grad = _groups[sharding.group_name], parameter.grad
+    mark = None if grad is None or not watched(sharding) else _mark_of(grad)
+    if grad is None or mark is None or mark[2] != backwards.count:
+        return False
+    if mark[0] != grad._version and mark[1] == parameter._version and backwards.count:
+        raise RuntimeError(
+            "cp_rewrite: cp.sum_gradients was called twice for one backward, and gradients were changed in between: "
+            "call it once per optimizer step, before gradients are clipped"
+        )
+    return mark[0] == grad._version
+
+
+def mark_summed(sharding: Sharding, parameters: Sequence[nn.Parameter]) -> None:
+    """Note of gradients that they are summed: their version, that of the parameter, and the backward they are of."""
+    count = _groups[sharding.group_name].count
+    for parameter in parameters:
+        parameter.grad._cp_rewrite_sum = (parameter.grad._version, parameter._version, count)  # type: ignore[union-attr]
+
+
+def _mark_of(grad: Tensor) -> Any:
+    return getattr(grad, "_cp_rewrite_sum", None)
