@@ -21,6 +21,7 @@ from cp_rewrite.diagnose.agreed_inputs import AgreedInputs
 from cp_rewrite.diagnose.check_calls import CallChecks
 from cp_rewrite.diagnose.compare_masks import check_masks
 from cp_rewrite.passes.capture.capture import capture
+from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.values.conditions import PlanConditions
