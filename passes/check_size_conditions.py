@@ -15,13 +15,15 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import fake_mode_of, guard, guards_of, holds, simplified
 
 from .check_chunks import check_chunks
+from .whole_row import of_whole_row
 
 _DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
 """Names of torch's integer divisions."""
 
 
 def check_size_conditions(state: State) -> State:
-    """Every condition on token counts that Dynamo recorded must hold for the whole row as it does for the shard.
+    """Every condition on token counts that Dynamo recorded must hold for the whole row as it does for the shard; else
+    the row's graph takes the place of the shard's.
 
     Runs before any pass puts guards of its own on sizes.
     """
@@ -29,21 +31,28 @@ def check_size_conditions(state: State) -> State:
     sizes = state.tokens.symbols | state.tokens.mask_symbols
     if world_size == 1 or not sizes or mode is None or mode.shape_env is None:
         return state
-    recorded = [(simplified(mode.shape_env, condition), where) for condition, where in guards_of(mode.shape_env)]
+    found = _checked(state, mode.shape_env)
+    return found if found.refusals == state.refusals else of_whole_row(state, mode) or found
+
+
+def _checked(state: State, shape_env: Any) -> State:
+    """With a refusal of each condition that does not hold for the row."""
+    world_size, sizes = state.sharding.world_size, state.tokens.symbols | state.tokens.mask_symbols
+    recorded = [(simplified(shape_env, condition), where) for condition, where in guards_of(shape_env)]
     recorded = [(condition, where) for condition, where in recorded if condition.free_symbols & sizes]
     if state.chunked:
-        return check_chunks(state, [condition for condition, _ in recorded], mode.shape_env)
+        return check_chunks(state, [condition for condition, _ in recorded], shape_env)
     refusals: list[Refusal] = []
-    chunked: list[str] = []
+    divided: list[str] = []
     for condition, where in recorded:
-        if not holds(mode.shape_env, _of_row(condition, sizes, world_size)):
+        if not holds(shape_env, _of_row(condition, sizes, world_size)):
             if {part.func.__name__ for part in condition.atoms(sympy.Function)} & _DIVISIONS:
-                chunked.append(where)
+                divided.append(where)
                 continue
             detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
-    if chunked:
-        refusals.append(Refusal(Reason.TOKEN_COUNT, _in_chunks(chunked)))
+    if divided:
+        refusals.append(Refusal(Reason.TOKEN_COUNT, _divided(divided)))
     places = size_places(state.graph_module.graph.find_nodes(op="placeholder"))
     found = SizeConditions(dict(recorded), sizes, places) if recorded else None
     return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
@@ -69,10 +78,11 @@ def _of_row(condition: Any, tokens: Iterable[Any], world_size: int) -> Any:
     return condition.xreplace({size: world_size * size for size in tokens})
 
 
-def _in_chunks(places: Sequence[str]) -> str:
-    """What a model does that counts chunks of a shard's tokens, at these places."""
-    more = f", and {len(places) - 1} more lines," if len(places) > 1 else ""
+def _divided(places: Sequence[str]) -> str:
+    """What a model does that decides by a share of a shard's tokens, or how many chunks they are, at these places."""
+    lines = "line" if len(places) == 2 else "lines"
+    more = f", and {len(places) - 1} more {lines}," if len(places) > 1 else ""
     return (
-        f"`{places[0]}`{more} cuts the row into chunks of tokens, as linear attention and state-space models do, and "
-        "has one outcome for a shard's number of chunks and another for the row's"
+        f"`{places[0]}`{more} divides the number of tokens, as a count of chunks does, and decides one thing by a "
+        "shard's and another by the row's"
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed
+from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed, results_of
 from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, region_calls
+from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, outputs_of, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
@@ -39,6 +40,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
         for node in module.graph.nodes:
             if (plain := _PLAIN.get(op_name(node))) is not None:
                 node.op, node.target = "call_function", plain
+    places = {node: place for place, node in enumerate(outputs_of(copy)) if node in kept}
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked = False
     if sharding.resolve:
@@ -49,7 +51,9 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
         for body in (copy, *bodies):
             chunked |= join_chunks(body, tokens.counts, kept)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
-    frame = Frame(kept, break_reason(gm), is_resumed())
+    given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
+    kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
+    frame = Frame(kept, break_reason(gm), is_resumed(), partial(results_of, gm))
     return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)
 
 

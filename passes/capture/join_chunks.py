@@ -25,6 +25,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
+CUTS = ("chunk", "split", "tensor_split")
 
 
 def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> bool:
@@ -274,7 +275,7 @@ class _Joiner:
 
 def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
     """The dim along which a node cuts tokens into chunks; None of other nodes."""
-    if op_name(node) not in ("chunk", "split", "tensor_split") or not isinstance(node.args[0], fx.Node):
+    if op_name(node) not in CUTS or not isinstance(node.args[0], fx.Node):
         return None
     given = [*node.args[2:], *(v for name, v in node.kwargs.items() if name in ("dim", "axis"))] or [0]
     source = node.args[0].meta.get("example_value")

@@ -1,6 +1,7 @@
 """What moves tokens and does more at once, as nodes that each do one of both.
 
 x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
+x.split(T, 1)[0]            x
 x.diff(dim=1)               x[:, 1:] - x[:, :-1]
 x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
 arange(1, T + 1)            arange(T), and of that + 1
@@ -23,6 +24,8 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
+from .join_chunks import CUTS
+
 _ALL = slice(None)
 _New = Callable[..., fx.Node]
 """A `maker`."""
@@ -34,6 +37,8 @@ def part_moves(gm: fx.GraphModule) -> None:
     if mode is None:
         return
     modules = graph_modules(gm)
+    for module in modules:
+        _leave_out_single(module.graph)
     written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
     for node in [node for m in modules for node in m.graph.nodes]:
         if node.target is operator.getitem:
@@ -46,6 +51,19 @@ def part_moves(gm: fx.GraphModule) -> None:
             part = _diff if op_name(node) == "diff" else _unfold
             if memory_of(node.args[0]) not in written:  # what unfold gives is a view
                 part(node, mode)
+
+
+def _leave_out_single(graph: fx.Graph) -> None:
+    """Let readers of a cut's only chunk read what was cut."""
+    for node in [*graph.nodes]:
+        value = node.meta.get("example_value") if op_name(node) in CUTS else None
+        if not isinstance(value, list | tuple) or len(value) != 1:
+            continue
+        if all(user.target is operator.getitem for user in node.users):
+            for user in [*node.users]:
+                user.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                graph.erase_node(user)
+            graph.erase_node(node)
 
 
 def _split(node: fx.Node, mode: FakeTensorMode) -> None:

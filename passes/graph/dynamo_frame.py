@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 from cp_rewrite.torch_internals import expression
 
-from .dynamo_internals import source_name
+from .dynamo_internals import source_name, source_of
 from .regions import outputs_of
 
 
@@ -102,14 +103,12 @@ def ends_of(gm: fx.GraphModule) -> Ends:
         return Ends()
     effects, kept, own = translator.output.side_effects, dict[Any, str](), dict[Any, None]()
     for holder, name, value in _writes(effects):
-        # Not every holder has one, and torch's own stack of modes has one without a name.
         source: Any = getattr(holder, "source", None)
         if isinstance(source, LocalSource) and source.local_name == _rest(translator.f_code, inspect.CO_VARKEYWORDS):
             own |= _values_in(effects, value)
             continue
-        where = "a global or outer variable" if source is None else source_name(source)
         for node in _values_in(effects, value):
-            kept.setdefault(node, f"{where}.{name}" if name else where)
+            kept.setdefault(node, f"{_where(holder)}.{name}" if name else _where(holder))
     unread: set[fx.Node] = set()
     if break_reason(gm) is None:
         returned = _values_in(effects, [*translator.stack])
@@ -118,6 +117,12 @@ def ends_of(gm: fx.GraphModule) -> Ends:
         # What else the graph gives goes into something of a kind that is not walked here.
         kept |= {x: "something outside" for x, value in others.items() if value not in kept | returned | own}
     return Ends({node: where for node, where in kept.items() if isinstance(node, fx.Node)}, frozenset(unread))
+
+
+def _where(holder: Any) -> str:
+    # Not every holder has a source.
+    source: Any = getattr(holder, "source", None)
+    return "a global or outer variable" if source is None else source_name(source)
 
 
 def _writes(effects: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -138,18 +143,25 @@ def _is_changed(part: Any) -> bool:
 
 
 def _values_in(effects: Any, value: Any) -> dict[Any, None]:
-    """The tensors, as their nodes, and numbers, as expressions, that can be reached from a value through what the call
-    made; in an order that all ranks have."""
-    stored = {id(holder): [*attributes.values()] for holder, attributes in effects.store_attr_mutations.items()}
+    """The tensors, as their nodes, and numbers, as expressions, that can be reached from a value."""
     found: dict[Any, None] = {}
-    seen: dict[int, Any] = {}
-
-    def note(part: Any) -> None:
+    for part in _parts_of(effects, value):
         # isinstance would make inputs of the graph of what nothing has read.
         if issubclass(type(part), TensorVariable):
             found[part.as_proxy().node] = None
         elif issubclass(type(part), SymNodeVariable):
             found[_same(part.sym_num, part)] = None
+    return found
+
+
+def _parts_of(effects: Any, value: Any) -> list[Any]:
+    """All that can be reached from a value through what the call made, in an order that all ranks have."""
+    stored = {id(holder): [*attributes.values()] for holder, attributes in effects.store_attr_mutations.items()}
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+
+    def note(part: Any) -> None:
+        found.append(part)
         items = vars(part).get("items")
         keys = [getattr(key, "vt", None) for key in items] if isinstance(items, dict) else []
         VariableTracker.visit(note, [keys, stored.get(id(part), [])], seen)
@@ -169,6 +181,52 @@ def _rest(code: CodeType, kind: int) -> str | None:
         return None
     after = kind == inspect.CO_VARKEYWORDS and bool(code.co_flags & inspect.CO_VARARGS)
     return code.co_varnames[code.co_argcount + code.co_kwonlyargcount + after]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a function returns and keeps, as Dynamo makes it of a graph's results.
+
+    tree: its containers, constants and what writes them, each by its kind and value. tensors: those in it, in order,
+    each as its place among the graph's results, or by the name of the input that it is.
+    """
+
+    tree: tuple[Any, ...]
+    tensors: tuple[int | str, ...]
+
+
+def results_of(gm: fx.GraphModule) -> Results | None:
+    """Those of the function whose graph is compiled now; None: they can't be told."""
+    translator = _translator()
+    if translator is None or break_reason(gm) is not None:
+        return None
+    effects = translator.output.side_effects
+    places = {x: place for place, x in reversed([*enumerate(outputs_of(gm))])}
+    roots = [("", "", [*translator.stack])]
+    roots += [(_where(holder), name, value) for holder, name, value in _writes(effects)]
+    tree: list[Any] = []
+    tensors: list[int | str] = []
+    for where, name, value in sorted(roots, key=lambda root: root[:2]):
+        tree.append((where, name))
+        for part in _parts_of(effects, value):
+            tree.append(_kind(part))
+            if issubclass(type(part), TensorVariable):
+                node = part.as_proxy().node
+                tensors.append(places[node] if node in places else source_name(source_of(node)))
+    return Results(tuple(tree), tuple(tensors))
+
+
+def _kind(part: Any) -> Any:
+    """The kind of a value, where it was read, and the value of a constant."""
+    held, items, source = vars(part).get("value"), vars(part).get("items"), vars(part).get("source")
+    constant = isinstance(held, int | float | complex | str | bytes | slice | Enum | torch.dtype | torch.device)
+    return (
+        type(part).__name__,
+        None if source is None else source_name(source),
+        repr(held) if constant else type(held).__name__,
+        getattr(vars(part).get("fn"), "__code__", None),
+        len(items) if isinstance(items, list | tuple | dict) else None,
+    )
 
 
 def _translator() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan, PlanInput
 from cp_rewrite.ops.scatter_heads import HeadScatter
+from cp_rewrite.passes.graph.dynamo_frame import Results
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
@@ -65,11 +66,13 @@ class Frame:
         kept: nodes whose values outlive the call by another way than its result -> what keeps them (`L['self'].load`).
         breaks: the line where the graph ends before the function does, and why; None: it does not.
         resumed: the graph begins in the middle of the function.
+        results: what the function returns and keeps, to be asked for while it is compiled; None: that can't be told.
     """
 
     kept: Mapping[fx.Node, str]
     breaks: str | None
     resumed: bool
+    results: Callable[[], Results | None]
 
 
 @dataclass(frozen=True)

@@ -265,22 +265,23 @@ def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
 
     sharding = make_sharding(4)
     assert cp.explain(model, sharding)(**make_batch(16)).ok
-    report = cp.explain(model, sharding)(**make_batch(40))
+    assert cp.explain(model, sharding)(**make_batch(40)).ok  # the row's branch, in the place of the shard's
+    report = cp.explain(lambda ids, pos: (model(ids, pos), ids.shape[1] <= 16), sharding)(**make_batch(40))
     assert [r.reason for r in report.refusals] == [Reason.TOKEN_COUNT]
     assert "ids.shape[1] <= 16" in str(report)
     assert cp.explain(model, sharding)(**make_batch(80)).ok
 
 
-def test_chunks_of_tokens_are_one_refusal() -> None:
-    def model(ids: Tensor, pos: Tensor) -> Tensor:
+def test_divisions_of_the_token_count_are_one_refusal() -> None:
+    def model(ids: Tensor, pos: Tensor) -> tuple[Tensor, bool]:
         x = ids * 2.0
         for chunks in (ids.shape[1] // 8, ids.shape[1] // 4):
             x = x * 2.0 if chunks > 2 else x * 3.0
-        return x + pos
+        return x + pos, ids.shape[1] // 4 > 2
 
     (refusal,) = cp.explain(model, make_sharding(4))(**make_batch(40)).refusals
     assert refusal.reason is Reason.TOKEN_COUNT
-    assert "chunks of tokens, as linear attention" in refusal.detail
+    assert ", and 1 more line, divides the number of tokens" in refusal.detail
 
 
 def test_copies_of_a_batch_are_named() -> None:

@@ -1,0 +1,136 @@
+"""Models that decide by the number of tokens, and otherwise for a row than for a shard of it: right, or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_rewrite as cp
+from tests.end_to_end.test_batches_in_turn import check_all, pack
+from tests.helpers.one_process import check_or_refuse
+from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel
+
+Mix = Callable[["Deciding", Tensor, int], Tensor]
+"""Of hidden states (B, T, C) and T, which is 24; a rank has 12."""
+
+
+class Deciding(PackedModel):
+    """It attends within a window where rows are longer than that."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def extra(self) -> None:
+        self.more = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("table", torch.randn(64, 1))
+
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor:
+        mask, index = super().mask(h, doc_ids, position_ids, input_ids), torch.arange(h.shape[1])
+        assert mask is not None
+        return mask & (index[:, None] - index < 6) if h.shape[1] > 16 else mask
+
+    def mix(self, h: Tensor) -> Tensor:
+        for name in self.names:
+            h = (RIGHT | REFUSED)[name](self, h, h.shape[1])
+        return h
+
+
+def of_chunks(m: Deciding, h: Tensor) -> Tensor:
+    return torch.cat([m.out(x).tanh() for x in h.split(16, 1)], 1)
+
+
+def in_a_loop(m: Deciding, h: Tensor, t: int) -> Tensor:
+    for i in range(t // 6):
+        h = h + i * m.out(h).tanh()
+    return h
+
+
+def in_place(m: Deciding, h: Tensor, t: int) -> Tensor:
+    h = h * 1
+    if t > 16:
+        h.mul_(2)
+        h[:, 0] = 0
+    return h
+
+
+RIGHT: dict[str, Mix] = {
+    "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
+    "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
+    "for_shards_alone": lambda m, h, t: h if t > 16 else h.sort(1).values,
+    "shifted": lambda m, h, t: h + F.pad(h[:, :-1], (0, 0, 1, 0)) if t > 16 else h,
+    "at_a_place": lambda m, h, t: h + h[:, 2:3] + h[:, -1:] if t > 16 else h,
+    "divided": lambda m, h, t: h / t if t > 16 else h,
+    "positions": lambda m, h, t: h * torch.arange(t)[:, None].sin() if t > 16 else h,
+    "in_a_loop": in_a_loop,
+    "in_place": in_place,
+    "chunks": lambda m, h, t: of_chunks(m, h),
+    "number_of_chunks": lambda m, h, t: torch.cat(c := [m.out(x) for x in h.split(5, 1)], 1) / len(c),
+    "checkpointed": lambda m, h, t: checkpoint(lambda x: of_chunks(m, x), h, use_reentrant=False),  # type: ignore[return-value]
+    "detached": lambda m, h, t: h + (m.out(h).detach() if t > 16 else m.out(h)),
+}
+REFUSED: dict[str, Mix] = {
+    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
+    "more_than_a_shard": lambda m, h, t: h + h[:, :20].mean(1, keepdim=True) if t > 20 else h,
+    "behind_the_shard": lambda m, h, t: h + h[:, 20:21] if t > 20 else h,
+    "another_weight": lambda m, h, t: h * m.more if t > 16 else h,
+    "a_table": lambda m, h, t: h * m.table[:t] if t > 16 else h,
+    "logarithm": lambda m, h, t: h * math.log(t) if t > 16 else h,
+    "chunks_that_differ": lambda m, h, t: torch.cat([x * i for i, x in enumerate(h.split(16, 1))], 1),
+    "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
+}
+
+
+class Returning(Deciding):
+    """What Python makes of the number of tokens beside the graph is of the shard."""
+
+    flag = 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss, long = super().forward(*args, **kwargs), kwargs["input_ids"].shape[1] > 16
+        if self.names[0] == "flag":
+            self.flag = 2 if long else 1
+        if self.names[0] == "fewer":
+            return loss if long else (loss, loss)
+        return loss if self.names[0] == "flag" else (loss, 3 if long else 2)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h
+
+
+def test_some_are_right() -> None:
+    assert check_or_refuse(Deciding("scaled", "mean", "chunks", "checkpointed"), tokens=23) is None
+
+
+@pytest.mark.parametrize("name", ["number", "fewer", "flag"])
+def test_what_is_returned_and_kept_must_be_the_rows(name: str) -> None:
+    assert "holds for a shard's tokens but not for the row's" in str(check_or_refuse(Returning(name), tokens=24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
+def test_decisions_are_the_rows(name: str, rows: int) -> None:
+    assert (check_or_refuse(Deciding(name), rows, 24) is None) == (name in RIGHT)
+
+
+@pytest.mark.slow
+def test_batches_for_which_it_is_decided_otherwise_are_compiled_anew() -> None:
+    torch._dynamo.reset()
+    sharding = cp.Sharding(3, TOKENS, cp.DocumentIds("doc_ids"))
+    batches = [pack([5, 4, 5]), pack([20, 4]), pack([23]), pack([6, 1, 3]), pack([30, 20, 7])]
+    for report in check_all(Deciding("scaled", "mean", "chunks").double(), sharding, batches):
+        assert report.largest <= 1e-7, str(report)
+
+
+@pytest.mark.slow
+def test_a_row_that_is_filled_up_must_be_decided_alike() -> None:
+    with pytest.raises(ValueError, match="otherwise for this row of 23 than for the rows that its ranks hold"):
+        check_or_refuse(Deciding("in_a_loop"), tokens=23)
