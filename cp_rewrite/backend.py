@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, check_not_exported, number_tokens, token_dim_of
+from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens, token_dim_of
 from cp_rewrite.batch.steps.backward import watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import map_tensors
@@ -51,10 +51,16 @@ class Backend:
         return hash(self.sharding.graph_key)
 
     def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         try:
-            state = self._agreed(gm, mode)
+            patches = _inductor_options(self.sharding, mode, options or {})
+            state = self._agreed(gm)
         except Exception as error:
             raise unwrapped(error) from error.__cause__
         if state.refusals:
@@ -63,18 +69,16 @@ class Backend:
                 raise unwrapped(refused)
             passes.guard_size_conditions(state)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
-            return self._inner(gm, example_inputs, mode)
+            return self._inner(gm, example_inputs, patches)
         nodes = state.graph_module.graph.find_nodes(op="placeholder")
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
-        compiled = self._inner(state.graph_module, [*example_inputs, *extra], mode)
+        compiled = self._inner(state.graph_module, [*example_inputs, *extra], patches)
         return _checked(state, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added))
 
-    def _agreed(self, gm: fx.GraphModule, mode: str | None) -> passes.State:
-        """What the passes made of a graph or found against it, the same on all ranks."""
+    def _agreed(self, gm: fx.GraphModule) -> passes.State:
+        """What the passes made of a graph, the same on all ranks, or found against it."""
         sharding = self.sharding
-        if mode is not None and sharding.inner != "inductor":
-            raise ValueError(f"torch.compile's mode is for inner='inductor', not for {sharding.inner!r}: got {mode!r}")
         observe.trace("before", lambda: graph_lines(gm))
         try:
             state = self._rewritten(gm)
@@ -84,9 +88,16 @@ class Backend:
         observe.count(state)
         if state.decisions and not state.refusals and sharding.world_size > 1:
             _ = sharding.group  # raises where the mesh is a world size, for dry runs only
-        kind = "refused" if state.refusals else "after"
-        text = [str(RewriteRefused(state.refusals))] if state.refusals else graph_lines(state.graph_module)
-        observe.trace(kind, lambda: text)
+        if state.refusals:
+            refused = RewriteRefused(state.refusals)
+            observe.trace("refused", lambda: [str(refused)])
+            if sharding.strict:
+                agree.on_failure(sharding, "graph", refused)
+            else:
+                agree.on_graph(sharding, "refused")  # ranks may refuse in other words: counts differ
+            return state
+        text = graph_lines(state.graph_module)
+        observe.trace("after", lambda: text)
         agree.on_graph(sharding, "\n".join(text))
         return state
 
@@ -96,9 +107,12 @@ class Backend:
             state.plan.check_tokens(found.name, found.value, found.dim, hint(found.tokens))
         return passes.run_passes(state)
 
-    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
+    def _inner(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """The graph, compiled; `patches`: options of Inductor."""
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
-        options = {"mode": mode} if mode else {}
+        options = {"config_patches": dict(patches)} if patches else {}
         with observe.cache_key(self.sharding):
             return compile_inner(gm, list(example_inputs), **options)
 
@@ -106,8 +120,8 @@ class Backend:
 def backend(sharding: Sharding) -> Backend:
     """The backend for `torch.compile(model, backend=cp_rewrite.backend(sharding), fullgraph=True)`.
 
-    `mode` of torch.compile is passed on to Inductor. The compiled model is called inside of a batch's block, with what
-    `sharding.shard(batch)` gives.
+    `mode` and `options` of torch.compile are passed on to Inductor. The compiled model is called inside of a batch's
+    block, with what `sharding.shard(batch)` gives.
 
     Raises:
         TypeError: no Sharding. The compiled model raises RewriteRefused (strict), MaskMismatch, ValueError for tokens
@@ -124,23 +138,42 @@ def compile_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding})` calls."""
-    try:
-        sharding = _sharding_of(options or {})
-    except Exception as error:
-        raise unwrapped(error) from None
-    return Backend(sharding)(gm, example_inputs, mode=mode)
+    """What `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding, "mode": …})` calls.
+
+    torch.compile takes no `mode` beside `options`: it stands among them. Others are Inductor's.
+    """
+    others = dict(options or {})
+    sharding, mode = others.pop("sharding", None), others.pop("mode", mode)
+    if not isinstance(sharding, Sharding):
+        error = TypeError(f"backend='cp_rewrite' needs options={{'sharding': cp_rewrite.Sharding(...)}}, got {options}")
+        raise unwrapped(error)
+    return Backend(sharding)(gm, example_inputs, mode=mode, options=others)
 
 
-def _sharding_of(options: Mapping[str, Any]) -> Sharding:
-    unknown = set(options) - {"sharding"}
-    if unknown:
-        raise ValueError(f"options has unknown keys {sorted(unknown)}; the only one is 'sharding'")
-    if not options:
-        raise ValueError("backend='cp_rewrite' needs options={'sharding': cp_rewrite.Sharding(...)}")
-    if not isinstance(options["sharding"], Sharding):
-        raise TypeError(f"options['sharding'] must be a cp_rewrite.Sharding, got {options['sharding']!r}")
-    return options["sharding"]
+def _inductor_options(sharding: Sharding, mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch.compile's `mode` and `options` say to Inductor.
+
+    Raises:
+        ValueError: another compiler runs, Inductor does not know them, or they capture CUDA graphs.
+    """
+    if not (mode or options):
+        return {}
+    if sharding.inner != "inductor":
+        raise ValueError(
+            f"torch.compile's mode and options are for inner='inductor', not for {sharding.inner!r}: got "
+            f"{mode or dict(options)!r}"
+        )
+    if mode and mode not in (known := torch._inductor.list_mode_options()):
+        raise ValueError(f"mode must be one of {', '.join(known)}; got {mode!r}")
+    if unknown := sorted(set(options) - set(torch._inductor.list_options())):
+        raise ValueError(f"options has unknown keys {unknown}: they are 'sharding', 'mode' and what Inductor knows")
+    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **options}
+    if patches.get("triton.cudagraphs"):
+        raise ValueError(
+            f"{mode or 'triton.cudagraphs'!r} captures a CUDA graph for every size of a batch: pass "
+            "'max-autotune-no-cudagraphs', or capture a whole step once, with Sharding(capacity=...)"
+        )
+    return patches
 
 
 def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Callable[[F], F]:
@@ -168,7 +201,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
-            check_not_exported()
+            check_not_traced()
             values = {name: value for name, value in kwargs.items() if value is not None}
             missing = [name for name in sharding.tokens if name not in values]
             if missing and any(isinstance(value, Tensor) for value in args):

@@ -30,7 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "random": get_args(Random),
 }
 _OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
-_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches")
+_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches", "across_documents")
 
 
 def check_choices(fields: Mapping[str, Any]) -> None:

@@ -20,6 +20,10 @@ class Reason(Enum):
     MASK_OPAQUE = "the mask comes in as a tensor, so the graph does not show its meaning; state it with assume_mask"
     MASK_UNSUPPORTED_OP = "an op of the mask's computation has no rule"
     MASK_WRONG_SOURCE = "the mask tells documents apart by another tensor than the annotation's packing"
+    DOCUMENTS_SEEN = (
+        "no mask keeps them apart here; in models of transformers pass use_cache=False, since a cache switches their "
+        "packed mask off; Sharding(across_documents=True) if it is meant"
+    )
     MASK_WRONG_DIM = "the mask does not run over query tokens and key tokens of one row"
     DROPOUT = "dropout and noise draw other random numbers on a shard; set dropout to 0 or call model.eval()"
     UNREAD_ATTENTION = (
@@ -73,6 +77,8 @@ class Refusal:
 
 class RewriteRefused(RuntimeError):
     """Raised under `strict=True` when a graph can't be proven right. `refusals` holds every reason."""
+
+    __module__ = "cp_rewrite"  # as it is imported, and printed
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)

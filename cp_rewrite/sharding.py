@@ -77,6 +77,8 @@ class Sharding:
             apart. The draws are others than on one process, their distribution is the same. What all tokens share
             (dropout of weights) stays refused.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
+        across_documents: attention that no mask keeps to documents is meant to see whole rows. False refuses it in
+            batches that have several documents in a row.
         spans: which argument says what tokens see each other in both directions, for masks that let them.
         masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean.
             Others that look like masks mean `assume_mask`, or causal attention inside documents; None: it is no mask.
@@ -125,6 +127,7 @@ class Sharding:
     resolve: bool = True
     random: Random = "refused"
     assume_mask: PackedMask | None = None
+    across_documents: bool = False
     spans: Spans | None = None
     masks: Mapping[str, PackedMask | None] = field(default_factory=dict[str, PackedMask | None])
     local_ops: tuple[str, ...] = field(default=())
@@ -219,6 +222,8 @@ class Sharding:
             raise ValueError(
                 "this Sharding was made with a plain world size, for dry runs only: pass a DeviceMesh to run"
             )
+        if not dist.is_initialized():
+            raise RuntimeError("the process group of the sharding's mesh is gone: destroy_process_group() comes last")
         if self.mesh.ndim == 1:
             return self.mesh.get_group()
         return whole_mesh_group(self.mesh)

@@ -7,6 +7,8 @@ function, which fails by name when torch changes.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.comptime import comptime
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -199,6 +203,39 @@ def in_example(shape_env: Any, expr: Any) -> Any:
 def guard(shape_env: Any, condition: sympy.Basic) -> None:
     """Have a batch for which a condition on sizes is not what it is in the example compiled anew."""
     shape_env.evaluate_expr(condition)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------
+
+
+def is_compiled_around() -> bool:
+    """Whether a function that was given to torch.compile is running: frames that Dynamo left to Python are inside."""
+    return callable(get_eval_frame_callback())
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def trace_transformers() -> None:
+    """Let a model of `transformers` that is traced before it was called install the hooks that capture its outputs (as
+    those of experts' routers): it does so with a lock, which Dynamo does not know."""
+    module: Any = sys.modules.get(_CAPTURING)
+    plain: Any = getattr(module, "maybe_install_capturing_hooks", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def maybe_install_capturing_hooks(model: Any) -> None:
+        comptime(_install_hooks, lambda: plain(model))
+
+    module.maybe_install_capturing_hooks = maybe_install_capturing_hooks
+
+
+def _install_hooks(context: Any) -> None:
+    """While `maybe_install_capturing_hooks` is traced: do to its model what it does."""
+    module: Any = sys.modules[_CAPTURING]
+    model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+    module.maybe_install_capturing_hooks.__wrapped__(model)
 
 
 # -- process groups ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
+    check_documents        check_documents.py        attention over whole rows, where the packing names documents
     check_token_locality   locality/walk.py          nothing but attention mixes tokens
     plan_sites             plan_sites.py             exchange and kernel of each site
     move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
@@ -18,7 +19,7 @@
                                                      not the same on a shard is made so
     verify_graph           verify.py                 the new graph is whole
 
-The first nine only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
+The first ten only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
 `values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
 """
 
@@ -39,6 +40,7 @@ from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
+from .check_documents import check_documents
 from .check_frame import check_frame
 from .check_size_conditions import check_size_conditions, guard_size_conditions
 from .narrow.move_exchanges import move_exchanges
@@ -93,6 +95,7 @@ FIND = (
     unify_token_sizes,
     fix_module_numbers,
     match_attention,
+    check_documents,
     check_token_locality,
     plan_sites,
     move_exchanges,

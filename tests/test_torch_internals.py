@@ -268,6 +268,41 @@ def test_guards() -> None:
     assert ours.simplified(env, ours.expression(size)) == 6
 
 
+# -- torch.compile -----------------------------------------------------------------------------------------
+
+
+@canary("what Dynamo calls frames by", "torch_internals.is_compiled_around")
+def test_compiled_around() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        seen.append(ours.is_compiled_around())
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(look, backend="eager")(torch.ones(1))
+    look(torch.ones(1))
+    assert seen == [True, False]
+
+
+@canary("comptime", "torch_internals.trace_transformers")
+def test_hooks_are_installed_while_a_model_is_traced() -> None:
+    module = pytest.importorskip("transformers.utils.output_capturing")
+    ours.trace_transformers()
+    known, traced = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.maybe_install_capturing_hooks(known)
+
+    def model(x: Tensor) -> Tensor:
+        module.maybe_install_capturing_hooks(traced)
+        return traced(x)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+    assert known._output_capturing_hooks_installed
+    assert traced._output_capturing_hooks_installed
+
+
 # -- process groups ----------------------------------------------------------------------------------------
 
 

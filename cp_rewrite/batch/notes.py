@@ -12,6 +12,10 @@ from cp_rewrite.sharding import Sharding
 from .read_documents import unnamed_tokens
 
 _WRAPPED = {
+    ("is incompatible with gradient checkpointing",): "pass use_cache=False: with its default, True, transformers logs "
+    "that here, which can't be traced",
+    ("Could not guard on data-dependent",): "Python decides by what a tensor holds (`.item()`, `if x > 0`), and a rank "
+    "has some of the tokens: decide on tensors (`torch.where`), or before the model, on the whole batch",
     ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
     "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
     ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "

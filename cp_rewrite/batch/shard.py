@@ -16,6 +16,7 @@ from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.sharding import Sharding, device_of
+from cp_rewrite.torch_internals import trace_transformers
 
 from . import agree, heartbeat
 from .active import (
@@ -111,6 +112,7 @@ def shard(
         raise
     notes = later.due(sharding)
     later.compare(notes, agree.on_batch(sharding, plan, batch, later.text_of(notes)))
+    trace_transformers()
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
     with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, plan.rows[0].total, active.masks):

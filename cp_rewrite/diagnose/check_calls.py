@@ -11,11 +11,12 @@ from torch import Tensor
 from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim, packing_names
 from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
+from cp_rewrite.passes.check_documents import Unmasked
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of, region_call, region_calls
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.refusal import source_line
+from cp_rewrite.refusal import RewriteRefused, source_line
 
 
 class CallChecks:
@@ -34,6 +35,7 @@ class CallChecks:
         self.tables = [(i, state.tables[node]) for i, node in enumerate(inputs) if node in state.tables]
         self.packing = [(i, name, name) for i, name in enumerate(names) if name in packing_names(state.sharding)]
         self.packing += [(i, state.offsets[x], packing.arg) for i, x in enumerate(inputs) if x in state.offsets]
+        self.unmasked = Unmasked.of(state)
         live = live_nodes(state.graph_module, ())
         self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
         self.moved = _moved_arguments(state)
@@ -50,6 +52,8 @@ class CallChecks:
             table.check(args[place])
         for place, name, of in self.packing:
             plan.check_packing(name, args[place], of)
+        if against := self.unmasked.against(plan.plan):
+            raise RewriteRefused(against)
         if self.sums:
             plan.check_full(self.sums)
         plan.check_padding(self.readers)

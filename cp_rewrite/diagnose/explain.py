@@ -71,6 +71,7 @@ class Report:
         inserts: what was put in elsewhere, and why; nothing when refused.
         collectives: sums over the ranks that were put in for what a model uses as the whole, and reads of neighbouring
             tokens; none when refused.
+        notes: what was set for the dry run.
     """
 
     sites: tuple[SiteReport, ...]
@@ -81,6 +82,7 @@ class Report:
     after: tuple[str, ...]
     inserts: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -102,6 +104,7 @@ class Report:
         lines += _folded([str(collective) for collective in self.collectives])
         lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
+        lines += [f"note      {note}" for note in self.notes]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
         lines += [f"ops       {op}: {self.ops_before[op]} -> {self.ops_after[op]}" for op in changed]
         return "\n".join(lines)
@@ -135,9 +138,8 @@ def explain(
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             found.append(_report(capture(gm, sharding, active_plan(sharding))))
-            if not found[-1].ok:
-                raise _Captured  # what guards a graph that nobody runs would take torch long to make
-            return _stop
+            # Torch keeps nothing of it: guards of a graph that nobody runs take long to make, and count as a compile.
+            raise _Captured
 
         unread = untaken_args(model, sharding.packing, batch)
         with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
@@ -154,10 +156,6 @@ def explain(
 
 class _Captured(BaseException):
     """No Exception: no handler of Dynamo's, or of a module around the graph, looks at it."""
-
-
-def _stop(*_: Any) -> Any:
-    raise _Captured
 
 
 def _report(state: passes.State) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from cp_rewrite.packing import PositionIds
 from cp_rewrite.sharding import Sharding
 
 from .explain import Report, explain
+
+_CACHE = (
+    "explained with use_cache=False, where the config says True: set it in training too, since with a cache "
+    "transformers leaves out the mask that keeps documents apart"
+)
 
 
 def explain_config(
@@ -36,8 +42,10 @@ def explain_config(
         raise ImportError(f"{error}: pip install 'cp_rewrite[transformers]'") from error
 
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
-    config.use_cache = False
-    _keep_layers(config.get_text_config(), layers)
+    text = config.get_text_config()
+    notes = (_CACHE,) if getattr(text, "use_cache", False) else ()
+    config.use_cache = text.use_cache = False
+    _keep_layers(text, layers)
     with no_init_weights():  # weights are memory that nothing writes; buffers, which masks are read off, hold numbers
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
@@ -45,7 +53,7 @@ def explain_config(
     tokens = torch.zeros_like(position_ids)
     batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens.clone()}
     sharding = Sharding(world_size, dict.fromkeys(batch, 1), PositionIds("position_ids"), **options)
-    return explain(model.train(), sharding, shift_labels=True)(**batch)
+    return replace(explain(model.train(), sharding, shift_labels=True)(**batch), notes=notes)
 
 
 def _keep_layers(config: Any, layers: int | None) -> None:

@@ -21,17 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import check_not_exported, in_batch
+from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
-from .hooks import install_hooks
 from .outputs import scaled, whole
 from .sharded_forward import compile_segments, shard_weights
 from .twin import Twin
+from .unchanged import Unchanged, refuse_copies, refuse_whole_weights
 
 DataParallel = Literal["fsdp", "ddp"]
 
@@ -79,7 +79,6 @@ def parallelize(
             other weights.
     """
     _check(model, mesh, sharding, data_parallel)
-    install_hooks(model)
     agree.on_weights(sharding, dict(model.named_parameters()))
     if data_parallel == "ddp":
         if blocks or mp_policy is not None:
@@ -93,7 +92,11 @@ def parallelize(
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
         wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by)
-        _replace_forward(model, compile_segments(twin.module, twin, chosen, sharding), sharding)
+        # Hooks of the model itself run around its forward: not in the twin's too.
+        run = compile_segments(twin.module.forward, twin, chosen, sharding)
+        _replace_forward(model, run, sharding, Unchanged(model, hooks=True))
+        refuse_whole_weights(model)
+    refuse_copies(model)
     note_summed(wrapped.parameters())
     return wrapped
 
@@ -148,7 +151,7 @@ def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Modu
     compiled = torch.compile(model.forward, backend=backend(sharding), fullgraph=True)
     # DDP averages what is accumulated so far over all ranks: it must average, so gradients go in times the ranks that
     # have parts of one sum.
-    _replace_forward(model, compiled, sharding, factor=sharding.world_size)
+    _replace_forward(model, compiled, sharding, Unchanged(model, hooks=False), factor=sharding.world_size)
     return DistributedDataParallel(model, process_group=_flat(mesh).get_group())
 
 
@@ -157,16 +160,19 @@ def _flat(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
 
 
-def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Sharding, factor: int = 1) -> None:
+def _replace_forward(
+    model: nn.Module, run: Callable[..., Any], sharding: Sharding, unchanged: Unchanged, factor: int = 1
+) -> None:
     """Let `run` stand in the place of a model's forward inside of batches' blocks, with its outputs made global and
     their gradients multiplied by `factor`."""
     plain = model.forward
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        check_not_exported()
+        check_not_traced()
         if not in_batch() and not torch.is_grad_enabled():
             return plain(*args, **kwargs)
+        unchanged.check()
         return map_tensors(lambda value: scaled(whole(value, sharding), factor), run(*args, **kwargs))
 
     model.forward = forward

@@ -86,7 +86,9 @@ class SegmentBackend(Backend):
     def __hash__(self) -> int:
         return id(self)
 
-    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
+    def _inner(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    ) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
         weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
         segments = cut_graph(gm, {node: self._units.get(owner, ROOT) for node, (owner, _) in weights.items()})
@@ -96,7 +98,7 @@ class SegmentBackend(Backend):
         outputs = outputs_of(gm)
         calls: list[_Call] = []
         for i, segment in enumerate(segments):
-            compiled = super()._inner(segment.graph_module, examples_of(segment, given, inner), mode)
+            compiled = super()._inner(segment.graph_module, examples_of(segment, given, inner), patches)
             later = {node for other in segments[i + 1 :] for node in other.inputs} | {*outputs}
             calls.append(_Call(segment, compiled, weights, later))
 

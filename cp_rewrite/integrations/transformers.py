@@ -20,7 +20,6 @@ import cp_rewrite as cp
 from cp_rewrite.sharding import require_sharding
 
 from .forward import GlobalForward, Switch, forward_of
-from .hooks import install_hooks
 from .replicas import ReplicaAccelerator, present_replicas
 from .trainer_fsdp import make_twin, refused_settings, shard_model
 
@@ -62,7 +61,6 @@ class ContextParallelMixin(_Base):
         inner = _inner(model)
         before = forward_of(inner)
         if before is None:
-            install_hooks(inner)
             twin = make_twin(inner, self.sharding, self.accelerator)
             self.forward_class(inner, self.sharding, self._switch, twin).install()
         else:

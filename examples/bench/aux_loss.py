@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import cp_rewrite as cp
-from cp_rewrite.integrations.hooks import install_hooks
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 VOCAB = 4096
@@ -47,7 +46,6 @@ def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
     )  # fmt: skip
     with device:
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    install_hooks(model)
     return model
 
 

@@ -126,7 +126,8 @@ def _arguments(error: Exception) -> tuple[Any, ...]:
 
 
 _UNWRAPPED: dict[Any, Any] = {
-    kind: type(kind.__name__, (_Unwrapped, kind), {}) for kind in (RuntimeError, TypeError, ValueError, RewriteRefused)
+    kind: type(kind.__name__, (_Unwrapped, kind), {"__module__": kind.__module__})
+    for kind in (RuntimeError, TypeError, ValueError, RewriteRefused)
 }
 
 

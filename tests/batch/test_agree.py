@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import time
+import warnings
 from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
@@ -107,6 +108,46 @@ def test_another_graph_raises_on_every_rank(pool: Pool, differs: str, says: str)
         assert "ranks [1, 2] of the group compiled another graph" in error
         assert "First differences" in error
         assert says in error
+
+
+class Refused(nn.Module):
+    def __init__(self, sorts: int) -> None:
+        super().__init__()
+        self.sorts = sorts
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        h = x + position_ids[..., None]
+        for _ in range(self.sorts):
+            h = h.sort(1).values
+        return h
+
+
+def refuse_on(mesh: DeviceMesh, sorts: int, strict: bool = True) -> str:
+    """Rank r's model is refused r + `sorts` times."""
+    tokens = {"x": 1, "position_ids": 1}
+    sharding = cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager", strict=strict)
+    model = Refused(sorts + mesh.get_local_rank())
+    compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+    try:
+        with sharding.shard(batch_of([16, 16])) as local, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled(**local)
+    except RuntimeError as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}"
+    finally:
+        torch._dynamo.reset()
+    return ""
+
+
+def test_refusals_in_other_words_are_refusals_on_every_rank(pool: Pool) -> None:
+    for error in pool.run(2, refuse_on, 1):
+        assert error.startswith("cp_rewrite.RewriteRefused: cp_rewrite refused to rewrite this graph:"), error
+        assert "sort runs over the token dim" in error
+    assert pool.run(2, refuse_on, 1, False) == ["", ""]
+    accepts, refuses = pool.run(2, refuse_on, 0)
+    assert "rank 1 of the group brought no graph: RewriteRefused: " in accepts
+    assert "sort runs over the token dim" in accepts
+    assert refuses.startswith("cp_rewrite.RewriteRefused")
 
 
 def fail_on(mesh: DeviceMesh) -> str:

@@ -97,7 +97,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, mask: cp.PackedMask) -> None:
 def test_a_wrong_reading_of_a_mask_raises(monkeypatch: pytest.MonkeyPatch, name: str, mask: cp.PackedMask) -> None:
     lie(monkeypatch, mask)
     with pytest.raises(MaskMismatch, match=r"see key \d+ in row 0"):
-        run_model(name, make_sharding(), make_batch([[13, 1, 9]]))
+        run_model(name, make_sharding(across_documents=True), make_batch([[13, 1, 9]]))
 
 
 def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +180,7 @@ def test_check_takes_the_largest_over_ranks() -> None:
 def test_check_shows_what_differs() -> None:
     """An op that the user vouches for, wrongly."""
     options: dict[str, Any] = {"local_ops": ("cp_rewrite_tests::shift",), "capacity": cp.Capacity(8, 8, 64)}
+    options["across_documents"] = True
     sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **options)
     report = cp.check(Shifted(), sharding, make_batch([[13, 1, 7, 29]]))
     assert report.outputs["output"] > 1e-2

@@ -40,6 +40,7 @@ def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.Capt
     assert out.startswith("4 attention sites, 0 refusals")  # the last layer is the first without a window
     assert "same document & causal & window (6, 0) | needed" in out
     assert "+packed_attention_default" in out
+    assert "note      explained with use_cache=False, where the config says True" in out
 
 
 def test_masks_in_buffers_are_read_off_what_the_model_writes_there(tmp_path: Path):

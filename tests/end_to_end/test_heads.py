@@ -77,7 +77,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: Any) -> tuple[float, Any]:
-    sharding = cp.Sharding(mesh, tokens_of(name), cp.PositionIds("position_ids"), layout, inner="eager")
+    sharding = cp.Sharding(
+        mesh, tokens_of(name), cp.PositionIds("position_ids"), layout, inner="eager", across_documents=True
+    )
     torch._dynamo.reset()
     model = build(name)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)

@@ -60,9 +60,7 @@ def test_every_model_is_right_or_refused(pool: Pool, name: str, outcomes: dict[s
 @pytest.mark.parametrize("model", ON_THREADS)
 def test_models_are_right_on_threads(model: str) -> None:
     torch._dynamo.reset()
-    report = cp.check(
-        build_model(model), cp.Sharding(2, TOKENS, packing_of(model)), batch_of(LENGTHS), shift_labels=True
-    )
+    report = cp.check(build_model(model), sharding_of(2, model), batch_of(LENGTHS), shift_labels=True)
     assert report.largest <= LIMIT, str(report)
 
 
@@ -94,7 +92,7 @@ def run(pool: Pool, name: str) -> Outcome:
     batch = batch_of(LENGTHS)
     trains = name not in RECIPES or RECIPES[name].attention != "flex_attention"  # torch has no flex backward on CPU
     model.requires_grad_(trains)
-    sharding = cp.Sharding(2, TOKENS, packing_of(name))
+    sharding = sharding_of(2, name)
     torch._dynamo.reset()
     report = cp.explain(model, sharding, shift_labels=True)(**batch)
     masks = tuple(dict.fromkeys(site.mask for site in report.sites))
@@ -114,6 +112,10 @@ def packing_of(name: str) -> Any:
     return cp.EndOfDocument("input_ids", END) if name == "torchtitan_eos_mask" else cp.PositionIds("position_ids")
 
 
+def sharding_of(mesh: Any, name: str) -> cp.Sharding:
+    return cp.Sharding(mesh, TOKENS, packing_of(name), inner="eager", across_documents=True)
+
+
 def batch_of(lengths: list[list[int]]) -> dict[str, Tensor]:
     """Documents whose last token is END, and no other."""
     batch = make_batch(lengths)
@@ -129,7 +131,7 @@ def step(model: nn.Module, batch: dict[str, Tensor], trains: bool) -> tuple[floa
 
 
 def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: bool) -> tuple[float, Any]:
-    sharding = cp.Sharding(mesh, TOKENS, packing_of(name), inner="eager")
+    sharding = sharding_of(mesh, name)
     torch._dynamo.reset()
     model = build_model(name).requires_grad_(trains)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
@@ -174,7 +176,7 @@ def table(outcomes: dict[str, Outcome]) -> str:
         "",
         "torch has no backward of flex_attention on CPUs: only the loss is compared there. transformers' masks ignore",
         "`position_ids` in gpt-oss and in models that are not causal (ModernBERT): the whole row is one document, on",
-        "one process too.",
+        "one process too, which `across_documents=True` allows here.",
         "",
         "Encoders (BERT, RoBERTa, EuroBERT, ESM, ModernBERT, ELECTRA, DistilBERT) and heads that classify tokens or",
         "sequences, reward heads too, are compared on 2, 3 and 4 processes by `tests/end_to_end/test_heads.py`.",

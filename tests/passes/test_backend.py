@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -64,11 +65,17 @@ def test_backend_by_name(inner: str) -> None:
 
 
 def test_unknown_options_are_errors() -> None:
-    model, batch, sharding = Packed(), make_batch(5, 9), make_sharding()
+    model, batch, sharding = Packed(), make_batch(5, 9), make_sharding(inner="inductor")
     cases: list[tuple[Any, type[Exception], str]] = [
-        ({"sharding": sharding, "layout": "balanced"}, ValueError, r"unknown keys \['layout'\]"),
-        ({"sharding": 4}, TypeError, "must be a cp_rewrite.Sharding"),
-        ({}, ValueError, "needs options="),
+        ({"sharding": sharding, "layout": 1}, ValueError, r"unknown keys \['layout'\]"),
+        ({"sharding": sharding, "mode": "fast"}, ValueError, "mode must be one of default,"),
+        (
+            {"sharding": sharding, "mode": "max-autotune"},
+            ValueError,
+            "captures a CUDA graph",
+        ),
+        ({"sharding": 4}, TypeError, "needs options="),
+        ({}, TypeError, "needs options="),
     ]
     for options, kind, says in cases:
         torch._dynamo.reset()
@@ -137,13 +144,45 @@ def test_what_can_not_be_decorated_is_named() -> None:
         cp.context_parallel(sharding)(Packed())(batch["ids"], pos=batch["pos"])
 
 
-def test_mode_is_for_inductor() -> None:
+def test_mode_is_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(Packed(), backend=cp.backend(make_sharding()), mode="max-autotune")
     with (
-        pytest.raises(ValueError, match=r"^torch\.compile's mode is for inner='inductor', not for 'eager'"),
+        pytest.raises(
+            ValueError, match=r"^torch\.compile's mode and options are for inner='inductor', not for 'eager'"
+        ),
         make_sharding().shard(make_batch(5, 9)) as local,
     ):
         compiled(**local)
+    seen: list[Any] = []
+
+    def compile_fx(gm: torch.fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+        seen.append(config_patches)
+        return gm
+
+    monkeypatch.setattr(importlib.import_module("cp_rewrite.backend"), "lookup_backend", lambda _: compile_fx)
+    sharding, mode = make_sharding(inner="inductor"), "max-autotune-no-cudagraphs"
+    options: Any = {"sharding": sharding, "mode": mode, "epilogue_fusion": False}
+    ways: list[dict[str, Any]] = [
+        {"backend": cp.backend(sharding), "mode": mode},
+        {"backend": "cp_rewrite", "options": options},
+        {"backend": cp.backend(sharding), "options": {"max_autotune": True}},
+    ]
+    for way in ways:
+        torch._dynamo.reset()
+        with sharding.shard(make_batch(5, 9)) as local:
+            torch.compile(Packed(), fullgraph=True, **way)(**local)
+    assert all(patches["max_autotune"] for patches in seen)
+    assert [patches.get("epilogue_fusion") for patches in seen] == [None, False, None]
+
+
+def test_a_compiled_model_is_not_compiled_again() -> None:
+    """Dynamo would trace into it, and run its graph by another backend on this rank's tokens."""
+    sharding, batch = make_sharding(), make_batch(5, 9)
+    decorated = cp.context_parallel(sharding)(Packed())
+    for around in (decorated, lambda **kwargs: decorated(**kwargs)):
+        with pytest.raises(RuntimeError, match="compiled already: call it as it is"):
+            torch.compile(around, backend="eager")(**batch)
+    assert decorated(**batch).shape == (1, 14, 4)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ def encoder(attention: nn.Module, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 WHOLE = PackedMask(packed=False)
+ANNOTATED = cp.Sharding(2, dict.fromkeys(NAMES, 1), DOCUMENTS, across_documents=True)
 CASES = [
     (documents, module(), PackedMask()),
     (causal, module(bias=False), WHOLE),
@@ -112,7 +114,7 @@ def assert_as_on_one_process(model: Model, out: Tensor, grads: dict[str, Tensor]
 @pytest.mark.parametrize(("call", "attention", "means"), CASES)
 def test_modules_are_read(call: Any, attention: nn.Module, means: PackedMask) -> None:
     torch._dynamo.reset()
-    report = cp.explain(Model(call, attention), cp.Sharding(2, dict.fromkeys(NAMES, 1), DOCUMENTS))(**rows_of(call))
+    report = cp.explain(Model(call, attention), ANNOTATED)(**rows_of(call))
     assert report.ok, str(report)
     assert {site.mask for site in report.sites} == {str(means)}
 
@@ -121,14 +123,17 @@ def test_modules_are_read(call: Any, attention: nn.Module, means: PackedMask) ->
 @pytest.mark.parametrize(("call", "attention", "means"), CASES)
 def test_modules_give_what_they_gave(call: Any, attention: nn.Module, means: PackedMask) -> None:
     model = Model(call, attention)
-    out = run(model, cp.Sharding(1, dict.fromkeys(NAMES, 1), DOCUMENTS, inner="eager", verify="first_step"))
+    out = run(
+        model,
+        replace(ANNOTATED, mesh=1, inner="eager", verify="first_step"),
+    )
     assert_as_on_one_process(model, out, {name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 def encoder_of_rank(mesh: DeviceMesh) -> Any:
     call, attention, _ = CASES[-1]
     model = Model(call, attention)
-    out = run(model, cp.Sharding(mesh, dict.fromkeys(NAMES, 1), DOCUMENTS, inner="eager"))
+    out = run(model, replace(ANNOTATED, mesh=mesh, inner="eager"))
     return out, {name: weight.grad for name, weight in model.named_parameters()}
 
 
@@ -161,7 +166,7 @@ def in_autocast(attention: nn.Module, x: Tensor, _: Tensor) -> Tensor:
 )
 def test_other_modules_are_refused(call: Any, attention: nn.Module, reason: Reason) -> None:
     torch._dynamo.reset()
-    report = cp.explain(Model(call, attention), cp.Sharding(2, dict.fromkeys(NAMES, 1), DOCUMENTS))(**BOTH)
+    report = cp.explain(Model(call, attention), ANNOTATED)(**BOTH)
     assert {refusal.reason for refusal in report.refusals} == {reason}
 
 

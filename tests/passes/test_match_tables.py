@@ -55,7 +55,7 @@ def meaning(model: Callable[..., Any], **more: Tensor) -> str | Reason:
     """What the mask of a model's one attention node means, or why it is refused."""
     names = ("input_ids", "doc_ids")
     torch._dynamo.reset()
-    report = cp.explain(model, cp.Sharding(2, dict.fromkeys(names, 1), DOCUMENTS))(
+    report = cp.explain(model, cp.Sharding(2, dict.fromkeys(names, 1), DOCUMENTS, across_documents=True))(
         **{name: BATCH[name] for name in names}, **more
     )
     (found,) = report.refusals or report.sites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ REFUSED = sorted(name for name, mutant in MUTANTS.items() if mutant.reason not i
 PADDING = sorted(name for name, mutant in MUTANTS.items() if mutant.reason == "padding")
 RIGHT = sorted(name for name, mutant in MUTANTS.items() if mutant.reason is None)
 GROUPS = groups(REFUSED)
+ANNOTATED = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", across_documents=True)
 
 
 @functools.cache
@@ -82,7 +84,9 @@ def whole(output: Any, sharding: cp.Sharding) -> float:
 
 
 def sharded_step(mesh: DeviceMesh, names: tuple[str, ...], batch: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
-    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="eager")
+    sharding = cp.Sharding(
+        mesh, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather", inner="eager", across_documents=True
+    )
     model = build(names)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
@@ -108,7 +112,7 @@ def test_mutant_is_made_right(name: str) -> None:
 
 def check_on_threads(name: str, batch: dict[str, Tensor]) -> None:
     torch._dynamo.reset()
-    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
+    sharding = ANNOTATED
     report = cp.check(MUTANTS[name](), sharding, batch)
     assert report.largest <= 1e-5, str(report)
 
@@ -139,7 +143,7 @@ def test_mutant_counts_no_row_without_a_token(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_mutant_is_refused_or_right_where_sums_are_resolved(pool: Pool, name: str) -> None:
     batch = packed_batch(getattr(MUTANTS[name], "rows", 1))
-    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", "all_gather")
+    sharding = replace(ANNOTATED, exchange="all_gather")
     torch._dynamo.reset()
     try:
         report = cp.explain(MUTANTS[name](), sharding)(**batch)

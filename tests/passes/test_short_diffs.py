@@ -137,6 +137,7 @@ fix_module_numbers
     module's numbers: ['free'] -> [4.0]
 match_attention
     sites: [] -> ['y: same document & causal']
+check_documents
 check_token_locality
     positions: [] -> ['arange: arange']
     inserts: [] -> ['exp, for sum_1']

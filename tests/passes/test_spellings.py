@@ -74,7 +74,9 @@ def sharded_gradients(mesh: DeviceMesh, name: str, ways: list[tuple[Any, Any]]) 
     results: list[dict[str, Tensor]] = []
     torch._dynamo.reset()
     for layout, exchange in ways:
-        sharding = cp.Sharding(mesh, tokens, PROVEN[name].packing, layout, exchange, inner="eager")
+        sharding = cp.Sharding(
+            mesh, tokens, PROVEN[name].packing, layout, exchange, inner="eager", across_documents=True
+        )
         compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
         model.zero_grad()
         with sharding.shard(batch) as local:
@@ -106,7 +108,9 @@ def test_spelling_trains_as_on_one_process(name: str) -> None:
     batch = global_batch(name, 0)
     tokens = {key: 1 for key in batch if key != "cu_seqlens"}
     torch._dynamo.reset()
-    sharding = cp.Sharding(2, tokens, PROVEN[name].packing, LAYOUTS[QUICK.index(name) % len(LAYOUTS)])
+    sharding = cp.Sharding(
+        2, tokens, PROVEN[name].packing, LAYOUTS[QUICK.index(name) % len(LAYOUTS)], across_documents=True
+    )
     report = cp.check(make_model(name), sharding, batch)
     assert report.largest <= 1e-5, str(report)
 

@@ -127,7 +127,7 @@ def batch_of(case: Case) -> dict[str, Tensor]:
 def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
     tokens = dict.fromkeys([name for name, value in batch_of(case).items() if value.ndim > 1], 1)
     packing = cp.PositionIds("position_ids") if "position_ids" in tokens else cp.WholeRows()
-    return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name))
+    return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name), across_documents=True)
 
 
 def shifts(case: Case) -> bool:

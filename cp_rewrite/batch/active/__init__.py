@@ -1,6 +1,6 @@
 """The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
 
-from .current import activate, active_plan, check_no_batch, check_not_exported, in_batch, last_plan
+from .current import activate, active_plan, check_no_batch, check_not_traced, in_batch, last_plan
 from .marks import batch_number, is_part, known_part, mark_part, mark_token_dim, number_tokens, token_dim_of, version_of
 from .packing_values import PackingValues, packing_names
 from .plan import ActivePlan, to_device
@@ -22,7 +22,7 @@ __all__ = [
     "batch_number",
     "beside",
     "check_no_batch",
-    "check_not_exported",
+    "check_not_traced",
     "in_batch",
     "is_part",
     "known_part",

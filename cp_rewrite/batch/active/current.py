@@ -10,6 +10,7 @@ import torch
 
 from cp_rewrite.ops.max_logits import watch_batch
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import is_compiled_around
 
 from .plan import ActivePlan
 
@@ -36,10 +37,13 @@ def check_no_batch() -> None:
         raise RuntimeError("shard() was called inside of another `with sharding.shard(batch):`; end that block first")
 
 
-def check_not_exported() -> None:
-    """Raise under torch.export: a program of a sharded model would hold one batch's plan."""
+def check_not_traced() -> None:
+    """Raise under torch.export: a program of a sharded model would hold one batch's plan. Raise under torch.compile, of
+    the model or of what calls it: it would compile what another backend must."""
     if torch.compiler.is_exporting():
         raise RuntimeError("torch.export was given a model that runs sharded: export the plain model, on whole rows")
+    if torch.compiler.is_compiling() or is_compiled_around():
+        raise RuntimeError("torch.compile was given a model that runs sharded, compiled already: call it as it is")
 
 
 def in_batch() -> bool:

@@ -195,7 +195,7 @@ class MaskUsedOutside(PackedModel):
 
 
 class CausalOverDocuments(PackedModel):
-    """Kept as it is: causal over the whole row is a mask too."""
+    """Kept as it is where `across_documents` says that it is meant: causal over the whole row is a mask too."""
 
     reason, line = None, ""
 
