@@ -209,6 +209,7 @@ class Documents:
             raise ValueError(
                 f"position_ids jump to {pos[bad[0]]} at token {bad[0]}: positions must count 0, 1, 2, … "
                 "within each document and restart at 0 with the next"
+                + ("; numbers of documents are packing=DocumentIds(…)" if (np.diff(pos) == 0).any() else "")
             )
         before = int(pos[0]) if pos.size else 0
         return cls(starts, np.diff(np.append(starts, pos.size)), pos.size, before=before)
@@ -227,7 +228,12 @@ class Documents:
         if (counts > 1).any():
             raise ValueError(
                 f"document id {values[counts > 1][0]} stands in {counts.max()} separate runs of tokens: "
-                "the tokens of a document must be contiguous"
+                "the tokens of a document must be contiguous. "
+                + (
+                    "They count up as positions do: packing=PositionIds(…)"
+                    if lengths.max() == 1
+                    else "Number the documents of a row anew: (ids[:, 1:] != ids[:, :-1]).cumsum(1)"
+                )
             )
         return cls(starts[keep], lengths[keep], ids.size)
 

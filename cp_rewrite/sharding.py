@@ -252,9 +252,17 @@ class Sharding:
         fill: Mapping[str, float] | None = None,
     ) -> AbstractContextManager[LocalBatch]:
         """Cut a global batch: `with sharding.shard(batch) as local: model(**local)`. See `cp_rewrite.batch.shard`."""
-        from cp_rewrite.batch.shard import shard  # batch/ imports this file
+        from cp_rewrite.batch.notes import Block  # batch/ imports this file
+        from cp_rewrite.batch.shard import shard
 
-        return shard(self, batch, lengths=lengths, shift_labels=shift_labels, label_arg=label_arg, drop=drop, fill=fill)
+        how: Any = {
+            "lengths": lengths,
+            "shift_labels": shift_labels,
+            "label_arg": label_arg,
+            "drop": drop,
+            "fill": fill,
+        }
+        return Block(shard(self, batch, **how))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""

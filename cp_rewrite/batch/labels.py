@@ -6,6 +6,7 @@ shift_labels    7  2 -100 9 -100    3 targets; a causal language model's reads t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,33 @@ def check_fill(name: str, labels: Tensor) -> None:
             f"batch[{name!r}] is {labels.dtype}, which can't hold {IGNORE_INDEX}, the label of tokens that are no "
             "target: make it int64"
         )
+
+
+_LOOKED_AT, _ENOUGH = 4096, 8
+"""Tokens at the front of a row that are looked at, and targets among them that say something."""
+
+
+def warn_if_shifted(labels: Tensor, name: str, tokens: Mapping[str, Tensor], dim: int) -> None:
+    """Warn where labels that are to be shifted hold the next token already.
+
+    Args:
+        labels: whole numbers, T tokens at `dim`. tokens: other arguments of that shape, by name.
+    """
+    size = min(labels.shape[dim], _LOOKED_AT) - 1
+    if labels.device.type != "cpu" or size < _ENOUGH:
+        return
+    own, targets = labels.narrow(dim, 0, size), labels.narrow(dim, 0, size) != IGNORE_INDEX
+    for other, x in tokens.items():
+        if x.shape != labels.shape or x.is_floating_point() or x.device.type != "cpu":
+            continue
+        is_next = (own == x.narrow(dim, 1, size))[targets]
+        if len(is_next) >= _ENOUGH and is_next.all() and not (own == x.narrow(dim, 0, size))[targets].all():
+            warnings.warn(
+                f"shift_labels=True shifts {name!r}, which hold the next token of {other!r} already: shifted twice, "
+                "they train the model on the one after it. Leave shift_labels out, or give labels as tokens are",
+                stacklevel=6,
+            )
+            return
 
 
 def shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:

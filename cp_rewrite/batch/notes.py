@@ -1,10 +1,13 @@
-"""Notes on errors that come out of a batch's block: what of the batch, or of the model, may be the reason."""
+"""A batch's block, and notes on errors that come out of it: what of the batch, or of the model, may be the reason."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
 
 from cp_rewrite.packing import packing_args
 from cp_rewrite.sharding import Sharding
@@ -31,9 +34,42 @@ _WRAPPED = {
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
 
 
+class Block(AbstractContextManager[Any]):
+    """What `Sharding.shard` returns: to be entered by `with`."""
+
+    def __init__(self, cut: AbstractContextManager[Any]) -> None:
+        self._cut = cut
+
+    def __enter__(self) -> Any:
+        return self._cut.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._cut.__exit__(*error)
+
+    def keys(self) -> NoReturn:
+        """`model(**sharding.shard(batch))` asks for them."""
+        raise TypeError("sharding.shard(batch) is a block: `with sharding.shard(batch) as local: model(**local)`")
+
+    def __getitem__(self, name: str) -> NoReturn:
+        self.keys()
+
+
+def warn_if_nothing_ran(sharding: Sharding, ran: bool) -> None:
+    """Warn where no rewritten graph ran in a block, though nothing else shows that it was not meant to."""
+    if not (ran or isinstance(sharding.mesh, int) or sharding.world_size == 1 or sharding.capacity is not None):
+        warnings.warn(
+            "no model that cp_rewrite compiled ran inside of this `with sharding.shard(batch)`: a plain model that is "
+            "called with a rank's tokens attends to these alone",
+            stacklevel=5,
+        )
+
+
 @contextmanager
-def noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Collection[str]) -> Generator[None]:
+def noted(
+    sharding: Sharding, batch: Mapping[str, Any], local: Mapping[str, Any], masks: Collection[str]
+) -> Generator[None]:
     """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
+    first, dim = next(iter(sharding.tokens.items()))
     try:
         yield
     except TypeError as error:
@@ -46,8 +82,24 @@ def noted(sharding: Sharding, batch: Mapping[str, Any], total: int, masks: Colle
             for words, note in _WRAPPED.items():
                 if any(said in str(error) for said in words):
                     error.add_note(f"cp_rewrite: {note}")
+            total = batch[first].shape[dim]
+            for name in _whole(sharding, local, total):
+                error.add_note(
+                    f"cp_rewrite: local[{name!r}] has the {total} tokens of the whole row, not a rank's: put it into "
+                    "the batch before shard, which cuts it"
+                )
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}
             for note in unnamed_tokens(given, sharding.tokens, total):
                 error.add_note(f"cp_rewrite: {note}")
         raise
+
+
+def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str]:
+    """Arguments of a rank that have the tokens of all."""
+    found: list[str] = []
+    for name, dim in sharding.tokens.items() if sharding.world_size > 1 else ():
+        value: Any = local.get(name)
+        if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == total:
+            found.append(name)
+    return found

@@ -134,7 +134,10 @@ def _per_token(sharding: Sharding, name: str, values: NDArray[Any], rows: int, t
         dim = 1
     table = np.moveaxis(values, dim, -1).reshape(-1, total)
     if len(table) != rows:
-        raise ValueError(f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens")
+        raise ValueError(
+            f"batch[{name!r}] has shape {values.shape}, not {rows} rows of {total} tokens: tokens says that its token "
+            f"dim is {dim}"
+        )
     packing = sharding.packing
     # What is proven of masks holds up to these.
     if name not in packing_args(packing) or isinstance(packing, PositionIds | Tree):
@@ -203,6 +206,13 @@ def _spans_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: in
 
 def _read_row(packing: PerToken, row: NDArray[Any]) -> Documents:
     """Documents of one row, by what its (T,) tokens say."""
+    try:
+        return _documents_in(packing, row)
+    except ValueError as error:
+        raise ValueError(f"batch[{packing.arg!r}]: {error}") from None
+
+
+def _documents_in(packing: PerToken, row: NDArray[Any]) -> Documents:
     match packing:
         case PositionIds():
             return Documents.from_position_ids(row)

@@ -32,9 +32,9 @@ from .active import (
 )
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
-from .labels import COUNT, SHIFTED, check_fill, is_label, shifted
+from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .masks.find import replace_masks
-from .notes import noted
+from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
 from .steps import later
@@ -115,9 +115,10 @@ def shard(
     trace_transformers()
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
-    with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, plan.rows[0].total, active.masks):
-        kept = {name: value for name, value in values.items() if name not in drop}
-        yield LocalBatch(kept, plan, sharding.rank)
+    local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
+    with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):
+        yield local
+    warn_if_nothing_ran(sharding, active.ran)
 
 
 def _check_drop(drop: Sequence[str], batch: Mapping[str, Any], shift_labels: bool) -> None:
@@ -153,6 +154,9 @@ def _cut_batch(
     given = {name: value for name, value in batch.items() if value is not None}
     values = dict(batch) | ((shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
     labels = [name for name in tokens if is_label(name, values[name], label_arg)]
+    if shift_labels:
+        others = {name: values[name] for name in sharding.tokens if name not in labels}
+        warn_if_shifted(batch[label_arg], label_arg, others, tokens[label_arg])
     indices = plan.local_indices(sharding.rank)
     _check_labels(plan, {name: values[name] for name in labels}, tokens, label_arg if shift_labels else "")
     spares = _spares(sharding, plan, {name: values[name] for name in tokens if name not in labels}, tokens)
@@ -250,6 +254,12 @@ def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
         if dim >= batch[name].ndim:
             raise ValueError(f"tokens[{name!r}] is dim {dim}, but batch[{name!r}] has shape {tuple(batch[name].shape)}")
     totals = {name: batch[name].shape[dim] for name, dim in sharding.tokens.items()}
+    for name, dim in sharding.tokens.items():
+        if set(totals.values()) == {1} and batch[name].shape[dim + 1 :].numel() > 1:
+            raise ValueError(
+                f"tokens[{name!r}] is dim {dim}, of which batch[{name!r}], of shape {tuple(batch[name].shape)}, has "
+                f"one entry: its token dim is {dim + 1}, if these are rows of tokens"
+            )
     if len(set(totals.values())) > 1:
         raise ValueError(f"token dims must have one length, got {totals}: check the dims in tokens")
     first, dim = next(iter(sharding.tokens.items()))

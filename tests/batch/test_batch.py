@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -303,3 +304,59 @@ def test_targets_behind_lengths_that_end_early_are_an_error() -> None:
         ),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packing", "values", "says"),
+    [
+        (
+            1,
+            cp.DocumentIds("x"),
+            [0, 0, 1, 1, 0, 0],
+            r"batch\['x'\]: document id 0 stands in 2 .* Number the doc",
+        ),
+        (1, cp.DocumentIds("x"), [0, 1, 2, 0, 1, 2], r"count up as positions do: packing=PositionIds"),
+        (1, cp.PositionIds("x"), [1, 1, 2, 2, 2, 3], r"batch\['x'\]: position_ids jump .* packing=DocumentIds"),
+        (0, cp.DocumentIds("x"), [0, 0, 1, 1, 2, 2], r"has one entry: its token dim is 1, if these are rows of tokens"),
+        (0, cp.WholeRows(), [0, 0, 1, 1, 2, 2], r"has one entry: its token dim is 1, if these are rows of tokens"),
+    ],
+)
+def test_what_was_meant_is_named(tokens: int, packing: Any, values: list[int], says: str) -> None:
+    sharding = cp.Sharding(2, {"x": tokens}, packing)
+    with pytest.raises(ValueError, match=says), sharding.shard({"x": torch.tensor([values])}):
+        pytest.fail("bad input was cut")
+
+
+def test_a_block_is_entered() -> None:
+    block: Any = make_sharding().shard(make_batch(3, 5))
+    for use in (lambda: dict(**block), lambda: block["input_ids"]):
+        with pytest.raises(TypeError, match=r"`with sharding.shard\(batch\) as local: model\(\*\*local\)`"):
+            use()
+
+
+def test_labels_that_were_shifted_before_warn() -> None:
+    batch = make_batch(12, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with make_sharding().shard(batch, shift_labels=True):
+            pass
+    batch["labels"] = torch.cat([batch["input_ids"][:, 1:], torch.tensor([[-100]])], 1)
+    with (
+        pytest.warns(UserWarning, match="shifts 'labels', which hold the next token of 'input_ids' already"),
+        make_sharding().shard(batch, shift_labels=True),
+    ):
+        pass
+
+
+def test_a_whole_row_put_into_a_ranks_part_is_named_by_a_note() -> None:
+    batch = make_batch(3, 5)
+    add = torch.compile(lambda input_ids, labels, position_ids: input_ids + labels, backend="eager", fullgraph=True)
+
+    def step() -> None:
+        with make_sharding().shard(batch) as local:
+            local["labels"] = batch["labels"]
+            add(**local)
+
+    with pytest.raises(RuntimeError, match="fake tensor") as caught:
+        step()
+    assert any("local['labels'] has the 8 tokens of the whole row" in note for note in caught.value.__notes__)

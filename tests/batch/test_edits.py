@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -225,3 +226,28 @@ def test_fill_names_arguments_with_tokens() -> None:
             pass
     with sharding.shard({"x": torch.ones(1, 7)}, fill={"x": 9}) as local:
         assert local["x"].shape == (1, 4)
+
+
+def warnings_of(mesh: DeviceMesh) -> list[list[str]]:
+    """Of a block in which the plain model is called, and of one in which the compiled one is."""
+    sharding = cp.Sharding(mesh, {"x": 1}, cp.WholeRows(), inner="eager")
+    torch._dynamo.reset()
+
+    def model(x: Tensor) -> Tensor:
+        return (x * x).sum()
+
+    found: list[list[str]] = []
+    for call in (model, torch.compile(model, backend=cp.backend(sharding), fullgraph=True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with sharding.shard({"x": torch.ones(1, 8)}) as local:
+                call(**local)
+        found.append([f"{note.filename}: {note.message}" for note in caught if "no model" in str(note.message)])
+    return found
+
+
+def test_a_plain_model_called_in_a_block_warns(pool: Pool) -> None:
+    for plain, compiled in pool.run(2, warnings_of):
+        assert len(plain) == 1
+        assert plain[0].startswith(__file__)
+        assert not compiled

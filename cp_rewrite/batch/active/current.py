@@ -28,6 +28,7 @@ def active_plan(sharding: Sharding) -> ActivePlan:
         raise RuntimeError("a model rewritten by cp_rewrite runs inside `with sharding.shard(batch) as local:`")
     if current[0].sharding.graph_key != sharding.graph_key:
         raise RuntimeError("the active batch was cut by another Sharding than the one the model was compiled with")
+    current[0].ran = True
     return current[0]
 
 

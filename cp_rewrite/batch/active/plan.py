@@ -51,6 +51,8 @@ class ActivePlan:
     """The arguments that are masks of whole rows."""
     labels: Collection[str] = ()
     """The arguments in which IGNORE_INDEX says that a token is no target."""
+    ran: bool = False
+    """Whether a graph asked for it."""
     fill: Mapping[str, float] = field(default_factory=dict[str, float])
     """By argument: what it holds in rows without a token, where the caller said so."""
     spares: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
