@@ -13,10 +13,10 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens, token_dim_of
+from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
 from cp_rewrite.batch.steps.backward import watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
-from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.diagnose.agreed_inputs import AgreedInputs
 from cp_rewrite.diagnose.check_calls import CallChecks
 from cp_rewrite.diagnose.compare_masks import check_masks
@@ -24,6 +24,8 @@ from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
+from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.passes.values.conditions import PlanConditions
 
 from . import passes
@@ -110,7 +112,13 @@ class Backend:
     def _inner(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """The graph, compiled; `patches`: options of Inductor."""
+        """What runs a graph; `patches`: options of Inductor."""
+        take_snapshots(gm, written_memory(gm))
+        return self._compiled(gm, example_inputs, patches)
+
+    def _compiled(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    ) -> Callable[..., Any]:
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
         options = {"config_patches": dict(patches)} if patches else {}
         with observe.cache_key(self.sharding):
@@ -182,7 +190,8 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     Args:
         sharding: the annotation; every name in `tokens` must be passed by keyword. What tells documents apart need
             not be an argument of the target.
-        gather_outputs: return tensors that the proof finds to carry tokens in global order.
+        gather_outputs: return tensors that the proof finds to carry tokens in global order, wherever their dims have
+            these.
             Without it outputs are this rank's. Labels are not shifted: give the model labels that are.
     Raises:
         TypeError: no Sharding; a class, or what was decorated before; tokens passed by place.
@@ -252,8 +261,4 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
 def _gathered(out: Any, sharding: Sharding) -> Any:
     """Outputs whose tokens, by the proof, are this rank's, in global order; others as they are."""
 
-    def gather(value: Tensor) -> Tensor:
-        dim = token_dim_of(value)
-        return value if dim is None else sharding.unshard(value, dim)
-
-    return map_tensors(gather, out)
+    return map_tensors(functools.partial(gathered, sharding), out)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
-from .active import batch_number, last_plan
+from .active import batch_number, last_plan, token_axes_of, token_dim_of
 from .cut_tokens import cut_tokens, join_tokens
 
 
@@ -45,6 +45,40 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
     if batch_number(x) not in (None, last.number):
         raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
     return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
+
+
+def gathered(sharding: Sharding, x: Tensor) -> Tensor:
+    """An output of a compiled model with its tokens in global order, by what the proof noted of it; others as they are.
+
+    (T_l, B, V), (B, V, T_l), (B T_l, V) and the like are brought into (B, T_l, …), and back.
+
+    Raises:
+        ValueError: it has tokens of one of several rows of the batch, and no one knows of which.
+    """
+    dim, axes = token_dim_of(x), token_axes_of(x)
+    if dim is not None:
+        return unshard(sharding, x, dim)
+    last = last_plan(sharding)
+    if axes is None or last is None:
+        return x
+    plan = last.plan
+    local = {"T": plan.local_size, "B": len(plan.rows)}
+    spread = x
+    for place in reversed(range(x.ndim)):
+        if factors := axes[place]:
+            spread = spread.unflatten(place, [local[f] if isinstance(f, str) else f for f in factors])
+    names = [f for factors in axes for f in (factors or (None,))]
+    if "B" not in names and len(plan.rows) > 1:
+        raise ValueError(
+            f"gather_outputs: an output of shape {tuple(x.shape)} has tokens of one row of the batch, which holds "
+            f"{len(plan.rows)}, each cut in an order of its own: return all, (B, T, …), or leave gather_outputs out"
+        )
+    front = [names.index(name) for name in ("B", "T") if name in names]
+    whole = unshard(sharding, spread.movedim(front, list(range(len(front)))), len(front) - 1)
+    whole = whole.movedim(list(range(len(front))), front)
+    for place, factors in enumerate(axes):
+        whole = whole.flatten(place, place + len(factors or (None,)) - 1)
+    return whole
 
 
 class _Unshard(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_dim, packing_names
+from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_axes, mark_token_dim, packing_names
 from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.passes.check_documents import Unmasked
@@ -25,6 +25,7 @@ class CallChecks:
     def __init__(self, state: State) -> None:
         found = state.locality
         self.conditions, self.outputs, self.parts = state.size_conditions, found.outputs, found.parts
+        self.axes = found.axes
         self.sums = [source_line(node) for node in found.fill_sums]
         ahead = [site.node for site in state.sites if site.mask.packed and site.mask.looks_ahead]
         self.readers = PaddingReaders(*(tuple(source_line(n) for n in nodes) for nodes in (found.padding_sums, ahead)))
@@ -72,13 +73,15 @@ class CallChecks:
     def results(self, plan: ActivePlan, out: Sequence[Any]) -> list[Any]:
         """A call's results, with what is known of each: whether it is a part of a sum, and where its tokens are."""
         found = list(out)
-        for i, (dim, is_part) in enumerate(zip(self.outputs, self.parts, strict=True)):
+        for i, (dim, axes, is_part) in enumerate(zip(self.outputs, self.axes, self.parts, strict=True)):
             if not isinstance(found[i], Tensor):
                 continue
             mark_part(found[i], is_part)
             if dim is not None:
                 found[i] = plan.without_fill_gradient(found[i], dim) if self.loss_outside else found[i]
                 mark_token_dim(found[i], dim)
+            elif axes is not None:
+                mark_token_axes(found[i], axes)
         return found
 
 

@@ -24,6 +24,8 @@ from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import outputs_of
+from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import fake_mode_of
 
@@ -94,11 +96,12 @@ class SegmentBackend(Backend):
         segments = cut_graph(gm, {node: self._units.get(owner, ROOT) for node, (owner, _) in weights.items()})
         given, fakes = dict(zip(placeholders, example_inputs, strict=True)), fake_mode_of(gm.graph.nodes)
         assert fakes is not None, "a graph of a model has tensors"
-        inner = inner_mode(fakes)
+        inner, written = inner_mode(fakes), written_memory(gm)
         outputs = outputs_of(gm)
         calls: list[_Call] = []
         for i, segment in enumerate(segments):
-            compiled = super()._inner(segment.graph_module, examples_of(segment, given, inner), patches)
+            take_snapshots(segment.graph_module, written)
+            compiled = self._compiled(segment.graph_module, examples_of(segment, given, inner), patches)
             later = {node for other in segments[i + 1 :] for node in other.inputs} | {*outputs}
             calls.append(_Call(segment, compiled, weights, later))
 

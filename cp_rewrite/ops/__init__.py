@@ -1,6 +1,6 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import attention, exchange, max_logits, ring_attention, scatter_heads
+from . import attention, exchange, max_logits, ring_attention, scatter_heads, snapshot
 from .narrow import exchange_tokens, gathered_attention
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
@@ -19,5 +19,6 @@ __all__ = [
     "ring_attention",
     "rows_of_ranks",
     "scatter_heads",
+    "snapshot",
     "token_rows",
 ]

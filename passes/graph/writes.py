@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import memory_id, unwrapped
 
+from .regions import graph_modules, region_call
+
 _OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
@@ -56,6 +58,19 @@ def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> l
             found.append(node)
         node = node.next
     return found
+
+
+def written_memory(gm: fx.GraphModule) -> set[int]:
+    """Identities of the storages that a graph, or a region that it calls, writes into."""
+    found: set[int | None] = set()
+    for module in reversed(graph_modules(gm)):  # regions before the graphs that call them
+        for node in module.graph.nodes:
+            found |= {memory_of(target) for target in written_nodes(node)}
+            call = region_call(node)
+            if call is not None:
+                operands = [operand for inside, operand in call.filled.items() if memory_of(inside) in found]
+                found |= {memory_of(operand) for operand in operands if isinstance(operand, fx.Node)}
+    return {memory for memory in found if memory is not None}
 
 
 def memory_of(node: fx.Node) -> int | None:

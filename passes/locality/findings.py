@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
+from cp_rewrite.batch.active import TokenAxes
 from cp_rewrite.passes.locality.node.node_facts import Events
 from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
@@ -34,6 +35,7 @@ class Findings:
         self.fill_sums: dict[fx.Node, tuple[Insert, ...]] = {}
         self.padding_sums: dict[fx.Node, None] = {}
         self.outputs: list[int | None] = []
+        self.axes: list[TokenAxes | None] = []
         self.parts: list[bool] = []
 
     def refuse(self, node: fx.Node, reason: Reason, detail: str) -> States:
@@ -78,5 +80,6 @@ class Findings:
             fill_sums=tuple(node for node, inserts in self.fill_sums.items() if not inserts),
             padding_sums=tuple(self.padding_sums),
             outputs=tuple(self.outputs),
+            axes=tuple(self.axes),
             parts=tuple(self.parts),
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.batch.active import TokenAxes
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of
 from cp_rewrite.passes.locality.claims.dims import B, Order, T, fewer
@@ -30,6 +31,7 @@ class Outputs:
         for leaf in returned.all_input_nodes:
             self.check_output(returned, leaf, self.env.get(leaf, REPLICATED))
         self.findings.outputs = [self.token_dim(leaf) for leaf in outputs_of(gm)]
+        self.findings.axes = [self.axes(leaf) for leaf in outputs_of(gm)]
         self.findings.parts = [isinstance(leaf, fx.Node) and self.env.get(leaf) == Partial() for leaf in outputs_of(gm)]
 
     def token_dim(self, leaf: Any) -> int | None:
@@ -39,6 +41,14 @@ class Outputs:
             return None
         before = state.dims[max(state.token_dim - 1, 0)]
         return state.token_dim if self.extents.batch == 1 or before == (B,) else None
+
+    def axes(self, leaf: Any) -> TokenAxes | None:
+        """What each dim of an output counts, where its tokens are not as `token_dim` has them."""
+        state = self.env.get(leaf) if isinstance(leaf, fx.Node) else None
+        if not isinstance(state, Rows) or self.token_dim(leaf) is not None:
+            return None
+        names: dict[Any, str | int] = {T: "T", B: "B"}
+        return tuple(dim and tuple(names.get(f, f if isinstance(f, int) else -1) for f in dim) for dim in state.dims)
 
     def check_output(self, output: fx.Node, leaf: fx.Node, state: States) -> None:
         """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from cp_rewrite.batch.active import TokenAxes
 from cp_rewrite.refusal import Refusal
 
 from .neighbour_read import NeighbourRead
@@ -34,6 +35,7 @@ class Locality:
         padding_sums: what takes in values of tokens of no document after attention: right only when no batch has any.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the
             batch; None of others.
+        axes: of each other output that has tokens, in which dims; None of all others.
         parts: whether each output is this rank's part of a sum that one process returns.
     """
 
@@ -49,6 +51,7 @@ class Locality:
     fill_sums: tuple[fx.Node, ...] = ()
     padding_sums: tuple[fx.Node, ...] = ()
     outputs: tuple[int | None, ...] = ()
+    axes: tuple[TokenAxes | None, ...] = ()
     parts: tuple[bool, ...] = ()
 
     def changed(self) -> Iterator[fx.Node]:

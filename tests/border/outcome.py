@@ -57,7 +57,7 @@ class Case:
         model: makes the model. batches: one per step. tokens, packing: of `Sharding`. shard: of `shard`.
             The model has it as `sharding`, of one rank where it runs alone.
         on_rank: called with the rank and the model, before the first step (seeds, for one).
-        fullgraph: of torch.compile.
+        fullgraph: of torch.compile. inner: the compiler of rewritten graphs.
     """
 
     model: Callable[[], nn.Module]
@@ -67,6 +67,7 @@ class Case:
     shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
     on_rank: Callable[[int, nn.Module], None] | None = None
     fullgraph: bool = True
+    inner: str = "eager"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _given(case: Case, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def steps_sharded(case: Case, mesh: DeviceMesh) -> list[Step]:
     torch.manual_seed(0)
-    sharding = cp.Sharding(mesh, case.tokens, case.packing, inner="eager")
+    sharding = cp.Sharding(mesh, case.tokens, case.packing, inner=case.inner)
     model = case.model()
     model.sharding = sharding  # type: ignore[assignment]
     if case.on_rank:

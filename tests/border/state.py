@@ -209,10 +209,10 @@ def unread(place: str, value: str, stop: str) -> Model:
 USES: dict[str, Callable[[str, str, str], Model]] = {f.__name__: f for f in (kept, carried, local, gated, unread)}
 
 
-def make(use: str, place: str, value: str, stop: str) -> Case:
+def make(use: str, place: str, value: str, stop: str, inner: str = "eager") -> Case:
     batches = [pack(), pack((3, 8, 3), seed=2), pack((6, 2, 6), seed=3)]
     whole = stop == "none" and not PLACES[place].numbers
-    return Case(lambda: USES[use](place, value, stop), batches, fullgraph=whole)
+    return Case(lambda: USES[use](place, value, stop), batches, fullgraph=whole, inner=inner)
 
 
 def names() -> list[tuple[str, str, str, str]]:

@@ -161,6 +161,13 @@ def test_state_that_all_ranks_share_is_right(forks: Forks, place: str) -> None:
     assert outcome.kind is Kind.RIGHT, str(outcome)
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("use", ["kept", "gated", "carried"])
+@pytest.mark.parametrize("place", ["attribute", "buffer_written", "buffer_data", "buffer_assigned"])
+def test_state_is_kept_by_compilers_too(forks: Forks, inner: str, use: str, place: str) -> None:
+    kept(observe(forks, state.make, use, place, "load", "none", inner))
+
+
 # 5. Targets that are floats, under another name.
 
 

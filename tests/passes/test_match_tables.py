@@ -164,6 +164,7 @@ def step_of_rank(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {"out": run(batch)}
     cp.sum_gradients(model.parameters(), sharding)
     found["grad"] = model.table.weight.grad.clone()  # type: ignore[union-attr]
+    model.zero_grad()
     model.bias.mul_(1)  # written to, with the same numbers
     found["again"] = run(batch)
     for name, change in (("longer", None), ("changed", TRIANGLE)):

@@ -1,7 +1,19 @@
 """The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
 
 from .current import activate, active_plan, check_no_batch, check_not_traced, in_batch, last_plan
-from .marks import batch_number, is_part, known_part, mark_part, mark_token_dim, number_tokens, token_dim_of, version_of
+from .marks import (
+    TokenAxes,
+    batch_number,
+    is_part,
+    known_part,
+    mark_part,
+    mark_token_axes,
+    mark_token_dim,
+    number_tokens,
+    token_axes_of,
+    token_dim_of,
+    version_of,
+)
 from .packing_values import PackingValues, packing_names
 from .plan import ActivePlan, to_device
 from .plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_INDEX, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
@@ -17,6 +29,7 @@ __all__ = [
     "ActivePlan",
     "PackingValues",
     "PlanInput",
+    "TokenAxes",
     "activate",
     "active_plan",
     "batch_number",
@@ -28,11 +41,13 @@ __all__ = [
     "known_part",
     "last_plan",
     "mark_part",
+    "mark_token_axes",
     "mark_token_dim",
     "number_tokens",
     "packing_names",
     "take_tokens",
     "to_device",
+    "token_axes_of",
     "token_dim_of",
     "version_of",
 ]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+TokenAxes = tuple[tuple[str | int, ...] | None, ...]
+"""For each dim the factors of its size, major first: "T" tokens, "B" rows of the batch, a number, -1 for one that is
+not known; None: the dim counts neither tokens nor rows."""
+
 
 def mark_token_dim(value: Tensor, dim: int) -> None:
     """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
@@ -13,6 +17,16 @@ def mark_token_dim(value: Tensor, dim: int) -> None:
 def token_dim_of(value: Tensor) -> int | None:
     """The dim that `mark_token_dim` noted; None: of none."""
     return getattr(value, "_cp_rewrite_token_dim", None)
+
+
+def mark_token_axes(value: Tensor, axes: TokenAxes) -> None:
+    """Note where a tensor's tokens are, where it has none of the dims that `mark_token_dim` notes."""
+    value._cp_rewrite_token_axes = axes  # type: ignore[attr-defined]
+
+
+def token_axes_of(value: Tensor) -> TokenAxes | None:
+    """What `mark_token_axes` noted."""
+    return getattr(value, "_cp_rewrite_token_axes", None)
 
 
 def mark_part(value: Tensor, part: bool = True) -> None:
