@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +59,47 @@ class Table:
         return Table(name, float(by_distance[size - 1]), float(others[0]), low, high, seen)
 
     def check(self, buffer: Tensor) -> None:
-        """Raise unless the buffer still says what it said: it is read again where it was written to, or is another."""
+        """Raise unless the buffer still says what it said.
+
+        It is read again where it was written to, or is another. Writes past autograd (`.data`, `.numpy()`) leave no
+        trace: its numbers are compared in every call, with a table that equal ones share. On a GPU nothing waits for
+        that: the comparison asserts there.
+        """
         place = _place_of(buffer)
+        changed = f"{self.name} was proven as a mask by its numbers, and holds others now: torch.compiler.reset()"
         if place not in self._seen:
             if Table.read(self.name, buffer) != self:
-                raise MaskMismatch(
-                    f"{self.name} was proven as a mask by its numbers, and holds others now: torch.compiler.reset()"
-                )
+                raise MaskMismatch(changed)
             self._seen[:] = [place]
+            return
+        if buffer.is_cuda:
+            torch._assert_async((buffer.detach() == self._expected(buffer)).all(), changed)
+        elif not torch.equal(buffer.detach(), self._expected(buffer)):
+            raise MaskMismatch(changed)
+
+    def _expected(self, buffer: Tensor) -> Tensor:
+        """What a buffer of this table holds."""
+        return _expected(self.inside, self.outside, self.low, self.high, buffer.shape, buffer.dtype, buffer.device)
+
+
+@lru_cache(maxsize=8)  # layers have equal tables
+def _expected(
+    inside: float,
+    outside: float,
+    low: int | None,
+    high: int | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    if inside == outside:
+        return torch.full(shape, inside, dtype=dtype, device=device)
+    size = shape[-1]
+    place = torch.arange(size, device=device)
+    distance = place[:, None] - place
+    kept = (distance >= (-size if low is None else low)) & (distance <= (size if high is None else high))
+    numbers = torch.tensor([inside, outside], dtype=torch.float64).to(device, dtype)
+    return torch.where(kept, numbers[0], numbers[1]).expand(shape).contiguous()
 
 
 def _place_of(buffer: Tensor) -> tuple[int, int]:

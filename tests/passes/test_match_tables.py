@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,49 @@ def test_one_number() -> None:
     assert Table.read("b", torch.full((3,), 2.0)) == Table("b", 2.0, 2.0)
 
 
+def write_by_numpy(table: Tensor) -> None:
+    table.numpy()[..., -1, 0] += 1
+
+
+WRITES: list[Callable[[Tensor], object]] = [
+    lambda table: table.data.fill_(0),
+    lambda table: table.data.tril_(-1),
+    lambda table: table.data[..., SIZE // 2 :, :].zero_(),
+    write_by_numpy,
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_leave_no_trace_are_seen(write: Callable[[Tensor], object]) -> None:
+    for table in (TRIANGLE.clone(), LOCAL.to(torch.uint8)[None, None], added(TRIANGLE).bfloat16().float()):
+        known = Table.read("b", table)
+        assert known is not None
+        known.check(table)
+        version = table._version
+        write(table)
+        assert table._version == version
+        with pytest.raises(MaskMismatch, match="holds others now"):
+            known.check(table)
+    window = torch.tensor([4])
+    known = Table.read("window", window)
+    assert known is not None
+    window.numpy()[0] = 5
+    with pytest.raises(MaskMismatch):
+        known.check(window)
+
+
+def test_every_entry_counts() -> None:
+    for table in (torch.ones(6, 6).tril(), torch.ones(6, 6).tril(1) - torch.ones(6, 6).tril(-3)):
+        known = Table.read("b", table)
+        assert known is not None
+        for i, j in itertools.product(range(6), range(6)):
+            table.data[i, j] += 1
+            with pytest.raises(MaskMismatch):
+                known.check(table)
+            table.data[i, j] -= 1
+            known.check(table)
+
+
 @pytest.mark.parametrize(
     ("table", "spelling", "means"),
     [
@@ -150,7 +194,7 @@ def test_arguments_are_no_buffers() -> None:
 
 def step_of_rank(mesh: DeviceMesh) -> dict[str, Any]:
     sharding = cp.Sharding(mesh, {"input_ids": 1, "doc_ids": 1}, DOCUMENTS, inner="eager", verify="first_step")
-    model = Buffered(LOCAL, "gpt_neo", packed=True)
+    model = Buffered(LOCAL.clone(), "gpt_neo", packed=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     batch = {name: BATCH[name] for name in sharding.tokens}
@@ -167,6 +211,13 @@ def step_of_rank(mesh: DeviceMesh) -> dict[str, Any]:
     model.zero_grad()
     model.bias.mul_(1)  # written to, with the same numbers
     found["again"] = run(batch)
+    model.bias.data.triu_()
+    try:
+        run(batch)
+    except MaskMismatch as error:
+        found["unseen"] = str(error)
+    model.bias.data.copy_(LOCAL)
+    found["restored"] = run(batch)
     for name, change in (("longer", None), ("changed", TRIANGLE)):
         try:
             if change is not None:
@@ -185,5 +236,7 @@ def test_a_table_on_two_ranks(pool: Pool) -> None:
         torch.testing.assert_close(found["out"], out.detach())
         torch.testing.assert_close(found["again"], out.detach())
         torch.testing.assert_close(found["grad"], model.table.weight.grad)
+        torch.testing.assert_close(found["restored"], out.detach())
+        assert "holds others now" in found["unseen"]
         assert "TOKEN_COUNT" in found["longer"]
         assert found["changed"].startswith("L['self']._buffers['bias'] was proven as a mask by its numbers")
