@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,9 +30,16 @@ _WRAPPED = {
     "transformers decides there by what tensors hold. Build the model with attn_implementation='sdpa', whose place "
     "flash kernels take all the same; or pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
     "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, and packing=CuSeqlens('cu_seq_lens_q')",
+    ("repeat_interleave", "Runtime assertion failed"): "torch asserts of this rank's tokens what holds of the row's: "
+    "give repeat_interleave output_size=ids.shape[1], where it repeats document ids",
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
+_SIZES = re.compile(
+    r"is out of bounds for dim|exceeds dimension size|ttempting to (expand|broadcast) a dimension|"
+    r"must match the (existing )?size"
+)
+"""What torch says where a number or a tensor of the model is of other sizes than a shard."""
 
 
 class Block(AbstractContextManager[Any]):
@@ -78,7 +86,8 @@ def noted(
             error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
         raise
     except Exception as error:
-        if type(error).__module__.startswith("torch."):
+        asserted = "Runtime assertion failed" in str(error)
+        if type(error).__module__.startswith("torch.") or isinstance(error, IndexError) or asserted:
             for words, note in _WRAPPED.items():
                 if any(said in str(error) for said in words):
                     error.add_note(f"cp_rewrite: {note}")
@@ -88,6 +97,8 @@ def noted(
                     f"cp_rewrite: local[{name!r}] has the {total} tokens of the whole row, not a rank's: put it into "
                     "the batch before shard, which cuts it"
                 )
+            if _SIZES.search(str(error)):
+                error.add_note(f"cp_rewrite: {_of_shares(total)}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}
             for note in unnamed_tokens(given, sharding.tokens, total):
@@ -103,3 +114,12 @@ def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str
         if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == total:
             found.append(name)
     return found
+
+
+def _of_shares(total: int) -> str:
+    return (
+        f"torch traces the model on this rank's share of the row's {total} tokens. Places that stand in the model as "
+        "numbers (h[:, 20], h.narrow(1, 10, 8)) must lie in every rank's share: give them as a tensor (h[:, places]), "
+        "or make rows longer. A tensor of the model's own for all tokens, as a (T, T) mask in a buffer or closure, is "
+        "cut in forward ([:ids.shape[1]]) if it is causal or a band, else made in forward or given as an argument"
+    )

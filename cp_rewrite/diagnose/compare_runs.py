@@ -133,6 +133,8 @@ class _Runner:
         self.model, self.sharding, self.batch, self.how = model, sharding, batch, how
         self.dim = next(iter(sharding.tokens.values()))
         self.captured = False
+        # One process writes them first, and threads share them.
+        self.buffers = {id(buffer): buffer.clone() for buffer in model.buffers()}
         self.compiled: Any = torch.compile(model, backend=self.backend, fullgraph=True)
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -147,6 +149,7 @@ class _Runner:
                 check_masks(unchecked, active_plan(self.sharding), args)
                 raise _Captured
             plan = active_plan(self.sharding)
+            args = tuple(self.buffers[id(x)].clone() if id(x) in self.buffers else x for x in args)
             checks.check(plan, args)
             plan_tensors = (plan.tensor(key) for key in state.inputs)
             return checks.results(plan, state.graph_module(*checks.arguments(plan, args), *plan_tensors))

@@ -177,6 +177,23 @@ def test_check_takes_the_largest_over_ranks() -> None:
     assert report.largest < 1e-5, str(report)
 
 
+class Doubling(packed_model.PackedModel):
+    """Scales hidden states by a buffer that each step doubles."""
+
+    def extra(self) -> None:
+        self.register_buffer("scale", torch.ones(()))
+
+    def mix(self, h: Tensor) -> Tensor:
+        out: Tensor = h * self.scale.clone()
+        self.scale.mul_(2)
+        return out
+
+
+def test_check_begins_each_run_with_the_same_buffers() -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    assert cp.check(Doubling(), sharding, packed_model.packed_batch()).largest < 1e-5
+
+
 def test_check_shows_what_differs() -> None:
     """An op that the user vouches for, wrongly."""
     options: dict[str, Any] = {"local_ops": ("cp_rewrite_tests::shift",), "capacity": cp.Capacity(8, 8, 64)}

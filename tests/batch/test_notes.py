@@ -1,0 +1,76 @@
+"""What torch says of a model that holds sizes of the whole row, with a note on what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import cp_rewrite as cp
+from tests.border.model import TOKENS, WIDTH, Batch, Model, document_mask, keep_tokens, pack
+
+TRIANGLE = torch.ones(23, 23).tril().bool()
+
+
+def select(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h[:, 20][:, None]
+
+
+def narrow(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h.narrow(1, 10, 8).sum(1, keepdim=True)
+
+
+def write(model: Model, h: Tensor, b: Batch) -> Tensor:
+    h = h.clone()
+    h[:, :14] = torch.ones(14, WIDTH)
+    return h
+
+
+def of_closure(b: Batch) -> Tensor:
+    return TRIANGLE[None, None]
+
+
+def with_closure(b: Batch) -> Tensor:
+    return document_mask(b) & TRIANGLE
+
+
+def repeated(b: Batch) -> Tensor:
+    ids = b["doc_ids"][0]
+    ids = torch.repeat_interleave(torch.arange(3), torch.bincount(ids, minlength=3))
+    index = torch.arange(b["doc_ids"].shape[1])
+    return ((ids[:, None] == ids) & (index[:, None] >= index))[None, None]
+
+
+@pytest.mark.parametrize(
+    ("mix", "mask", "says"),
+    [
+        (select, document_mask, "give them as a tensor"),
+        (narrow, document_mask, "share of the row's 23 tokens"),
+        (write, document_mask, "make rows longer"),
+        (keep_tokens, of_closure, "is cut in forward ([:ids.shape[1]])"),
+        (keep_tokens, with_closure, "is cut in forward ([:ids.shape[1]])"),
+        (keep_tokens, repeated, "output_size=ids.shape[1]"),
+    ],
+)
+def test_sizes_of_the_whole_row_are_explained(
+    mix: Callable[[Model, Tensor, Batch], Tensor], mask: Callable[[Batch], Tensor], says: str
+) -> None:
+    model, batch = Model(mix=mix, mask=mask), pack((9, 8, 6))
+    model(**batch)
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as raised:  # noqa: PT011 — torch's own
+        cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**batch)
+    notes = getattr(raised.value, "__notes__", [])
+    assert any(note.startswith("cp_rewrite") and says in note for note in notes), repr(raised.value)
+
+
+def at_places(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h[:, torch.tensor([20, 3])].sum(1, keepdim=True)
+
+
+def test_what_the_notes_advise_is_right() -> None:
+    model, batch = Model(mix=at_places), pack((9, 8, 6))
+    torch._dynamo.reset()
+    assert cp.check(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")), batch).largest < 1e-5
