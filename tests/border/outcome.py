@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.choices import Inner
 from tests.border.forks import HANG, Failure, Forks
 from tests.border.model import TOKENS
 
@@ -67,7 +68,7 @@ class Case:
     shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
     on_rank: Callable[[int, nn.Module], None] | None = None
     fullgraph: bool = True
-    inner: str = "eager"
+    inner: Inner = "eager"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_rewrite.choices import Inner
 from tests.border.model import Batch, Model, cross_entropy, document_mask, keep_tokens, pack
 from tests.border.outcome import Case
 
@@ -209,7 +210,7 @@ def unread(place: str, value: str, stop: str) -> Model:
 USES: dict[str, Callable[[str, str, str], Model]] = {f.__name__: f for f in (kept, carried, local, gated, unread)}
 
 
-def make(use: str, place: str, value: str, stop: str, inner: str = "eager") -> Case:
+def make(use: str, place: str, value: str, stop: str, inner: Inner = "eager") -> Case:
     batches = [pack(), pack((3, 8, 3), seed=2), pack((6, 2, 6), seed=3)]
     whole = stop == "none" and not PLACES[place].numbers
     return Case(lambda: USES[use](place, value, stop), batches, fullgraph=whole, inner=inner)
