@@ -23,8 +23,13 @@ def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, causal: bo
         position_ids    0 1 2 0 1
 
     Raises:
-        ValueError: a mask that is no padding at the end of rows, or that the documents contradict.
+        ValueError: a mask that is no padding at the end of rows, or that the documents contradict; a cache of keys.
     """
+    if values.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values came into a step of a trainer: generate() is not sharded, call it outside of steps, as "
+            "in a callback; prefixes of PEFT are not supported"
+        )
     packing, batch = sharding.packing, {name: value for name, value in values.items() if value is not None}
     packed_by = (packing.arg, packing.padded_arg) if isinstance(packing, cp.CuSeqlens) else (packing.arg,)
     kept = {*sharding.tokens, *packed_by}

@@ -43,6 +43,9 @@ def shard_weights(
 ) -> nn.Module:
     """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
     `divide_by`."""
+    for name, weight in model.named_parameters():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} has a hook, which FSDP would lose with the tensor: put it on the sharded weight")
     # What crosses from block to block has the dtype that the model gave it.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
     for block in blocks:

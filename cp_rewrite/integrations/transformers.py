@@ -26,6 +26,9 @@ from .trainer_fsdp import make_twin, refused_settings, shard_model
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
 _Base = Trainer if TYPE_CHECKING else object
 
+_CHECKPOINT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""What `transformers`, PEFT and TRL call them. Reentrant checkpoints of frozen models have no gradients without."""
+
 
 class ContextParallelMixin(_Base):
     """Makes a subclass of `transformers.Trainer` context-parallel: `class MyTrainer(ContextParallelMixin, Trainer)`.
@@ -61,6 +64,7 @@ class ContextParallelMixin(_Base):
         inner = _inner(model)
         before = forward_of(inner)
         if before is None:
+            drop_checkpoint_hooks(inner)
             twin = make_twin(inner, self.sharding, self.accelerator)
             self.forward_class(inner, self.sharding, self._switch, twin).install()
         else:
@@ -82,6 +86,10 @@ class ContextParallelMixin(_Base):
     def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         with self._by_rank():
             super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._by_rank():
+            super()._load_best_model(*args, **kwargs)
 
     def _by_rank(self) -> AbstractContextManager[None]:
         assert isinstance(self.accelerator, ReplicaAccelerator)
@@ -119,6 +127,21 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
+def drop_checkpoint_hooks(model: nn.Module) -> None:
+    """Take hooks of checkpoints out, and let no more come. Each time that checkpointing is switched on, as TRL does in
+    every step, one is added: a graph is guarded by how many there are, and can't hold one on frozen embeddings."""
+    for module in model.modules():
+        for number, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") in _CHECKPOINT_HOOKS:
+                del module._forward_hooks[number]
+        if hasattr(module, "enable_input_require_grads"):
+            module.enable_input_require_grads = _nothing  # type: ignore[assignment]
+
+
+def _nothing() -> None:
+    return None
+
+
 def _check_arguments(trainer: Trainer) -> None:
     """Raise for settings, of arguments or of `accelerate launch`, that deal out rows, compile or split otherwise."""
     args, parallelism = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
@@ -130,6 +153,14 @@ def _check_arguments(trainer: Trainer) -> None:
         ),
         "DeepSpeed": (trainer.is_deepspeed_enabled, "use fsdp=True, or neither"),
         **(refused_settings(trainer.accelerator.state.fsdp_plugin) if trainer.is_fsdp_enabled else {}),
+        "fsdp=True on CPUs": (
+            args.fsdp and not trainer.is_fsdp_enabled and args.world_size > 1,
+            "accelerate would copy weights instead; leave out fsdp=True, or use_cpu=True",
+        ),
+        "a trainer that generates (GRPO, RLOO)": (
+            hasattr(args, "num_generations"),
+            "ranks of a group would sample other completions; SFT and DPO do not generate",
+        ),
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
             "it gives every process other rows",

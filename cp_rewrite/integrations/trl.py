@@ -52,7 +52,8 @@ class FusedForward(GlobalForward):
         if "log_probs" in outputs:
             # One value for each label but a row's first. The labels were shifted before the cut, so that the last token
             # has one too, which is ignored.
-            values = {name: value[:, :-1] if value.ndim > 1 else value for name, value in outputs.items()}
+            # Copies: an op in place on a view would pass by the hooks that FSDP has on outputs.
+            values = {name: value[:, :-1].clone() if value.ndim > 1 else value for name, value in outputs.items()}
             return type(outputs)(**values)
         return outputs
 

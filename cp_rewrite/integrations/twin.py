@@ -7,10 +7,15 @@ whole ones, and no memory. All else is shared with the model (buffers) or a copy
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+_OF_MODULES = {*vars(nn.Module())} - {"training"} | {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+"""Attributes that every module has for itself, and those that FSDP marks its own by."""
 
 
 class Twin:
@@ -38,8 +43,9 @@ class Twin:
                     self.owners.setdefault(id(stand_in), (stand_in, mine, name))
 
     def follow(self) -> None:
-        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`. Raises where modules or
-        weights were added or replaced since, as by adapters."""
+        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`, and attributes that hold
+        numbers, words, or lists of such (which adapter is on, a dropout's rate). Raises where modules or weights were
+        added or replaced since, as by adapters."""
         for module, parts in self._made_of:
             if _parts(module) != parts:
                 name = type(module).__name__.removeprefix("FSDP")
@@ -48,8 +54,11 @@ class Twin:
                     "model would not see: change the model (adapters, frozen heads) before parallelize"
                 )
         for mine, theirs in self._pairs:
-            if theirs.training != mine.training:
-                theirs.training = mine.training
+            known = vars(theirs)
+            for name, value in vars(mine).items():
+                # Most are the same objects as when the twin was made.
+                if known.get(name, Twin) is not value and name not in _OF_MODULES and _is_plain(value):
+                    known[name] = value
         for stand_in, module, name in self.owners.values():
             weight = module._parameters[name]
             if weight is not None and stand_in.requires_grad != weight.requires_grad:
@@ -59,6 +68,16 @@ class Twin:
 def _parts(module: nn.Module) -> tuple[object, ...]:
     """What a module is made of: its modules, and the names of its weights."""
     return (*map(id, module._modules.values()), *module._parameters)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, functools.partial):  # how blocks are checkpointed
+        return _is_plain((*value.args, value.keywords))
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in cast(Mapping[Any, Any], value).values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(item) for item in cast(Iterable[Any], value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def _without_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 import cp_rewrite as cp
 
@@ -32,10 +33,12 @@ FSDP: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """`logs`: what was logged, without timings; `weights` after the last step; `metrics` of further evaluations."""
+    """`logs`: what was logged, without timings; `weights` after the last step; `gradients` of each step, cut to
+    `max_grad_norm`; `metrics` of further evaluations."""
 
     logs: list[dict[str, float]]
     weights: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -58,7 +61,8 @@ def launched(mesh: DeviceMesh | None) -> Generator[None]:
         values |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     AcceleratorState._reset_state(True)
     torch._dynamo.reset()
-    with patch.dict(os.environ, values):
+    # A user's limit on how often a model is compiled, not the one of processes that live for all tests.
+    with patch.dict(os.environ, values), torch._dynamo.config.patch(recompile_limit=8):
         try:
             yield
         finally:
@@ -95,25 +99,54 @@ def on_cpu(args: Any) -> Any:
     return args
 
 
-def result_of(trainer: Any) -> Run:
+class Gradients(TrainerCallback):
+    """What optimizers are given. Adam and clipping hide a factor that losses and weights do not show."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self.steps.append({name: whole(grad) for name, grad in found.items()})
+
+
+def whole(value: Tensor) -> Tensor:
+    """A copy, of all of a sharded one."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def trained(trainer: Any, resume: str | None = None) -> Run:
+    """Train; everything that came of it."""
+    trainer.add_callback(seen := Gradients())
+    trainer.train(resume_from_checkpoint=resume)
+    return result_of(trainer, seen.steps)
+
+
+def result_of(trainer: Any, gradients: list[dict[str, Tensor]]) -> Run:
     logs = [
         {name: value for name, value in entry.items() if not any(word in name for word in ("runtime", "per_second"))}
         for entry in trainer.state.log_history
     ]
     assert isinstance(trainer.model, FSDPModule) == bool(trainer.args.fsdp)
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
-    return Run(logs, {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in weights.items()})
+    return Run(logs, {name: whole(weight) for name, weight in trainer.model.named_parameters()}, gradients)
 
 
 def compare(expected: Run, found: Run, limit: float = 1e-5) -> None:
-    """Relative: numbers that were logged, the norm of each parameter."""
+    """Relative: numbers that were logged, the norm of each parameter and gradient."""
     assert len(expected.logs) == len(found.logs)
     for one, many in zip(expected.logs, found.logs, strict=True):
         same(one, many, limit)
     same(expected.metrics, found.metrics, limit)
-    for name, weight in expected.weights.items():
-        error = float((found.weights[name] - weight).norm() / weight.norm())
-        assert error <= limit, f"{name}: {error:.1e}"
+    assert len(expected.gradients) == len(found.gradients) > 0
+    pairs = zip([expected.weights, *expected.gradients], [found.weights, *found.gradients], strict=True)
+    for step, (one, many) in enumerate(pairs):
+        assert one.keys() == many.keys()
+        for name, value in one.items():
+            # A gradient that is nearly 0 beside the others is made of rounding.
+            size = max(float(value.norm()), 1e-3 * max(float(other.norm()) for other in one.values()))
+            error = float((many[name] - value).norm()) / size
+            assert error <= limit, f"{name}, {f'gradient of step {step}' if step else 'weight'}: {error:.1e}"
 
 
 def same(expected: Mapping[str, float], found: Mapping[str, float], limit: float) -> None:

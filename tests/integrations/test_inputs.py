@@ -67,6 +67,7 @@ def test_what_the_sharding_names_is_kept() -> None:
         (batch_of([1, 0, 1, 1]), True, "padding_side='right'"),
         (batch_of([1, 1, 1, 0]), False, "not causal"),
         (batch_of([1, 1, 1, 1], position_ids=torch.tensor([[0, 1, 0, 1]])), True, "leave the mask out"),
+        (batch_of([1, 1, 1, 1], past_key_values=((),)), True, "outside of steps"),
         ({**batch_of([1, 1]), "attention_mask": torch.ones(1, 1, 2, 2)}, True, r"must be \(B, T\)"),
     ],
 )

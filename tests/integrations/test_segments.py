@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from cp_rewrite.integrations.parallelize import check_shared_weights, find_blocks
 from cp_rewrite.integrations.segments import Segment, cut_graph
+from cp_rewrite.integrations.sharded_forward import shard_weights
+from cp_rewrite.integrations.transformers import drop_checkpoint_hooks
 from cp_rewrite.integrations.twin import Twin
 from tests.helpers.models import build_model
 
@@ -116,6 +119,41 @@ def test_a_twin_has_no_memory_and_follows_its_model() -> None:
     assert not twin.module.training
     assert not twin.module.get_parameter("lm_head.weight").requires_grad
     assert twin.module.get_parameter("model.norm.weight").requires_grad
+
+
+def test_a_twin_follows_attributes_that_are_numbers_and_words() -> None:
+    """PEFT switches adapters on and off by such."""
+    model: Any = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
+    model[1].names = ["default"]
+    twin: Any = Twin(model, torch.device("cpu"), None)
+    copied, model[0].p, model[1].off = twin.module[1].forward, 0.2, True
+    model[1].names.append("other")
+    model[1].forward = lambda x: x  # what stands in a model's own place is not the twin's
+    model[1].register_forward_hook(lambda *_: None)
+    model[1]._is_fsdp_managed_module = True
+    twin.follow()
+    assert (twin.module[0].p, twin.module[1].off, twin.module[1].names) == (0.2, True, ["default", "other"])
+    assert twin.module[1].forward == copied
+    assert not twin.module[1]._forward_hooks
+    assert not hasattr(twin.module[1], "_is_fsdp_managed_module")
+
+
+def test_weights_with_hooks_are_not_sharded() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ValueError, match="weight has a hook"):
+        shard_weights(model, (), None, MixedPrecisionPolicy(), True, 1.0)  # type: ignore[arg-type]
+
+
+def test_checkpoint_hooks_stay_away() -> None:
+    """As often as checkpointing is switched on: a graph is guarded by the number of hooks."""
+    model: Any = build_model("llama")
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()
+    assert model.get_input_embeddings()._forward_hooks
+    drop_checkpoint_hooks(model)
+    model.gradient_checkpointing_enable()
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 def test_blocks_are_the_entries_of_lists_of_modules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
+import cp_rewrite as cp
+from cp_rewrite.integrations.transformers import ContextParallelMixin
 from tests.helpers.models import VOCAB, build_model
 from tests.helpers.pool import Pool
 
-from .runs import FSDP, Run, compare, grid_of, launched, on_cpu, result_of, settings_of, sharding_of
+from .runs import FSDP, TOKENS, Run, compare, grid_of, launched, on_cpu, settings_of, sharding_of, trained
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -48,7 +51,20 @@ def best(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def tune(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], resume: str | None = None) -> Run:
+def with_adapters() -> Any:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(1)
+    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(build_model("llama", called=False), targets)
+
+
+def tune(
+    mesh: DeviceMesh | None,
+    folder: Path,
+    options: dict[str, Any],
+    resume: str | None = None,
+    adapters: bool = False,
+) -> Run:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
@@ -65,13 +81,12 @@ def tune(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], resume:
                 {"prompt": [text(n, n) for n in LENGTHS], "completion": [text(n % 9 + 1, n) for n in LENGTHS]}
             )
         args = on_cpu(SFTConfig(**settings_of(str(folder), **{"max_length": 61, **options})))
-        model = build_model("llama")
+        model = with_adapters() if adapters else build_model("llama")
         if mesh is None:
             trainer = SFTTrainer(model, args, **extras)
         else:
             trainer = ContextParallelSFTTrainer(model, args, sharding=sharding_of(mesh), **extras)
-        trainer.train(resume_from_checkpoint=resume)
-        return result_of(trainer)
+        return trained(trainer, resume)
 
 
 def on_disk(folder: Path, rows: dict[str, list[str]]) -> Any:
@@ -84,7 +99,7 @@ def on_disk(folder: Path, rows: dict[str, list[str]]) -> Any:
     return load_from_disk(folder)
 
 
-def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Run:
+def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], adapters: bool = False) -> Run:
     from trl import DPOConfig, DPOTrainer  # type: ignore[import-not-found]
 
     from cp_rewrite.integrations.forward import forward_of
@@ -101,6 +116,8 @@ def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Ru
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(1.01)
+        if adapters:
+            model, reference = with_adapters(), None  # the reference is the model without them
         extras: dict[str, Any] = {
             "processing_class": tokenizer(),
             "train_dataset": on_disk(folder / "train", rows),
@@ -110,11 +127,11 @@ def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Ru
             trainer = DPOTrainer(model, reference, args, **extras)
         else:
             trainer = ContextParallelDPOTrainer(model, reference, args, sharding=sharding_of(mesh), **extras)
-        trainer.train()
-        if args.fsdp:
+        result = trained(trainer)
+        if args.fsdp and not adapters:
             forward: Any = forward_of(trainer.ref_model)
             assert len(forward.blocks) == 2  # the reference too is cut over the group's ranks
-        return result_of(trainer)
+        return result
 
 
 def tune_as_rank(mesh: DeviceMesh, *args: Any) -> Run:
@@ -188,7 +205,7 @@ def test_a_resumed_sft_equals_one_that_was_not_stopped(pair: Pool, tmp_path: Pat
 
 
 PREFERENCES: dict[str, dict[str, Any]] = {
-    "sigmoid": {**EVALUATION, "per_device_eval_batch_size": 2},
+    "many steps": {"max_steps": 20, **EVALUATION, "eval_steps": 10, "per_device_eval_batch_size": 2},
     "accumulated": {"gradient_accumulation_steps": 2, "loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]},
     "lengths desensitised": {"ld_alpha": 0.5, "use_weighting": True},
     "reference read once": {"precompute_ref_log_probs": True, **EVALUATION},
@@ -208,3 +225,32 @@ def test_dpo_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path) -> None:
     expected = prefer(None, tmp_path / "one", PREFERENCES["accumulated"])
     for found in pair.run(2, prefer_as_rank, tmp_path / "two", {**PREFERENCES["accumulated"], **FSDP}):
         compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_adapters_equal_one_process(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """With checkpoints, TRL's default, and frozen embeddings. DPO switches the adapters off for its reference."""
+    expected = prefer(None, tmp_path / "one", {"max_steps": 3}, True)
+    assert expected.logs[-2]["loss"] != pytest.approx(expected.logs[0]["loss"], rel=1e-2)
+    for found in pair.run(2, prefer_as_rank, tmp_path / "two", {"max_steps": 3, **options}, True):
+        compare(expected, found)
+    expected = tune(None, tmp_path / "tuned", {"packing": True}, None, True)
+    for found in pair.run(2, tune_as_rank, tmp_path / "tuned by two", {"packing": True, **options}, None, True):
+        compare(expected, found)
+
+
+def test_what_generates_is_refused(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+    class Mine(ContextParallelMixin, GRPOTrainer):
+        pass
+
+    options = {"num_generations": 2, "per_device_train_batch_size": 2}
+    extras: dict[str, Any] = {"train_dataset": Dataset.from_dict({"prompt": ["w3"]}), "processing_class": tokenizer()}
+    model, sharding = build_model("llama"), cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    with launched(None):
+        args = on_cpu(GRPOConfig(**settings_of(str(tmp_path), **options)))
+        with pytest.raises(ValueError, match=r"GRPO, RLOO.* does not go"):
+            Mine(model, reward_funcs=len, args=args, sharding=sharding, **extras)

@@ -1,0 +1,85 @@
+"""Training arguments that the context-parallel Trainer refuses, and what it does about readers of data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainingArguments
+
+from cp_rewrite.integrations.trainer_fsdp import refused_settings
+from cp_rewrite.integrations.transformers import ContextParallelTrainer
+from tests.helpers.models import build_model
+from tests.helpers.pool import Pool
+
+from .runs import FSDP, launched, on_cpu, settings_of, sharding_of
+from .test_transformers import packed_rows
+
+
+def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
+    with launched(mesh):
+        args, model = on_cpu(TrainingArguments(**settings_of(str(folder), **options))), build_model("llama")
+        with pytest.raises(ValueError, match="does not go with context parallelism") as error:
+            ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding_of(mesh))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+        ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "gradient_checkpointing=True"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "cpu_offload"),
+        ({"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}, "cpu_ram_efficient_loading"),
+    ],
+)
+def test_arguments_that_would_be_wrong_are_refused(
+    pair: Pool, tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    for message in pair.run(2, refused, tmp_path, options):
+        assert name in message
+
+
+def refused_on_cpus(mesh: DeviceMesh, folder: Path) -> str:
+    with launched(mesh):
+        args, model = TrainingArguments(**settings_of(str(folder), **FSDP)), build_model("llama")
+        with pytest.raises(ValueError, match="does not go with context parallelism") as error:
+            ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding_of(mesh))
+    return str(error.value)
+
+
+def test_weights_that_accelerate_would_not_shard_are_refused(pair: Pool, tmp_path: Path) -> None:
+    assert all("leave out fsdp=True, or use_cpu=True" in message for message in pair.run(2, refused_on_cpus, tmp_path))
+
+
+def test_the_first_fsdp_is_refused() -> None:
+    plugin = SimpleNamespace(
+        fsdp_version=1, cpu_offload=None, activation_checkpointing=False, cpu_ram_efficient_loading=False,
+        ignored_modules=None,
+    )  # fmt: skip
+    given, what_to_do = refused_settings(plugin)["FSDP of version 1"]
+    assert given
+    assert "fsdp_config={'version': 2}" in what_to_do
+
+
+def seeds_of_readers(mesh: DeviceMesh, folder: Path) -> Any:
+    with launched(mesh):
+        args = TrainingArguments(**settings_of(str(folder), dataloader_num_workers=2))
+        extras: dict[str, Any] = {"train_dataset": packed_rows(2), "sharding": sharding_of(mesh)}
+        loader: Any = ContextParallelTrainer(build_model("llama"), args, **extras).get_train_dataloader()
+        return loader.worker_init_fn.keywords
+
+
+def test_reading_processes_of_a_group_draw_alike(pair: Pool, tmp_path: Path) -> None:
+    """Collators of masked language models draw in them."""
+    assert pair.run(2, seeds_of_readers, tmp_path) == [{"num_workers": 2, "rank": 0}] * 2
+
+
+def test_no_sharding_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="sharding must be"):
+        ContextParallelTrainer(build_model("llama"), TrainingArguments(str(tmp_path)), sharding=2)  # type: ignore[arg-type]
