@@ -26,7 +26,7 @@ from .flash.overlap import Parts
 from .params import Params
 from .tables import Tables
 
-TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 128, 4, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
+TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 128, 4, 3), 128: (128, 64, 4, 3), 256: (128, 64, 8, 2)}
 """Up to a head dim: queries and keys of a tile, warps, stages of the pipeline."""
 _LARGEST = (64, 32, 4, 2)
 _NO_LIMIT = 1 << 30

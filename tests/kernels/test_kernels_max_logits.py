@@ -27,7 +27,7 @@ def test_the_kernel_finds_what_the_reference_finds(padding: str) -> None:
         MASKS, itertools.cycle(itertools.product(SHAPES, (torch.bfloat16, torch.float16))), strict=False
     ):
         schedule, _ = make_schedule(rows, 2, draw.choice(["balanced", "dual_chunk"]), mask)
-        tables, _ = tensors(schedule, 1, "local")
+        tables, _ = tensors(schedule, 1, "all_gather")
         expanded, params = int(schedule.expanded[1]), Params(0.3, draw.choice([0.0, 20.0]))
         q = torch.randn(schedule.local_rows, heads, 2 * dim, device="cuda").to(dtype)[..., :dim]
         k = torch.randn(expanded + 3, 2 * heads_kv, dim, device="cuda").to(dtype)[:, :heads_kv]
@@ -49,7 +49,7 @@ def test_the_kernel_finds_what_the_reference_finds(padding: str) -> None:
 
 def test_nan_is_found() -> None:
     schedule, _ = make_schedule(LONG_PACKS["dense"], 1, "contiguous", MASKS[0])
-    tables, _ = tensors(schedule, 0, "local")
+    tables, _ = tensors(schedule, 0, "all_gather")
     q, k = (torch.randn(schedule.local_rows, 2, 64, device="cuda").bfloat16() for _ in range(2))
     k[700, 1] = torch.nan
     found = _kernel().max_logits(q, k, Tables(tables[0].cuda(), tables[1].cuda(), *tables[2:]), Params(1.0))

@@ -150,7 +150,7 @@ class Trial:
         torch._dynamo.reset()
         model.zero_grad()
         try:
-            with in_double():
+            with in_double(model):
                 loss, grads = step(model.double(), whole)
                 total, sharded = self.sharded_step(model)
         except Exception as error:
@@ -190,20 +190,26 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, T
 
 
 @contextmanager
-def in_double() -> Generator[None]:
-    """Models make constants of the default dtype: the lowest fp64 number is none of fp32."""
+def in_double(model: Any) -> Generator[None]:
+    """Models make constants of the default dtype: the lowest fp64 number is none of fp32. torch's grouped products of
+    experts take no fp64: one product for each token does."""
     torch.set_default_dtype(torch.float64)
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if experts == "grouped_mm":
+        model.set_experts_implementation("batched_mm")
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
+        if experts == "grouped_mm":
+            model.set_experts_implementation(experts)
 
 
 def rounding(model: nn.Module, batch: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
     """How far one process's gradients in fp32 are from those in fp64; the model ends as it was."""
     before = {name: value.clone() for name, value in model.state_dict(keep_vars=False).items()}
     try:
-        with in_double():
+        with in_double(model):
             _, exact = step(model.double(), batch)
     except RuntimeError:  # it mixes dtypes
         exact = grads
