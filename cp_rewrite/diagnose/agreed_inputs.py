@@ -28,6 +28,9 @@ class AgreedInputs:
         placeholders: Sequence[fx.Node] = state.graph_module.graph.find_nodes(op="placeholder")
         names = state.tokens.names
         apart = {found.node for found in state.tokens.inputs} | {*state.tokens.masks}
+        # Masks that the user's word is for are made of each rank's tokens, and compared with that word.
+        assumed = {i for mask in state.masks if mask.assumed for i in mask.tensor.places.values()}
+        apart |= {node for i, node in enumerate(placeholders) if i in assumed}
         self._weights = weight_places(state.graph_module)
         self._arguments = {names[node]: i for i, node in enumerate(placeholders) if node in names and node not in apart}
         self._arguments |= number_places(state.graph_module)

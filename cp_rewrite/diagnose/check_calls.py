@@ -41,7 +41,9 @@ class CallChecks:
         self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
         self.moved = _moved_arguments(state)
         trained = [x for x in outputs_of(state.graph_module) if isinstance(x, fx.Node) and needs_gradient(x)]
-        self.loss_outside = bool(trained) and all(value_of(x).ndim > 0 for x in trained)
+        # Blocks that are compiled one by one are no whole model: what they don't read, others do.
+        whole = not state.sharding.block_tokens
+        self.loss_outside = whole and bool(trained) and all(value_of(x).ndim > 0 for x in trained)
 
     def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
         """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ def test_the_kernel_finds_what_the_reference_finds(padding: str) -> None:
     for mask, (((heads, heads_kv), dim), dtype) in zip(
         MASKS, itertools.cycle(itertools.product(SHAPES, (torch.bfloat16, torch.float16))), strict=False
     ):
+        if mask.spans and mask.window is not None and padding in LONG_PACKS:
+            mask = replace(mask, window=(200, 0))  # as long as the pack's spans
         schedule, _ = make_schedule(rows, 2, draw.choice(["balanced", "dual_chunk"]), mask)
         tables, _ = tensors(schedule, 1, "all_gather")
         expanded, params = int(schedule.expanded[1]), Params(0.3, draw.choice([0.0, 20.0]))
