@@ -56,6 +56,7 @@ def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str
     if stage == "gradients":
         dist.all_reduce = die
     cp.sum_gradients(model.parameters(), sharding)
+    model.zero_grad()
 
 
 def train(rank: int, port: int, stage: str) -> None:

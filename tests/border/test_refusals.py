@@ -123,7 +123,7 @@ def test_repeated_layers_are_folded() -> None:
             h = layer(h[:, None], document_mask(b))[:, 0]
         return h
 
-    (_, said) = str(cp.RewriteRefused(refusals(Model(mix=mix, extra=layers)))).splitlines()
+    (_, said, _) = str(cp.RewriteRefused(refusals(Model(mix=mix, extra=layers)))).splitlines()
     assert said.endswith("(in 3 layers)"), said
     assert "DROPOUT" in said
 

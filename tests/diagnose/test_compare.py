@@ -48,7 +48,7 @@ def run_model(name: str, sharding: cp.Sharding, batch: dict[str, Tensor]) -> Non
     "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2_eager", *SEEN_BELOW))]
 )
 def test_true_masks_pass(name: str) -> None:
-    run_model(name, make_sharding(), make_batch([[13, 1, 7], [20, 1]]))
+    run_model(name, make_sharding(across_documents=True), make_batch([[13, 1, 7], [20, 1]]))
 
 
 @torch.library.custom_op("cp_rewrite_tests::shift", mutates_args=())
@@ -150,7 +150,7 @@ def test_assumed_masks_are_compared_with_the_tensor_that_comes_in(pool: Pool, la
     [("torchtitan", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nanogpt", 2), ("gemma2", 4)))],
 )
 def test_check_compares_a_model_with_one_process(name: str, world_size: int) -> None:
-    sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"))
+    sharding = cp.Sharding(world_size, TOKENS, cp.PositionIds("position_ids"), across_documents=name == "nanogpt")
     report = cp.check(build_model(name), sharding, make_batch([[13, 1, 7, 29, 5]]), shift_labels=True)
     assert {"loss", "logits"} <= set(report.outputs)
     assert report.gradients.keys() == dict(build_model(name).named_parameters()).keys()

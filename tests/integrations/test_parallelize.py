@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def annotate(mesh: DeviceMesh, packing: Any = None, inner: Any = "eager") -> cp.
 
 
 def train_sharded(mesh: DeviceMesh, kind: str, name: str = "llama", inner: Any = "eager", **more: Any) -> Recorded:
-    sharding = annotate(mesh, inner=inner)
+    # nanoGPT knows of no documents.
+    sharding = replace(annotate(mesh, inner=inner), across_documents=name == "nanogpt")
     plain = build_model(name)
     if more.pop("checkpointing", False):
         plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
