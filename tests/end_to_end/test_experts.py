@@ -159,7 +159,8 @@ def test_experts_of_transformers_by_batched_products(name: str, monkeypatch: pyt
     options = {**recipe.options, "experts_implementation": "batched_mm"}
     monkeypatch.setitem(models.RECIPES, name, dataclasses.replace(recipe, options=options))
     torch._dynamo.reset()
-    model, sharding = models.build_model(name), cp.Sharding(2, test_models.TOKENS, test_models.packing_of(name))
+    packing = test_models.packing_of(name)
+    model, sharding = models.build_model(name), cp.Sharding(2, test_models.TOKENS, packing, across_documents=True)
     report = cp.check(model, sharding, test_models.batch_of(test_models.LENGTHS), shift_labels=True)
     assert max(report.gradients.values()) <= 1e-5
     assert report.outputs["loss"] <= 1e-5

@@ -194,15 +194,16 @@ def in_double(model: Any) -> Generator[None]:
     """Models make constants of the default dtype: the lowest fp64 number is none of fp32. torch's grouped products of
     experts take no fp64: one product for each token does."""
     torch.set_default_dtype(torch.float64)
-    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if experts == "grouped_mm":
-        model.set_experts_implementation("batched_mm")
+    grouped = [m for m in model.modules() if getattr(getattr(m, "config", None), "_experts_implementation", None)]
+    grouped = [m for m in grouped if m.config._experts_implementation == "grouped_mm"]
+    for module in grouped:
+        module.config._experts_implementation = "batched_mm"
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-        if experts == "grouped_mm":
-            model.set_experts_implementation(experts)
+        for module in grouped:
+            module.config._experts_implementation = "grouped_mm"
 
 
 def rounding(model: nn.Module, batch: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
