@@ -81,7 +81,7 @@ def seen_padding(how: str) -> Case:
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
-        ("whole_row_behind_documents", Kind.RAISED),
+        ("whole_row_behind_documents", Kind.REFUSED),
         ("positions_go_on", Kind.RAISED),
         ("positions_start_again", Kind.RIGHT),
     ],
