@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import traceback
 
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import finished_work, registered_group
@@ -104,6 +105,18 @@ class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
 
 
 @contextmanager
+def node_that_runs() -> Generator[None]:
+    """torch notes for the whole process which node runs, and whether what is traced gets its line: threads that run
+    graphs at once would leave one's for good, and later refusals would name it."""
+    names = ("current_meta", "current_replay_node", "should_preserve_node_meta", "_should_preserve_node_meta")
+    before = {name: getattr(traceback, name) for name in names if hasattr(traceback, name)}
+    try:
+        yield
+    finally:
+        vars(traceback).update(before)
+
+
+@contextmanager
 def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]]]:
     """A group of threads: yields `run(fn)`, which calls `fn` in all of them at once and returns its results by rank.
 
@@ -120,7 +133,7 @@ def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]
             raise
 
     def run(fn: Callable[[], Any]) -> list[Any]:
-        with ThreadPoolExecutor(size) as threads:
+        with node_that_runs(), ThreadPoolExecutor(size) as threads:
             futures = [threads.submit(play, place, fn) for place in range(size)]
         errors = [error for error in (future.exception() for future in futures) if error is not None]
         # The first that failed broke the barrier of the others.

@@ -84,6 +84,15 @@ def note(site: str, q: Tensor, k: Tensor, tables: Tables, params: Params, parts:
         torch.maximum(known, found, out=known)
 
 
+def note_site(site: str, q: Tensor) -> None:
+    """Called by an op that may have nothing to note on some rank: every rank asks for the same sites. q (R, h, D)."""
+    record = _current.get()
+    if record is not None and site:
+        with torch.inference_mode(False):
+            none = q.new_full((q.shape[1],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        record.largest.setdefault(site, none)
+
+
 @cache
 def _kernel() -> Any:
     """`kernels.max_logits`; None without triton."""

@@ -34,7 +34,7 @@ from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, split_kv
-from .max_logits import note
+from .max_logits import note, note_site
 from .merge import add_sinks, fill_gaps, merge_parts
 from .schemas import call, fake_results, register_attention
 
@@ -82,6 +82,7 @@ def ring_attention(
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide)
     first = True
+    note_site(site, q_in)
     for held, r in _go_round(pack_kv(k, v), tables, route, group, world_size):
         keys, values = _keys(held, r, k, v, kernel)
         with nvtx("attention"):

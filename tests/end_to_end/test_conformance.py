@@ -59,6 +59,15 @@ def test_a_sample_of_cells(pool: Pool) -> None:
     assert not failures(worst_errors(pool, sample))
 
 
+def test_a_rank_without_rounds_is_asked_for_its_largest_logits(pool: Pool) -> None:
+    """Of the ring: its rows are padding alone."""
+    (cell,) = [
+        cell for cell in cells()
+        if (cell.exchange, cell.layout, cell.padding, cell.world_size) == ("p2p", "contiguous", "tail", 3)
+    ][:1]  # fmt: skip
+    assert not failures(worst_errors(pool, [cell]))
+
+
 @pytest.mark.slow
 def test_drawn_cells(pool: Pool) -> None:
     assert not failures(worst_errors(pool, random.Random(amount.seed()).sample(cells(), 200)))
