@@ -1,1 +1,1 @@
-"""Trainers of other libraries, context-parallel: `transformers.py` and `trl.py`. Nothing else imports them."""
+"""`parallelize`, and trainers of other libraries: `transformers.py` and `trl.py`, which nothing else imports."""

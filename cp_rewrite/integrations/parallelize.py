@@ -25,12 +25,12 @@ from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments, shard_weights
+from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
 from .outputs import scaled, whole
-from .sharded_forward import compile_segments, shard_weights
-from .twin import Twin
 from .unchanged import Unchanged, refuse_copies, refuse_whole_weights
 
 DataParallel = Literal["fsdp", "ddp"]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
+from cp_rewrite.integrations.trainers.forward import GlobalForward, Switch, forward_of
+from cp_rewrite.integrations.trainers.replicas import ReplicaAccelerator, present_replicas
+from cp_rewrite.integrations.trainers.sharded import make_twin, refused_settings, shard_model
 from cp_rewrite.sharding import require_sharding
-
-from .forward import GlobalForward, Switch, forward_of
-from .replicas import ReplicaAccelerator, present_replicas
-from .trainer_fsdp import make_twin, refused_settings, shard_model
 
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
 _Base = Trainer if TYPE_CHECKING else object

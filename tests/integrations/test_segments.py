@@ -11,11 +11,11 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from cp_rewrite.integrations.fsdp.segments import Segment, cut_graph
+from cp_rewrite.integrations.fsdp.sharded_forward import shard_weights
+from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.integrations.parallelize import check_shared_weights, find_blocks
-from cp_rewrite.integrations.segments import Segment, cut_graph
-from cp_rewrite.integrations.sharded_forward import shard_weights
 from cp_rewrite.integrations.transformers import drop_checkpoint_hooks
-from cp_rewrite.integrations.twin import Twin
 from tests.helpers.models import build_model
 
 

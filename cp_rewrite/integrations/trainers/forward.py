@@ -15,11 +15,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 import cp_rewrite as cp
 from cp_rewrite.batch.active import batch_number, is_part
 from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments
+from cp_rewrite.integrations.fsdp.twin import Twin
+from cp_rewrite.integrations.outputs import scaled
 
 from .inputs import global_batch
-from .outputs import scaled
-from .sharded_forward import compile_segments
-from .twin import Twin
 
 LARGE = ("logits", "hidden_states", "attentions")
 """Outputs that a step which reads the loss alone does not need in full on every rank."""

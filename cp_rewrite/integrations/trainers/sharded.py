@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from cp_rewrite.batch import agree
+from cp_rewrite.integrations.fsdp.sharded_forward import shard_weights
+from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
-from .sharded_forward import shard_weights
-from .twin import Twin
 
 
 def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:

@@ -1,0 +1,1 @@
+"""What the trainers of `transformers` and TRL share: their forward, their inputs, their accelerator."""
