@@ -1,0 +1,177 @@
+"""Train a checkpoint of Hugging Face on packed text, with FSDP2 and context parallelism, and save it as one.
+
+    torchrun --nproc-per-node 8 examples/train_checkpoint.py Llama-3.1-8B --data texts --tokens 131072 --checkpointing
+
+The folder holds config, tokenizer and safetensors. No process ever holds the whole model: it is made without memory,
+sharded, and each rank reads its part of the files. Run it again with the same --out and it goes on where its last
+checkpoint is. `--out`/final is a folder that `from_pretrained` reads. The loop is that of train_fsdp.py beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
+from train_fsdp import TOKENS, on_gpus, packed_rows, resume, save, start, train_step
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import cp_rewrite as cp
+
+HELD_OUT = 20
+"""One of so many documents is for evaluation."""
+
+
+def main() -> None:
+    args = parse_args()
+    mesh = start(args.cp)
+    sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner)
+    model = load(args.folder, mesh, sharding, args.checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    state = {"step": 0}
+    resume(model, optimizer, state, args.out)
+    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    groups, group = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    each = args.accumulation * groups
+    rows = packed_rows(documents(args, tokenizer, held_out=False), args.tokens, skip=state["step"] * each)
+    eval_rows = packed_rows(documents(args, tokenizer, held_out=True), args.tokens, skip=0)
+    held_out = [next(eval_rows) for _ in range(args.eval_rows * groups)][group::groups]
+    bar = tqdm(total=args.steps, initial=state["step"], disable=dist.get_rank() > 0)
+    while state["step"] < args.steps:
+        optimizer.param_groups[0]["lr"] = args.lr * share_of_rate(state["step"], args.warmup, args.steps)
+        # Every group of context-parallel ranks takes other rows; the ranks of a group take the same.
+        batches = [next(rows) for _ in range(each)][group::groups]
+        loss, norm, imbalance = train_step(model, optimizer, sharding, mesh, batches)
+        state["step"] += 1
+        bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.2f}, imbalance {imbalance:.3f}")
+        bar.update()
+        if state["step"] % args.save_every == 0 or state["step"] == args.steps:
+            save(model, optimizer, state, args.out)
+    bar.close()
+    loss = evaluate(model, sharding, mesh, held_out)
+    if dist.get_rank() == 0:
+        print(f"step {state['step']}: loss of held-out text {loss:.6f}")
+    export(model, args.folder, args.out / "final")
+    dist.destroy_process_group()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="of a causal language model: config.json, tokenizer, *.safetensors")
+    data = "folder of *.txt and *.md, of `Dataset.save_to_disk`, or the name of a data set on the hub"
+    parser.add_argument("--data", required=True, help=data)
+    parser.add_argument("--column", default="text", help="of a data set: what holds the text")
+    parser.add_argument("--cp", type=int, help="ranks that share a row; all, unless given")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--accumulation", type=int, default=1, help="rows of each group for one optimizer step")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per packed row")
+    parser.add_argument("--lr", type=float, default=1e-5, help="the largest rate: after --warmup, before a cosine")
+    parser.add_argument("--warmup", type=int, default=10, help="steps")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
+    parser.add_argument("--eval-rows", type=int, default=4, help="packed rows of held-out documents, for each group")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints to resume from")
+    parser.add_argument("--out", type=Path, default=Path("out/train_checkpoint"))
+    parser.add_argument(
+        "--inner", help="inductor | aot_eager | eager", default="inductor" if on_gpus() else "aot_eager"
+    )
+    return parser.parse_args()
+
+
+def load(folder: str, mesh: DeviceMesh, sharding: cp.Sharding, checkpointing: bool) -> Any:
+    """The checkpoint's model, its fp32 weights sharded over all ranks; blocks compute in bf16 on GPUs."""
+    config = AutoConfig.from_pretrained(folder, use_cache=False)  # with a cache the packed mask is dropped
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model.tie_weights()  # which became two
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary frequencies are in no file
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpus() else None
+    model = cp.parallelize(model.to("meta"), mesh, sharding, mp_policy=half)
+    model.to_empty(device=mesh.device_type)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    dcp.load(loadable(model), storage_reader=HuggingFaceStorageReader(folder))
+    return model
+
+
+def loadable(model: nn.Module) -> dict[str, Tensor]:
+    """What a file must hold: all weights and kept buffers, each by its first name where a head is tied."""
+    names = {name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())}
+    return {name: value for name, value in model.state_dict().items() if name in names}
+
+
+def documents(args: argparse.Namespace, tokenizer: Any, held_out: bool) -> Iterator[Tensor]:
+    """Token ids of each document, again and again: those that are held out, or all others."""
+    while True:
+        count = 0
+        for number, text in enumerate(texts(args)):
+            if (number % HELD_OUT == 0) == held_out:
+                ids = tokenizer(text).input_ids
+                count += 1
+                yield torch.tensor(ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
+        if not count:
+            raise SystemExit(f"{args.data} holds too few documents: one of {HELD_OUT} is for evaluation")
+
+
+def texts(args: argparse.Namespace) -> Iterator[str]:
+    folder = Path(args.data)
+    if folder.is_dir() and not (folder / "dataset_info.json").exists():
+        yield from (file.read_text() for file in sorted([*folder.rglob("*.txt"), *folder.rglob("*.md")]))
+        return
+    import datasets
+
+    found: Any = datasets.load_from_disk(args.data) if folder.is_dir() else datasets.load_dataset(args.data)
+    yield from (row[args.column] for row in (found["train"] if "train" in found else found))
+
+
+def share_of_rate(step: int, warmup: int, steps: int) -> float:
+    """Linear up to 1 in `warmup` steps, then a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+
+@torch.no_grad()
+def evaluate(model: Any, sharding: cp.Sharding, mesh: DeviceMesh, rows: list[dict[str, Tensor]]) -> float:
+    """The mean loss over all targets of all groups' rows."""
+    count = torch.stack([(row["labels"][:, 1:] != -100).sum() for row in rows]).sum().to(mesh.device_type)
+    dist.all_reduce(count, group=mesh["dp"].get_group())
+    total = torch.zeros((), device=mesh.device_type)
+    model.eval()
+    for row in rows:
+        with sharding.shard({**row, "num_items_in_batch": count}, shift_labels=True) as local:
+            total += model(**local).loss
+    model.train()
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    return float(total)
+
+
+def export(model: Any, source: str, folder: Path) -> None:
+    """A folder that `from_pretrained` reads, with config, tokenizer and dtype of the checkpoint that was loaded. All
+    ranks gather, rank 0 writes."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        config = AutoConfig.from_pretrained(source)
+        model.save_pretrained(folder, state_dict={name: value.to(config.dtype) for name, value in weights.items()})
+        config.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
