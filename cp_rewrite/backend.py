@@ -17,11 +17,10 @@ from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
 from cp_rewrite.batch.steps.backward import watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
-from cp_rewrite.diagnose.agreed_inputs import AgreedInputs
-from cp_rewrite.diagnose.check_calls import CallChecks
-from cp_rewrite.diagnose.compare_masks import check_masks
+from cp_rewrite.calls.agreed_inputs import AgreedInputs
+from cp_rewrite.calls.check_calls import CallChecks
+from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.passes.capture.capture import capture
-from cp_rewrite.passes.graph.argument_names import weight_places
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
@@ -30,7 +29,7 @@ from cp_rewrite.passes.values.conditions import PlanConditions
 
 from . import passes
 from .batch import agree
-from .diagnose import observe
+from .calls import observe
 from .packing import untaken_args
 from .refusal import RewriteRefused
 from .sharding import Sharding, require_sharding
@@ -231,7 +230,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
-    weights = WeightWatch(sharding, weight_places(state.graph_module))
+    weights = WeightWatch(sharding, agreed.weights)
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)

@@ -28,6 +28,7 @@ FLOORS = (
     {"passes.locality"},
     {"passes.match"},
     {"passes"},
+    {"calls"},
     {"diagnose"},
     {"backend"},
     {"integrations"},

@@ -23,14 +23,14 @@ from cp_rewrite.arguments import named_values
 from cp_rewrite.batch.active import active_plan, token_dim_of
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.batch.steps.token_mean import group_of_threads
+from cp_rewrite.calls.check_calls import CallChecks
+from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding
 
-from .check_calls import CallChecks
-from .compare_masks import check_masks
 from .threads import GROUP, ThreadSharding, rank, thread_group
 
 

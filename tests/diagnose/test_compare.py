@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose import compare_masks
+from cp_rewrite.calls import compare_masks
 from cp_rewrite.masks import MaskMismatch
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers import packed_model

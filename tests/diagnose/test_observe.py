@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose import observe
+from cp_rewrite.calls import observe
 from cp_rewrite.ops import attention
 from cp_rewrite.ops.schemas import register_attention
 from tests.helpers.pool import Pool

@@ -22,7 +22,10 @@ from cp_rewrite.sharding import Sharding
 
 
 class AgreedInputs:
-    """Of one graph, after the passes. Its first call compares everything, later ones what `shard` has not compared."""
+    """Of one graph, after the passes. Its first call compares everything, later ones what `shard` has not compared.
+
+    `weights`: names of weights and buffers -> their places among a call's arguments.
+    """
 
     def __init__(self, state: State) -> None:
         placeholders: Sequence[fx.Node] = state.graph_module.graph.find_nodes(op="placeholder")
@@ -31,7 +34,7 @@ class AgreedInputs:
         # Masks that the user's word is for are made of each rank's tokens, and compared with that word.
         assumed = {i for mask in state.masks if mask.assumed for i in mask.tensor.places.values()}
         apart |= {node for i, node in enumerate(placeholders) if i in assumed}
-        self._weights = weight_places(state.graph_module)
+        self.weights = weight_places(state.graph_module)
         self._arguments = {names[node]: i for i, node in enumerate(placeholders) if node in names and node not in apart}
         self._arguments |= number_places(state.graph_module)
         self._calls = 0
@@ -42,8 +45,8 @@ class AgreedInputs:
         try:
             yield
         except Exception as error:
-            if not self._calls and (self._weights or self._arguments):
-                agree.on_failure(sharding, "weights" if self._weights else "arguments", error)
+            if not self._calls and (self.weights or self._arguments):
+                agree.on_failure(sharding, "weights" if self.weights else "arguments", error)
             raise
 
     def compare(self, plan: ActivePlan, args: Sequence[Any]) -> None:
@@ -58,8 +61,8 @@ class AgreedInputs:
             return
         calls, sharding = self._calls + 1, plan.sharding
         first = calls == 1
-        if first and self._weights:
-            agree.on_weights(sharding, {name: args[place] for name, place in self._weights.items()})
+        if first and self.weights:
+            agree.on_weights(sharding, {name: args[place] for name, place in self.weights.items()})
         given = {name: args[place] for name, place in self._arguments.items()}
         made = {name: value for name, value in given.items() if not plan.is_as_handed(name, value)}
         often = sharding.check_batches and (_on_host(made) or calls & (calls - 1) == 0)
