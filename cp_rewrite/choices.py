@@ -42,6 +42,8 @@ def check_choices(fields: Mapping[str, Any]) -> None:
         if not isinstance(fields[name], kind | None):
             raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {fields[name]!r}")
     _check_max_logits(fields)
+    if fields["tile"] not in (None, "auto"):
+        whole_number("tile, where it is not 'auto' or None,", fields["tile"])
     for name in _FLAGS:
         flag(name, fields[name])
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,10 @@ class Sharding:
             backward of the other. `auto` takes the first that can, such a pair where it was measured to be faster.
         deterministic: bitwise repeatable backward kernels.
         inner: the compiler that gets the rewritten graph.
+    Memory:
+        tile: run what treats tokens alone and is wide inside, a head with its loss above all, over so many of a rank's
+            rows at a time, and once more (or at once) for the gradients: no tensor of all rows and the whole
+            vocabulary. `auto` lets a tile's widest tensor have 2 GiB; None: nothing is tiled.
     Safety:
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.
@@ -122,6 +126,8 @@ class Sharding:
     # Kernel
     deterministic: bool = False
     inner: Inner = "inductor"
+    # Memory
+    tile: int | Literal["auto"] | None = None
     # Safety
     strict: bool = True
     resolve: bool = True

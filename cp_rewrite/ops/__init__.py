@@ -5,6 +5,7 @@ from .narrow import exchange_tokens, gathered_attention
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
 from .sums import over_ranks, rows_of_ranks, token_rows
+from .tiles import tiled
 
 __all__ = [
     "attention",
@@ -20,5 +21,6 @@ __all__ = [
     "rows_of_ranks",
     "scatter_heads",
     "snapshot",
+    "tiled",
     "token_rows",
 ]

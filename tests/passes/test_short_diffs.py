@@ -152,6 +152,7 @@ guard_size_conditions
 rewrite_sites
     plan inputs: 0 -> 13
     nodes: 26 -> 50
+tile_rows
 verify_graph""",
         )
 

@@ -44,6 +44,16 @@ class Extents:
         expr = self.size(value)
         return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
 
+    def by_rows(self, value: Any) -> tuple[int, int] | None:
+        """(a, b) of a number that is a T + b among T rows; None of others."""
+        size: Any = self.size(value)
+        if isinstance(size, int):
+            return 0, size
+        rows: Any = self.tokens
+        times, more = size.coeff(rows, 1), size.coeff(rows, 0)
+        linear = times.is_Integer and more.is_Integer and sympy.expand(times * rows + more - size) == 0
+        return (int(times), int(more)) if linear else None
+
     def label(self, sizes: Sequence[Size], several: bool = False) -> Dims | None:
         """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim.
 

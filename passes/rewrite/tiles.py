@@ -1,0 +1,169 @@
+"""A region of the graph becomes one op that runs it tile by tile."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from cp_rewrite.ops.tiles.region import REGIONS, Region, RowDim
+from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, position_of, traced, tracing
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
+from cp_rewrite.passes.locality.claims.dims import T
+from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims.tensor_state import Rows
+from cp_rewrite.passes.locality.inputs import read_extents
+from cp_rewrite.passes.tile.find_region import find_regions
+from cp_rewrite.passes.tile.rowwise import Rowwise
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.passes.values.tile_region import TileRegion
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of
+
+_ops: Any = torch.ops.cp_rewrite
+_WHY = "tile by tile"
+TILE_BYTES = 2**31
+"""`tile="auto"`: the widest tensor of a tile has at most so many bytes."""
+
+
+def tile_rows(state: State) -> State:
+    """Let regions of the rewritten graph that are wide inside and narrow at their ends run tile by tile."""
+    tile, gm = state.sharding.tile, state.graph_module
+    mode = fake_mode_of(gm.graph.nodes)
+    extents = None if mode is None or tile is None else read_extents(state.tokens, mode.shape_env)
+    if tile is None or mode is None or extents is None or not isinstance(extents.batch, int):
+        return state
+    for region in find_regions(Rowwise(state, gm, extents, mode)):
+        rows = tile if isinstance(tile, int) else TILE_BYTES // region.widest
+        _put(region, gm, extents, mode, max(1, rows // extents.batch), state.sharding.inner)
+    gm.recompile()
+    return state
+
+
+def _put(found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode, tile: int, inner: str) -> None:
+    """Put one op in the place of a region's nodes. `tile`: rows of a tile."""
+    region = _traced(found, extents, mode, inner)
+    name = _register(region)
+    first = min((user for n in found.results for user in n.users if user not in found.nodes), key=_place(gm))
+    alone = len(region.differentiable) == 1 and region.result_dims[region.differentiable[0]] is None
+    scalar = alone and value_of(found.results[region.differentiable[0]]).ndim == 0
+    op = _ops.tiled_sum.default if scalar and region.gradients is not None else _ops.tiled.default
+    with gm.graph.inserting_before(first):
+        made = gm.graph.call_function(op, (list(found.rows), list(found.wholes), name, tile))
+        parts = [gm.graph.call_function(operator.getitem, (made, i)) for i in range(len(found.results))]
+    with mode, torch.no_grad():
+        made.meta["example_value"] = op(
+            [value_of(n) for n in found.rows], [value_of(n) for n in found.wholes], name, tile
+        )
+    for node, part, value in zip(found.results, parts, made.meta["example_value"], strict=False):
+        part.meta["example_value"] = value.detach().requires_grad_(found.results.index(node) in region.differentiable)
+        part.meta.update(position_of(node), cp_rewrite=_WHY)
+        node.replace_all_uses_with(part, delete_user_cb=lambda user: user not in found.nodes)
+    made.meta.update(position_of(found.results[0]), cp_rewrite=_WHY)
+    for node in reversed(found.nodes):
+        gm.graph.erase_node(node)
+
+
+def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    return place.__getitem__
+
+
+def _traced(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
+    operands = [*found.rows, *found.wholes]
+    row_dims = tuple(_row_dim(found.states[n], value_of(n), extents) for n in found.rows)
+    result_dims = tuple(
+        _row_dim(state, value_of(n), extents) if isinstance(state := found.states[n], Rows) else None
+        for n in found.results
+    )
+    needed = tuple(i for i, n in enumerate(operands) if found.mode[1] and _may_need_gradient(n))
+
+    def run(*values: Any) -> list[Tensor]:
+        rows = row_dims[0].rows(values[0])
+        env: dict[fx.Node, Any] = dict(zip(operands, values, strict=True))
+
+        def read(node: fx.Node) -> Any:
+            return env[node] if node in env else tree_map(lambda x: _number(x, rows, extents), value_of(node))
+
+        for node in found.nodes:
+            env[node] = call(node, read)
+        return [env[node] for node in found.results]
+
+    def gradients(*values: Any) -> list[Tensor]:
+        given = [x.detach().requires_grad_(i in needed) for i, x in enumerate(values[: len(operands)])]
+        with torch.enable_grad():
+            out = run(*given)
+        wanted, of = [given[i] for i in needed], [out[i] for i in differentiable]
+        grads = torch.autograd.grad(of, wanted, values[len(operands) :], allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+
+    examples = [_contiguous(value_of(n), mode) for n in operands]
+    differentiable: tuple[int, ...] = ()
+    with autocasts_open(found.mode[0]):
+        with tracing(mode), mode, enable_python_dispatcher(), torch.enable_grad():
+            out = run(*(x.detach().requires_grad_(i in needed) for i, x in enumerate(examples)))
+            differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
+        forward = _plain(traced(run, examples, mode))
+        results = [_contiguous(value_of(found.results[i]), mode) for i in differentiable]
+        wanted = bool(needed and differentiable)
+        both = _plain(traced(gradients, [*examples, *results], mode)) if wanted else None
+    if both is None:
+        differentiable = needed = ()
+    return Region(forward, both, row_dims, result_dims, differentiable, needed, inner)
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """The same as a module that Dynamo reads: make_fx gives one that writes its code when it is first called."""
+    return fx.GraphModule(module, module.graph)
+
+
+def _may_need_gradient(node: fx.Node) -> bool:
+    """Whether gradients reach a node's tensor; of one that the rewrite made, whether they reach what it is made of."""
+    if needs_gradient(node) or "cp_rewrite" not in node.meta:
+        return needs_gradient(node)
+    value = value_of(node)
+    differentiable = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return differentiable and any(map(_may_need_gradient, node.all_input_nodes))
+
+
+def _contiguous(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _row_dim(state: Rows, value: Tensor, extents: Extents) -> RowDim:
+    at = state.token_dim
+    factors = state.dims[at] or ()
+    where = factors.index(T)
+    before, after = (_product(part, extents) for part in (factors[:where], factors[where + 1 :]))
+    return RowDim(at, before, after)
+
+
+def _product(factors: Sequence[Any], extents: Extents) -> int:
+    count: Any = 1
+    for factor in factors:
+        count = count * extents.of(factor)
+    return int(count)
+
+
+def _number(value: Any, rows: Any, extents: Extents) -> Any:
+    """A number of the graph among `rows` rows."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    found = extents.by_rows(value)
+    assert found is not None, f"{value} is no number of rows"
+    return found[0] * rows + found[1]
+
+
+def _register(region: Region) -> str:
+    """The region's name, under which the op finds it."""
+    text = [g.print_readable(print_output=False) for g in (region.forward, region.gradients) if g is not None]
+    facts = (*text, region.row_dims, region.result_dims, region.differentiable, region.needed, region.inner)
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    REGIONS.setdefault(name, region)
+    return name

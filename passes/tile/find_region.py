@@ -1,0 +1,159 @@
+"""A region around a wide tensor: from where few bytes a row come in to where few go out.
+
+    h (2 KB) ── linear ── logits (256 KB) ── float (512 KB) ── cross_entropy (a sum: 0)
+    labels (8 B) ─────────────────────────────────┘
+
+Both ends are minimal cuts: a tensor that crosses costs its bytes a row, once, however many read it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.modes import Mode
+from cp_rewrite.passes.graph.nodes import value_of
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows
+from cp_rewrite.passes.values.tile_region import TileRegion
+
+from .rowwise import Rowwise
+
+_networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
+WORTH = 4
+"""Run tile by tile where the widest tensor inside has this many times the bytes that come in and go out."""
+_Edge = tuple[Any, Any, int | None]
+
+
+def find_regions(found: Rowwise) -> list[TileRegion]:
+    """Regions that share no node, the widest first."""
+    regions: list[TileRegion] = []
+    free = set(found.alone)
+    seeds = sorted(free, key=lambda n: (-(found.row_bytes(n) or 0), found.place[n]))
+    for seed in seeds:
+        if seed not in free or not found.row_bytes(seed):
+            continue
+        region = _region(seed, free, found)
+        if region is None:
+            free.discard(seed)
+            continue
+        regions.append(region)
+        free -= {*region.nodes}
+    return regions
+
+
+def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise) -> TileRegion | None:
+    mode = found.modes[seed]
+    able = {n for n in free if found.modes[n] == mode and (found.row_bytes(n) is not None or _is_tuple(n, found))}
+    inside = _behind(seed, able, found)
+    inside |= _before(inside, able, found)
+    region = _made(sorted(inside, key=found.place.__getitem__), found, mode)
+    if region is None:
+        return None
+    across = sum(found.row_bytes(n) or 0 for n in (*region.rows, *region.results))
+    return region if region.widest >= WORTH * across and _is_one_place(region, found) else None
+
+
+def _is_tuple(node: fx.Node, found: Rowwise) -> bool:
+    return node in found.alone and isinstance(found.states.get(node), list)
+
+
+def _behind(seed: fx.Node, able: set[fx.Node], found: Rowwise) -> set[fx.Node]:
+    """The seed and what is computed of it, up to the cheapest cut."""
+    closure, after = {seed}, {seed}
+    for node in sorted((n for n in found.place if found.place[n] > found.place[seed]), key=found.place.__getitem__):
+        read = [n for n in node.all_input_nodes if n in after]
+        if read:
+            after.add(node)
+            if node in able and all(n in closure for n in read):
+                closure.add(node)
+    edges = [*_edges(closure, found), ("first", ("in", seed), None)]
+    return {node for side, node in _side_of_first(edges) if side == "in"} | {seed}
+
+
+def _edges(closure: set[fx.Node], found: Rowwise) -> Iterator[_Edge]:
+    for node in closure:
+        yield ("in", node), ("out", node), _cost(node, found)
+        for user in node.users:
+            if user in closure:
+                yield ("out", node), ("in", user), None
+                yield ("in", user), ("in", node), None
+            else:
+                yield ("out", node), "last", None
+        if _is_tuple(node, found):  # what takes it apart stays with it
+            yield from ((("in", node), ("in", user), None) for user in node.users if user in closure)
+
+
+def _cost(node: fx.Node, found: Rowwise) -> int | None:
+    return None if _is_tuple(node, found) else found.row_bytes(node) or 0
+
+
+def _side_of_first(edges: Iterable[_Edge]) -> list[Any]:
+    """What stands on the first side of the cheapest cut."""
+    graph = _networkx.DiGraph()
+    for start, end, cost in edges:
+        graph.add_edge(start, end, **({} if cost is None else {"capacity": cost}))
+    graph.add_node("last")
+    try:
+        _, (first, _) = _networkx.minimum_cut(graph, "first", "last")
+    except _networkx.NetworkXUnbounded:
+        return []
+    return [x for x in first if isinstance(x, tuple)]
+
+
+def _before(inside: set[fx.Node], able: set[fx.Node], found: Rowwise) -> set[fx.Node]:
+    """What is computed once more for each tile on the way to the inside, from the cheapest cut on."""
+    edges: list[_Edge] = []
+    pending, seen = [n for node in inside for n in node.all_input_nodes], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or node in inside or not _has_rows(node, found):
+            continue
+        seen.add(node)
+        edges.append((("in", node), ("out", node), _cost(node, found)))
+        if any(user in inside for user in node.users):
+            edges.append((("out", node), "last", None))
+        if node in able:
+            operands = [n for n in node.all_input_nodes if _has_rows(n, found)]
+            edges += [(("out", n), ("in", node), None) for n in operands]
+            pending += operands
+        else:
+            edges.append(("first", ("in", node), None))
+    first = set(_side_of_first(edges))
+    return {node for node in seen if node in able and ("in", node) not in first}
+
+
+def _has_rows(node: fx.Node, found: Rowwise) -> bool:
+    return any(isinstance(state, Rows) for state in tree_leaves(found.states.get(node)))
+
+
+def _made(nodes: Sequence[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | None:
+    inside = set(nodes)
+    read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    tensors = [n for n in read if any(isinstance(x, Tensor) for x in tree_leaves(value_of(n)))]
+    rows = [n for n in tensors if isinstance(found.states.get(n), Rows)]
+    wholes = [n for n in tensors if n not in rows]
+    if not rows or any(found.states.get(n) is not REPLICATED or not isinstance(value_of(n), Tensor) for n in wholes):
+        return None
+    if any(found.row_bytes(n) is None for n in rows) or not all(map(found.is_number, set(read) - set(tensors))):
+        return None
+    results = [n for n in nodes if any(user not in inside for user in n.users)]
+    if not results or any(not isinstance(value_of(n), Tensor) for n in results):
+        return None
+    if any(not isinstance(found.states[n], Rows) and found.states[n] != Partial() for n in results):
+        return None
+    widest = max(found.row_bytes(n) or 0 for n in nodes)
+    states = {n: found.states[n] for n in (*rows, *results)}
+    return TileRegion(tuple(nodes), tuple(rows), tuple(wholes), tuple(results), states, widest, mode)
+
+
+def _is_one_place(region: TileRegion, found: Rowwise) -> bool:
+    """Whether all that the region reads is there before anything reads what it gives."""
+    inside = set(region.nodes)
+    last = max(found.place[n] for n in (*region.rows, *region.wholes))
+    users = [found.place[user] for n in region.results for user in n.users if user not in inside]
+    return last < min(users)

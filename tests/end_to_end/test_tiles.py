@@ -1,0 +1,179 @@
+"""Regions that run tile by tile give what they give at once; the wide tensors of all rows are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_rewrite as cp
+from cp_rewrite.ops.tiles.region import REGIONS
+from tests.helpers.one_process import check_or_refuse, compare
+from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel
+from tests.helpers.pool import Pool
+
+WIDE = 40 * VOCAB
+"""Entries of a head that is worth a tile: the model's own has fewer than its rows of hidden states."""
+
+
+class Wide(PackedModel):
+    """A head with `WIDE` entries a row, and a loss that subclasses write in their own way."""
+
+    def extra(self) -> None:
+        self.head = nn.Linear(WIDTH, WIDE)
+
+
+class Mean(Wide):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Smoothed(Wide):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        flat = logits.flatten(0, 1)
+        return F.cross_entropy(flat, labels.flatten(), reduction="sum", label_smoothing=0.1) / num_items
+
+
+class SoftCap(Wide):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return super().loss(30 * torch.tanh(logits / 30), labels, num_items)
+
+
+class ZLoss(Wide):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        z = (logits.logsumexp(-1) ** 2 * (labels != -100)).sum()
+        return super().loss(logits, labels, num_items) + 1e-2 * z / num_items
+
+
+class Picked(Wide):
+    """Log-probabilities of the tokens that came, and the entropy beside them, as GRPO and DPO have them."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        shown = labels != -100
+        logp = logits.log_softmax(-1)
+        picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        return ((picked - 0.1 * entropy) * shown).sum() / num_items
+
+
+class Shifted(Wide):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        flat = logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / num_items
+
+
+class Chunks(Wide):
+    """A loss in a loop, as people write it to save memory: its chunks are joined, then tiled."""
+
+    def forward(self, input_ids: Any, position_ids: Any, doc_ids: Any, labels: Any, num_items: Any) -> Any:
+        h = self.inputs(input_ids, position_ids)
+        h = self.attended(h, self.mask(h, doc_ids, position_ids, input_ids))
+        parts = zip(h.chunk(4, 1), labels.chunk(4, 1), strict=True)
+        return sum(super(Chunks, self).loss(self.head(a), b, num_items) for a, b in parts)
+
+
+class Tied(PackedModel):
+    """The head is the table of embeddings: its gradient comes from both."""
+
+    def extra(self) -> None:
+        self.embed = nn.Embedding(WIDE, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDE, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class TwoHeads(Wide):
+    def extra(self) -> None:
+        super().extra()
+        self.second = nn.Linear(WIDTH, WIDE)
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        other = F.cross_entropy(self.second(logits[..., :WIDTH]).flatten(0, 1), labels.flatten(), reduction="sum")
+        return super().loss(logits, labels, num_items) + other / num_items
+
+
+class GatedMLP(PackedModel):
+    """A block whose inside is wide: rows go in and come out, the inside is computed again for the gradients."""
+
+    def extra(self) -> None:
+        self.up, self.gate = nn.Linear(WIDTH, 10 * WIDTH), nn.Linear(WIDTH, 10 * WIDTH)
+        self.down = nn.Linear(10 * WIDTH, WIDTH)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Autocast(Wide):
+    """The head in another dtype than the rest: which ops run is decided where the region is traced."""
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            return super().forward(*args, **batch)
+
+
+class InCheckpoint(Wide):
+    def mix(self, h: Tensor) -> Tensor:
+        return checkpoint(lambda x: x + F.gelu(x), h, use_reentrant=False)  # type: ignore[return-value]
+
+
+MODELS = [
+    Wide,
+    Mean,
+    Smoothed,
+    SoftCap,
+    ZLoss,
+    Picked,
+    Shifted,
+    Chunks,
+    Tied,
+    TwoHeads,
+    GatedMLP,
+    Autocast,
+    InCheckpoint,
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_give_what_all_rows_at_once_give(model: type[PackedModel], rows: int) -> None:
+    REGIONS.clear()
+    assert check_or_refuse(model(), rows=rows, tile=3) is None
+    assert REGIONS, "nothing was tiled"
+
+
+def test_narrow_models_are_left_alone() -> None:
+    REGIONS.clear()
+    assert check_or_refuse(PackedModel(), tile=3) is None
+    assert not REGIONS
+
+
+class Returned(Wide):
+    """Logits that come back are there for all rows, whatever the loss does."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return super().loss(logits, labels, num_items), logits
+
+
+def test_what_is_returned_is_not_tiled() -> None:
+    REGIONS.clear()
+    assert check_or_refuse(Returned(), tile=3) is None
+    assert not REGIONS
+
+
+def _model(name: str) -> nn.Module:
+    return {each.__name__: each for each in MODELS}[name]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mean", "ZLoss", "GatedMLP", "Tied"])
+def test_tiles_on_processes(pool: Pool, name: str) -> None:
+    compare(pool, _model, name, 2, "balanced", 1, 23, tile=4)
+
+
+@pytest.mark.parametrize("tile", [0, -1, 2.5, True, "all"])
+def test_a_tile_is_a_number_of_rows(tile: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="tile"):
+        cp.Sharding(2, {"ids": 1}, cp.WholeRows(), tile=tile)
