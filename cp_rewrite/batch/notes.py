@@ -37,7 +37,8 @@ _WRAPPED = {
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
 _SIZES = re.compile(
     r"is out of bounds for dim|exceeds dimension size|ttempting to (expand|broadcast) a dimension|"
-    r"must match the (existing )?size"
+    r"must match the (existing )?size|out of range for tensor of size|split_sizes|is invalid for input of size|"
+    r"izes of tensors must match|shapes cannot be multiplied"
 )
 """What torch says where a number or a tensor of the model is of other sizes than a shard."""
 

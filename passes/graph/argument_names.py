@@ -63,7 +63,7 @@ def weight_places(gm: fx.GraphModule) -> dict[str, int]:
 
 
 def number_places(gm: fx.GraphModule) -> dict[str, int]:
-    """Where a graph's inputs are whole numbers that a caller passed, and no sizes of tensors: their names -> places."""
+    """Where a graph's inputs are numbers that a caller passed, and no sizes of tensors: their names -> places."""
     places: dict[str, int] = {}
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source = source_of(node)
@@ -71,6 +71,12 @@ def number_places(gm: fx.GraphModule) -> dict[str, int]:
         if number and not is_of_module(source) and not is_size(source):
             places[_last_component(source_name(source))[0]] = place
     return places
+
+
+def passed_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
+    """Those numbers."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [inputs[place].meta["example_value"] for place in number_places(gm).values()]
 
 
 def _is_data(node: fx.Node) -> bool:

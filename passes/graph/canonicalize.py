@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,9 @@ from cp_rewrite.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     enable_python_dispatcher,
+    expression,
     fake_mode_of,
+    fixed_number,
     hint,
     is_wrapped,
     known_number,
@@ -26,6 +28,8 @@ from cp_rewrite.torch_internals import (
     transform_depth,
 )
 
+from .argument_names import passed_numbers
+from .nodes import guard_number
 from .regions import Scope, attribute_of, enclosing, nested_scopes, outputs_of, resolve
 from .writes import written_nodes
 
@@ -138,6 +142,7 @@ class _Tracer:
         self.ends: dict[Scope, fx.Node | None] = {scope: before}  # where a region is left: what follows came later
         while scope.parent is not None:
             self.ends[scope.parent], scope = scope.call, scope.parent
+        self.numbers = passed_numbers(scope.gm)
         self.needed: dict[Scope, set[fx.Node]] = {}
         self.leaves: dict[fx.Node, Any] = {}
         self.calls: dict[Scope, dict[fx.Node, Scope | None]] = {}
@@ -199,7 +204,7 @@ class _Tracer:
             value = node.meta.get("example_value")
             is_scalar = isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
             if node.op in ("placeholder", "get_attr") or is_scalar or self.stop(scope, node):
-                self.leaves[node] = attribute_of(node) if value is None else _fixed(value)
+                self.leaves[node] = attribute_of(node) if value is None else fixed(value, self.numbers)
                 continue
             mine.add(node)
             inner = self._enter_call(scope, node)
@@ -290,8 +295,16 @@ def _indexes_by_scalars(args: Any) -> bool:
     )
 
 
-def _fixed(value: Any) -> Any:
-    """Python floats may come in as symbols (dynamic=True): a mask's constants are fixed, by a guard."""
+def fixed(value: Any, numbers: Sequence[Any]) -> Any:
+    """A value of a mask's computation. What a caller passed is fixed by a guard: the `numbers`, of which Dynamo makes
+    symbols where they change between calls, and floats (dynamic=True)."""
+    if isinstance(value, torch.SymInt):
+        symbols = expression(value).free_symbols
+        for number in numbers:
+            if not symbols.isdisjoint(expression(number).free_symbols):
+                guard_number(number)
+        known = fixed_number(value)
+        return value if known is None else int(known)
     return float(value) if isinstance(value, torch.SymFloat) and hint(value) is not None else value
 
 

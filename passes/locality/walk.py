@@ -30,7 +30,7 @@ from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Moved, Partial, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
 from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
@@ -47,7 +47,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake
 
 from .findings import Findings
 from .inputs import input_state, read_extents, why_static
-from .liveness import is_attention, live_nodes, scores_of
+from .liveness import live_nodes, scores_of
 from .outputs import Outputs
 from .own_backward import OwnBackward
 
@@ -172,9 +172,6 @@ class _Walk:
         # Rules know no more of what is made from something unknown; with sizes of chunks, running it takes long.
         if node in self.explained or any(self.env.get(source) is UNKNOWN for source in node.all_input_nodes):
             return unknown_like(node)
-        cut = any(self.env.get(n, REPLICATED) not in (REPLICATED, WHOLE) for n in node.all_input_nodes)
-        if cut and is_attention(node.target):
-            return self.found.refuse(node, Reason.TOKEN_MIXING, f"{node.name} is attention whose mask was not proven")
         if is_transformed(node):
             return self.visit_transformed(node)
         group = collective_group(node)

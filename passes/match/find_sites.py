@@ -104,10 +104,13 @@ def _may_be_attention(node: fx.Node) -> bool:
     return is_sdpa(node) or _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
-def _has_no_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
-    """Whether nothing that attention reads has a dim of tokens, as in an image's encoder: it is an op like others."""
-    sizes = [size for operand in node.all_input_nodes for size in shape_of(operand) or ()]
-    return bool(tokens.symbols) and not any(expression(size).free_symbols & tokens.symbols for size in sizes)
+def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
+    """Whether attention's keys may be tokens. Else each query reads a memory, or what its own token has: an image's
+    patches, latents, earlier layers. That is a softmax between two products, which the rules of other ops are for."""
+    shape = shape_of(node.kwargs.get("key", node.args[1] if len(node.args) > 1 else None))
+    if shape is None or not tokens.symbols:
+        return True
+    return bool(expression(shape[-2]).free_symbols & tokens.symbols)
 
 
 def _is_module(node: fx.Node) -> bool:
@@ -133,7 +136,7 @@ class _Matcher:
         """What may be attention in a region and in those inside of it, with the region."""
         calls = dict(nested_scopes(scope))
         for node in scope.gm.graph.nodes:
-            if _may_be_attention(node) and not (is_sdpa(node) and _has_no_tokens(node, self.tokens)):
+            if _may_be_attention(node) and not (is_sdpa(node) and not _over_tokens(node, self.tokens)):
                 yield scope, node
             elif node in calls:
                 inner = calls[node]

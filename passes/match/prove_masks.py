@@ -9,10 +9,11 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize
+from cp_rewrite.passes.graph.argument_names import passed_numbers
+from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize, fixed
 from cp_rewrite.passes.graph.dynamo_internals import input_value, is_of_module, source_name, source_of
-from cp_rewrite.passes.graph.nodes import read_by
-from cp_rewrite.passes.graph.regions import Scope, resolve
+from cp_rewrite.passes.graph.nodes import read_by, value_of
+from cp_rewrite.passes.graph.regions import Scope, enclosing, resolve
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
@@ -101,6 +102,13 @@ class Prover:
             if not leaf.trouble and leaf.shape == values.shape and leaf.function(*index) == value:
                 return leaf.name
         return f"%{source.name}, which changes in place" if canonical.updated else f"%{source.name}"
+
+    def number(self, scope: Scope, value: Any) -> Any:
+        """A number that an attention node is given, fixed by a guard if a caller passed it; None: it is computed."""
+        outer, source = resolve(scope, value)
+        root = [*enclosing(outer), outer][0]
+        found = fixed(value_of(source), passed_numbers(root.gm)) if isinstance(source, fx.Node) else source
+        return found if isinstance(found, int) else None
 
     def must_equal(self, name: str) -> bool:
         """Note that an argument must hold the packing's offsets in every batch; False: it is no argument, or is cut, or

@@ -75,8 +75,8 @@ def mask_of(scope: Scope, node: fx.Node, found: Varlen, prover: Prover) -> Packe
     args = found.args
     if found.form == "THD" and (wrong := _other_documents(scope, node, args, prover)):
         return [wrong]
-    window: list[Any] = list(args["window_size"] or (-1, -1))
-    if not all(isinstance(side, int) for side in window) or not isinstance(args["is_causal"], bool):
+    window = [prover.number(scope, side) for side in args["window_size"] or (-1, -1)]
+    if None in window or not isinstance(args["is_causal"], bool):
         return [Refusal(Reason.MASK_OPAQUE, "is_causal or the window is computed in the graph", node)]
     left, right = (None if side < 0 else side for side in window)
     right = 0 if args["is_causal"] else right

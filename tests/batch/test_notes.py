@@ -22,6 +22,18 @@ def narrow(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h + h.narrow(1, 10, 8).sum(1, keepdim=True)
 
 
+def picked(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h.select(1, 20)[:, None]
+
+
+def split(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return torch.cat(h.split([15, h.shape[1] - 15], 1)[::-1], 1)
+
+
+def viewed(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h.view(1, 23, WIDTH)
+
+
 def write(model: Model, h: Tensor, b: Batch) -> Tensor:
     h = h.clone()
     h[:, :14] = torch.ones(14, WIDTH)
@@ -48,6 +60,9 @@ def repeated(b: Batch) -> Tensor:
     [
         (select, document_mask, "give them as a tensor"),
         (narrow, document_mask, "share of the row's 23 tokens"),
+        (picked, document_mask, "give them as a tensor"),
+        (split, document_mask, "share of the row's 23 tokens"),
+        (viewed, document_mask, "share of the row's 23 tokens"),
         (write, document_mask, "make rows longer"),
         (keep_tokens, of_closure, "is cut in forward ([:ids.shape[1]])"),
         (keep_tokens, with_closure, "is cut in forward ([:ids.shape[1]])"),

@@ -54,6 +54,27 @@ def picked_experts(m: Mixed, h: Tensor) -> Tensor:
     return (y.view(*chosen.shape, -1) * weight[..., None]).sum(1).view_as(h)
 
 
+def over_depth(m: Mixed, h: Tensor) -> Tensor:
+    """Each token attends to what earlier layers made of it."""
+    layers = torch.stack([h, m.out(h), h.sin()], 2).flatten(0, 1).unflatten(-1, (2, -1)).transpose(1, 2)
+    y = F.scaled_dot_product_attention(layers, layers, layers, is_causal=True)
+    return y[:, :, -1].flatten(1).view_as(h)
+
+
+def to_memory(m: Mixed, h: Tensor) -> Tensor:
+    """Tokens attend to 5 rows of weights; 4 query heads share 2 of them."""
+    query = h.unflatten(-1, (4, -1)).transpose(1, 2)
+    memory = m.table[:, :12].unflatten(-1, (2, -1)).transpose(0, 1).expand(h.shape[0], -1, -1, -1)
+    seen = torch.arange(5) < (h[:, None, :, :1] > 0) + 4
+    y = F.scaled_dot_product_attention(query, key=memory, value=memory, attn_mask=seen, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2)
+
+
+def over_heads(m: Mixed, h: Tensor) -> Tensor:
+    x = h.unflatten(-1, (4, -1))
+    return F.scaled_dot_product_attention(x, x, x).flatten(2)
+
+
 LOCAL: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "pointwise": lambda m, h: torch.tanh(h * 2 + m.table[0]).clamp(min=0).where(h > 0, -h),
     "views": lambda m, h: h.unflatten(-1, (2, -1)).transpose(1, 2).contiguous().permute(0, 2, 1, 3).flatten(2),
@@ -93,6 +114,9 @@ LOCAL: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
     "swiglu": lambda m, h: F.glu(torch.cat([h, h], -1)) + F.silu(h) * F.gelu(h, approximate="tanh") + F.logsigmoid(h),
     "constants": lambda m, h: h + torch.ones(h.shape[0], h.shape[1], 1) + torch.full_like(h, 2.0) + h.new_zeros(()),
     "experts by index": picked_experts,
+    "attention over depth": over_depth,
+    "attention to a memory": to_memory,
+    "attention over heads": over_heads,
     "dropout of zero": lambda m, h: F.dropout(h, 0.0) + F.dropout(h, 0.5, training=False),
     "checkpoint": lambda m, h: checkpoint(lambda x: x + m.out(x), h, use_reentrant=False),  # type: ignore[dict-item]
     "no grad": lambda m, h: h + torch.no_grad()(lambda x: x * 2)(h),

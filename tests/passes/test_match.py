@@ -94,6 +94,16 @@ def test_weights_added_in_place_are_seen() -> None:
     assert reasons(Biased()) == {Reason.MASK_OPAQUE}
 
 
+def test_a_window_that_a_caller_passes_is_fixed_by_a_guard() -> None:
+    def model(window: int, **b: Tensor) -> Tensor:
+        x, index = heads(b), torch.arange(b["doc_ids"].shape[1])
+        near = index[:, None] - index < window + 1
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=PACKED(**b) & near)
+
+    with torch._dynamo.config.patch(assume_static_by_default=False):  # as Dynamo does once it changed
+        assert the_site(model, batch={**BATCH, "window": 3}).mask == PackedMask(window=(3, 0))
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

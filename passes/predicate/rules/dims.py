@@ -6,6 +6,7 @@ as a count is one, as `recognise` reads counts:
     any(x)                        SumOver(x(i), i, n) > 0
     searchsorted(row, v, right)   SumOver(row(i) <= v, i, n)
     x[places] = c, read at k      c where SumOver(places(i) == k, i, n) > 0, else x(k)
+    x[mask] = c, read at k        c where mask(k), else x(k)
 """
 
 from __future__ import annotations
@@ -111,21 +112,28 @@ def _repeat_interleave(ctx: RuleContext, repeats: SymTensor, *args: Any, **_: An
 
 
 def _write_at(ctx: RuleContext, x: SymTensor, *args: Any, **options: Any) -> SymTensor:
-    """One constant written into a 1-d tensor at computed places; elsewhere is what was there."""
-    where, value = (args[0][0], args[1]) if ctx.op == "index_put" else (args[1], args[2])
-    added = options or (len(args) > 2 and args[2] is True)
-    if len(x.shape) != 1 or added or where.dtype is torch.bool or len(where.shape) != 1:
-        raise Undecidable(f"{ctx.func} other than of one constant into a 1-d tensor")
-    places = where.shape[0]
+    """One constant written at computed places of a 1-d tensor, or where a mask is true; elsewhere is what was there."""
+    index: Any = args[0] if ctx.op == "index_put" else [args[1]]
+    value = args[1] if ctx.op == "index_put" else args[2]
+    front, where, added = index[:-1], index[-1], options or (len(args) > 2 and args[2] is True)
+    by_mask = isinstance(where, SymTensor) and where.dtype is torch.bool and all(i is None for i in front)
+    one = all(size == 1 for size in getattr(value, "shape", ()))
+    if added or not (one if by_mask else len(x.shape) == len(index) == len(getattr(where, "shape", ())) == 1):
+        raise Undecidable(f"{ctx.func} other than of one constant, by a mask or into a 1-d tensor")
+
+    def there(at: Index) -> Value:
+        if by_mask:
+            return truth(where.at(at[len(front) : len(front) + len(where.shape)]))
+        i = ctx.bound_symbol(where.shape[0], at)
+        return compare("gt", SumOver(numeric(compare("eq", where.at((i,)), at[0])), i, where.shape[0]), ZERO)
 
     def at(index: Index) -> Value:
-        i = ctx.bound_symbol(places, index)
+        i = ZERO if by_mask else ctx.bound_symbol(where.shape[0], index)
         written = value.broadcast_at((i,)) if isinstance(value, SymTensor) else ctx.scalar(value)
         if written not in (sympy.true, sympy.false) and not written.is_number:
             raise Undecidable("writing a value that varies")
-        hits = SumOver(numeric(compare("eq", where.at((i,)), index[0])), i, places)
         as_value = truth if x.dtype is torch.bool else numeric
-        return choose(compare("gt", hits, ZERO), as_value(written), x.at(index))
+        return choose(there(index), as_value(written), as_value(x.at(index)))
 
     return SymTensor(x.shape, x.dtype, at)
 

@@ -97,6 +97,24 @@ def ids_masked_fill_in_place(**b: Tensor) -> Tensor:
 
 
 @spelling(DOCUMENTS, CAUSAL)
+def ids_zero_where_seen(**b: Tensor) -> Tensor:
+    """As those who pack with LLaMA-Factory write it in place."""
+    t = b["input_ids"].shape[1]
+    keep = same(b["doc_ids"])[:, 0] & causal(b)
+    mask = torch.full((keep.shape[0], 1, t, t), LOWEST)
+    mask[:, 0][keep] = 0
+    return mask
+
+
+@spelling(DOCUMENTS, CAUSAL)
+def ids_true_where_seen(**b: Tensor) -> Tensor:
+    keep = same(b["doc_ids"]) & causal(b)
+    mask = torch.zeros_like(keep)
+    mask[keep] = True
+    return mask
+
+
+@spelling(DOCUMENTS, CAUSAL)
 def ids_where(**b: Tensor) -> Tensor:
     return torch.where(same(b["doc_ids"]) & causal(b), 0.0, LOWEST)
 

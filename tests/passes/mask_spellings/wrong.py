@@ -42,6 +42,23 @@ def other_documents(**b: Tensor) -> Tensor:
     return ~same(b["doc_ids"]) & causal(b)
 
 
+@spelling(DOCUMENTS, Reason.MASK_NOT_PACKED)
+def queries_set_in_place(**b: Tensor) -> Tensor:
+    """The mask that is written by has a dim less: it names queries, all of whose keys are seen."""
+    mask = (same(b["doc_ids"]) & causal(b))[:, 0]
+    mask[b["input_ids"] > 9] = True
+    return mask[:, None]
+
+
+@spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
+def row_set_in_place(**b: Tensor) -> Tensor:
+    """What is written has an entry for each key, the first of them 0."""
+    t = b["input_ids"].shape[1]
+    mask = torch.where(same(b["doc_ids"]) & causal(b), 0.0, -INF)
+    mask[:, :, torch.ones(t, dtype=torch.bool)] = torch.arange(t) * -1.0
+    return mask
+
+
 @spelling(DOCUMENTS, Reason.MASK_WRONG_SOURCE)
 def ids_of_another_input(**b: Tensor) -> Tensor:
     return same((b["position_ids"] == 0).cumsum(1)) & causal(b)

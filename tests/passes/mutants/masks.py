@@ -226,6 +226,16 @@ class LastQueryOnly(PackedModel):
         return F.scaled_dot_product_attention(q[:, :, -1:], k, v).expand_as(q)
 
 
+class CausalToMemory(PackedModel):
+    """Keys are weights, which the n-th token sees n of."""
+
+    reason, line = "TOKEN_MIXING", "is_causal=True"
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        memory = self.out.weight[None, None, :, : q.shape[-1]].expand(-1, q.shape[1], -1, -1)
+        return F.scaled_dot_product_attention(q, memory, memory, is_causal=True)
+
+
 class KeysShifted(PackedModel):
     reason, line = "TOKEN_MIXING", "k.roll"
 
@@ -234,9 +244,9 @@ class KeysShifted(PackedModel):
 
 
 class AttentionOverHeads(PackedModel):
-    """Forgets to transpose: attention runs over heads, tokens are its batch."""
+    """Forgets to transpose: attention runs over heads, tokens are its batch. A rank does so as one process does."""
 
-    reason, line = "QK_LENGTH", "scaled_dot_product_attention"
+    reason, line = None, ""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
