@@ -87,23 +87,16 @@ LOCAL: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
         .sum(0)
         .view_as(h)
     ),
-    "squeeze": lambda m, h: h[:, :, None].squeeze(2).unsqueeze(0).squeeze(0),
     "slices of features": lambda m, h: torch.cat([-h[..., WIDTH // 2 :], h[..., : WIDTH // 2]], -1),
     "whole slice": lambda m, h: h[:, 0:][:, : h.shape[1]],
     "norms": lambda m, h: m.rms(F.layer_norm(h, (WIDTH,))) / h.norm(dim=-1, keepdim=True),
-    "softmax over features": lambda m, h: h.softmax(-1) + h.log_softmax(-1) + h.logsumexp(-1, keepdim=True),
-    "along features": lambda m, h: h.cumsum(-1) + h.sort(-1).values + h.flip(-1) + h.roll(1, -1),
-    "reductions of features": lambda m, h: h * (h.mean(-1) + h.amax(-1) + h.var(-1) + h.argmax(-1))[..., None],
     "matmuls": lambda m, h: (h @ m.table.T) @ m.table + torch.einsum("btd,de->bte", h, m.experts[0]),
     "per head product": lambda m, h: torch.einsum(
         "bthd,hde->bthe", h.unflatten(-1, (2, -1)), m.experts[:2, :12, :12]
     ).flatten(2),
     "kernel of one": lambda m, h: m.point(h.mT).mT,
-    "pad features": lambda m, h: F.pad(h, (1, 1))[..., 1:-1],
     "group norm per token": lambda m, h: F.group_norm(h.flatten(0, 1), 2).view_as(h),
     "lookup by value": lambda m, h: h + m.table[(h[..., 0] > 0).long()] + F.embedding((h[..., 1] > 0).long(), m.table),
-    "gather features": lambda m, h: h.gather(-1, h.argsort(-1)),
-    "scatter features": lambda m, h: torch.zeros_like(h).scatter(-1, h.topk(2, -1).indices, 1.0),
     "one hot": lambda m, h: F.one_hot((h[..., 0] > 0).long(), WIDTH) * h,
     "select features by constant": lambda m, h: h[..., torch.arange(WIDTH - 1, -1, -1)],
     "write into new memory": lambda m, h: filled(h),

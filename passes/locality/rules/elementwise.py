@@ -147,8 +147,8 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Number | None:
     """The value as an entry of this dtype; None where the dtype may not hold it."""
     if dtype == torch.bool:
         return bool(value)
-    exact = value == int(value) and abs(value) <= 256  # in every floating-point dtype
-    if not dtype.is_floating_point:
+    exact = value == int(value) and abs(value) <= 256  # in every floating-point and complex dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
         exact = value == int(value) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
     return value if exact else None
 

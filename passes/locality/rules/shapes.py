@@ -132,7 +132,8 @@ def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
 
 def cat(call: Call) -> TensorState:
     """cat and stack: all tensors have their tokens in one dim, and are joined along another."""
-    tensors: list[Tensor] = [x for x in call.arg("tensors") if x.shape != (0,)]
+    given: list[Tensor] = call.arg("tensors")
+    tensors = [x for x in given if x.shape != (0,)] or given
     states = {call.state(x) for x in tensors}
     if any(isinstance(state, Partial) for state in states):
         if len(states) != 1:

@@ -14,7 +14,7 @@ A rule says where the tokens of an op's results are when those of its operands a
 
 `rows` is for ops that work on the rows of one tensor, `Rule` for ops whose operands must be looked at together: there a
 comment says `# what they need -> what they give`. An op that is not here is refused by name, unless torch tags it as
-pointwise. To add one, add a line, and a case to tests/passes/test_locality.py.
+pointwise. To add one, add a line; `python -m tests.rules NAME` tries it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SUMS, SIZES, UNCUT, POSITIONS, GROUPS = Takes.SUMS, Takes.SIZES, Takes.UNCUT, Ta
 
 # Entries move, and an axis of the batch moves with its dim.
 VIEWS = (
-    rows("clone detach alias lift_fresh lift contiguous", unchanged, SUMS),
+    rows("clone detach alias lift_fresh lift contiguous _conj", unchanged, SUMS),
     rows("view _unsafe_view reshape _reshape_copy flatten unflatten", shapes.regrouped, SUMS | SIZES),
     rows("permute transpose t", shapes.permuted, SUMS),
     rows("unsqueeze", shapes.unsqueezed, SUMS),
@@ -77,7 +77,7 @@ FILLED = (
 
 # Each entry is made of those at its place: all operands have their tokens in one dim, and so has the result. Every op
 # that torch tags as pointwise has this rule.
-POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide", pointwise, SUMS | UNCUT)
+POINTWISE = Rule("masked_fill copy where _prelu_kernel complex polar floor_divide hardswish", pointwise, SUMS | UNCUT)
 LOG_SIGMOID = Rule("log_sigmoid_forward", log_sigmoid)
 # With a number made from the token count: that of the whole row in its place.
 COUNTED = Rule(

@@ -229,7 +229,9 @@ class LogSumExp(OverTokens):
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
         part = self.keep(ranks, _wide(x), -torch.inf).logsumexp(dims, keepdim=keepdim)
         largest = ranks.largest(part.detach(), torch.ones_like(part))
-        return (ranks.sum((part - largest).exp()).log() + largest).to(x.dtype)
+        largest = torch.where(largest.isfinite(), largest, 0.0)  # of nothing but -inf: exp gives 0, not nan
+        total = ranks.sum((part - largest).exp())
+        return (torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + largest).to(x.dtype)
 
 
 @dataclass(frozen=True)
