@@ -2,6 +2,7 @@
 
 from cp_rewrite.batch.steps.gradients import sum_gradients
 from cp_rewrite.batch.steps.token_mean import token_mean
+from cp_rewrite.diagnose.check_op import OpReport, check_op
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize
@@ -36,6 +37,7 @@ __all__ = [
     "Documents",
     "EndOfDocument",
     "MaskMismatch",
+    "OpReport",
     "PackedMask",
     "PaddingMask",
     "Plan",
@@ -50,6 +52,7 @@ __all__ = [
     "WholeRows",
     "backend",
     "check",
+    "check_op",
     "context_parallel",
     "explain",
     "max_logits",

@@ -20,6 +20,7 @@ from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.agreed_inputs import AgreedInputs
 from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
+from cp_rewrite.calls.spot_check import SpotCheck
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
@@ -230,7 +231,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
-    weights = WeightWatch(sharding, agreed.weights)
+    weights, vouched = WeightWatch(sharding, agreed.weights), SpotCheck.of(state)
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
@@ -245,7 +246,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
                 unchecked.clear()
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
-        out = checks.results(plan, compiled(*args))
+        out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
         watch_backward(sharding, trained, out)
         for value in out:

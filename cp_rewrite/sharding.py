@@ -87,12 +87,14 @@ class Sharding:
         masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean.
             Others that look like masks mean `assume_mask`, or causal attention inside documents; None: it is no mask.
             `shard` compares them with every batch's documents.
-        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone.
+        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone (`check_op` tells). The first call
+            of a graph looks at each once, on two parts of up to 256 tokens, and raises where it does not.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
             `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
             its mask function. `every_step` does all of it on each batch.
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
-            every rank where they differ. False saves some tenths of a millisecond per batch.
+            every rank where they differ. False saves some tenths of a millisecond per batch, and looks at no
+            `local_ops`.
     Watched:
         max_logits: note the largest logit of each head, for `cp.max_logits`: of every batch, or of every n-th that is
             cut. Another pass over queries and keys; nothing on other batches.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.locality.claims.dims import Mixes
-from cp_rewrite.passes.locality.claims.tensor_state import Rows, TensorState
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.torch_internals import OpOverload
+from cp_rewrite.torch_internals import OpOverload, OpOverloadPacket
 
 
 def vouched_name(func: OpOverload) -> str:
@@ -27,3 +32,27 @@ def vouched_state(call: Call, out: Tensor) -> TensorState:
     if inputs and (dims := call.extents.label(sizes)) is not None:
         return Rows(dims)
     raise Mixes(f"{vouched_name(call.func)} is vouched for, but its result of shape {tuple(sizes)} has no token dim")
+
+
+def vouched_calls(
+    nodes: Sequence[fx.Node], states: Mapping[fx.Node, Any], names: Sequence[str]
+) -> dict[str, list[int | None]]:
+    """The token dims of the tensors that the first call of each op is given: token rows, and what all ranks have."""
+    found: dict[str, list[int | None]] = {}
+    for node in nodes:
+        name = _called(node.target)
+        if name not in names or name in found:
+            continue
+        given: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), given.append)
+        operands = [states.get(n) for n in given if isinstance(value_of(n), Tensor)]
+        if all(isinstance(state, Rows) or state is REPLICATED for state in operands):
+            found[name] = [state.token_dim if isinstance(state, Rows) else None for state in operands]
+    return {name: dims for name, dims in found.items() if any(dim is not None for dim in dims)}
+
+
+def _called(target: Any) -> str:
+    """The name of an op, `ns::op`; "" of what is none."""
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name
+    return vouched_name(target) if isinstance(target, OpOverload) else ""

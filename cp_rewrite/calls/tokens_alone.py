@@ -1,0 +1,110 @@
+"""Whether an op treats each token alone, told by numbers: what it gives for some tokens is what it gives for all, cut.
+
+x (6, C)                  op(x)            a b c d e f
+tokens 4 0 2 of x         op(x[4, 0, 2])   e a c          tokens 5 1 3     f b d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Relative norm error by dtype: kernels add up in other orders on other sizes."""
+FEWEST_DIGITS = 0.1
+"""Of dtypes of fewer digits."""
+
+
+class Mixes(Exception):
+    """What an op does to tokens beside treating each alone."""
+
+
+def token_dims(
+    op: Callable[..., Any], args: Any, dims: Sequence[int | None], parts: Sequence[Tensor], whole: Any = None
+) -> list[int]:
+    """The token dim of each result of an op that treats tokens alone.
+
+    Args:
+        args: (positional, by name), which the op is given. dims: the token dim of each tensor among them.
+        parts: (n,) int64 each: tokens, which the op is given without the others.
+        whole: its results for all tokens, if known.
+    Raises:
+        Mixes: it does not treat them alone. Whatever the op raises.
+    """
+    wholes = tensors_of(run(op, args) if whole is None else whole)
+    found: list[int | None] = [None] * len(wholes)
+    for index in parts:
+        cut = tensors_of(run(op, taken(args, dims, index)))
+        if len(cut) != len(wholes):
+            raise Mixes(f"gives {len(cut)} tensors for {len(index)} tokens, {len(wholes)} for all")
+        for i, (part, result) in enumerate(zip(cut, wholes, strict=True)):
+            dim = _token_dim(part, result, index)
+            error = difference(part, result.index_select(dim, index))
+            if error > limit_of([*wholes, *tensors_of(args)]):
+                raise Mixes(f"result {i} of {len(index)} tokens differs from that of all by {error:.1e} of its norm")
+            if found[i] not in (None, dim):
+                raise Mixes(f"result {i} has its tokens in other dims for other tokens")
+            found[i] = dim
+    if not wholes:
+        raise Mixes("gives no tensor")
+    return [dim for dim in found if dim is not None]
+
+
+def taken(args: Any, dims: Sequence[int | None], index: Tensor) -> Any:
+    """Arguments of some of the tokens."""
+    leaves, spec = tree_flatten(args)
+    given = iter(dims)
+    chosen = [next(given) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    cut = [x if dim is None else x.index_select(dim, index) for x, dim in zip(leaves, chosen, strict=True)]
+    return tree_unflatten(cut, spec)
+
+
+def halves(tokens: int, most: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two parts of up to `most` of so many tokens, in an order of their own."""
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:most].to(device)
+    return order[: len(order) // 2], order[len(order) // 2 :]
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm; of whole numbers infinite, where one differs."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = (torch.nan_to_num(x.detach().to(wide)) for x in (actual, expected))
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def limit_of(tensors: Sequence[Tensor]) -> float:
+    """The largest difference that is no mixing: that of the dtype of the fewest digits."""
+    found = [LIMITS.get(x.real.dtype if x.is_complex() else x.dtype, FEWEST_DIGITS) for x in tensors if _inexact(x)]
+    return max(found, default=0.0)
+
+
+def _inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _token_dim(part: Tensor, whole: Tensor, index: Tensor) -> int:
+    """Where the result of all tokens has more entries than that of some."""
+    if part.ndim == whole.ndim:
+        other = [dim for dim in range(whole.ndim) if part.shape[dim] != whole.shape[dim]]
+        if len(other) == 1 and part.shape[other[0]] == len(index):
+            return other[0]
+        if not other:
+            raise Mixes(f"a result of shape {tuple(whole.shape)} has no token dim")
+    raise Mixes(f"a result of shape {tuple(whole.shape)} has shape {tuple(part.shape)} for {len(index)} tokens")
+
+
+def run(op: Callable[..., Any], args: Any) -> Any:
+    """An op's results. args: (positional, by name)."""
+    positional, named = args
+    return op(*positional, **named)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors among arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
