@@ -3,8 +3,13 @@
 h[:, 0] = y              h.copy_(where(arange(T)[:, None] == 0, y[:, None], h))
 h[:, 1:] += h[:, :-1]    h.copy_(where(arange(T)[:, None] >= 1, h + pad(h[:, :-1], by one in front), h))
 
-Written are tensors with one dim of T. Whole numbers that come near attention are left as they are: the pass that reads
-masks reads these writes.
+Those are writes into tensors with one dim of T. What is written where a mask is true needs no place:
+
+y[ids == PAD] = -100     y.masked_fill(ids == PAD, -100)
+
+Where all that reads the memory later reads the very tensor, what it reads is the new one, and nothing is written: so a
+write may read what it writes over, and what is written into may be a shifted copy. Whole numbers that come near
+attention are left as they are: the pass that reads masks reads these writes.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of
 
+from .whole_writes import basic_entries, mask_write, replace_written
+
 _ALL = slice(None)
 _New = Callable[..., fx.Node]
 """A `maker`."""
@@ -42,7 +49,8 @@ def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
         return
     for module in graph_modules(gm):
         for node in [*module.graph.nodes]:
-            write = _Write.of(node, counts)
+            node = mask_write(node, mode)
+            write = None if node is None else _Write.of(node, counts)
             if write is not None and not _near_attention(write.x, counts):
                 write.put(mode)
 
@@ -82,7 +90,7 @@ class _Write:
             index = tuple(at if dim == given["dim"] % ndim else _ALL for dim in range(ndim))
         else:
             return None
-        entries = _entries(x, index)
+        entries = basic_entries(x, index)
         dim = _token_dim(x, counts)
         if entries is None or dim is None or entries[dim] == _ALL:
             return None
@@ -109,10 +117,10 @@ class _Write:
             old = new("clone", view)  # which a product keeps for its gradient
             value = new(_OUT_OF_PLACE[added.target], old, value)
         chosen = new(torch.where, chosen, value, view)
-        if self.in_place:
-            new("copy_", view, chosen)
-        else:
+        if not self.in_place:
             self.node.replace_all_uses_with(chosen)
+        elif view is not self.x or not replace_written(self.node, self.x, chosen, mode):
+            new("copy_", view, chosen)
         for node in (self.node,) if added is None else (self.node, added, added.args[0]):
             node.graph.erase_node(node)
 
@@ -148,7 +156,7 @@ class _Write:
             return None, value
         read = value.args[0]
         same = read.target is operator.getitem and read.args[0] is self.x and [*read.users] == [value]
-        if same and self.in_place and _entries(self.x, read.args[1]) == self.index:
+        if same and self.in_place and basic_entries(self.x, read.args[1]) == self.index:
             return value, value.args[1]
         return None, value
 
@@ -156,23 +164,6 @@ class _Write:
 def _counted(new: _New, place: int, tokens: fx.Node) -> Any:
     """A place from the row's front."""
     return place if place >= 0 else new(operator.add, tokens, place)
-
-
-def _entries(x: Any, index: Any) -> tuple[Any, ...] | None:
-    """The index of each dim; None where it is no basic one with plain numbers."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("example_value"), Tensor):
-        return None
-    numbers = [n for i in given if isinstance(i, slice) for n in (i.start, i.stop, i.step)]
-    plain = all(isinstance(i, slice) or i is Ellipsis or type(i) is int for i in given)
-    if not plain or any(n is not None and type(n) is not int for n in numbers):
-        return None
-    if any(isinstance(i, slice) and i.step not in (None, 1) for i in given):
-        return None
-    missing = x.meta["example_value"].ndim - sum(i is not Ellipsis for i in given)
-    place = given.index(Ellipsis) if Ellipsis in given else len(given)
-    given[place : place + 1] = [_ALL] * missing
-    return tuple(_ALL if isinstance(i, slice) and (i.start or 0) == 0 and i.stop is None else i for i in given)
 
 
 def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
@@ -111,9 +112,13 @@ def position_of(node: fx.Node) -> dict[str, Any]:
 
 @contextmanager
 def tracing(mode: FakeTensorMode) -> Generator[None]:
-    """Run ops on fake tensors: no autograd, no new guards, since the shapes are those that Dynamo saw already."""
+    """Run ops on fake tensors: no autograd, no new guards, since the shapes are those that Dynamo saw already.
+
+    Attention, where its keys are no tokens, falls apart into products and a softmax.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if mode.shape_env is not None:
             stack.enter_context(mode.shape_env.suppress_guards())
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())

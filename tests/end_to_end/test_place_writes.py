@@ -74,6 +74,24 @@ def by_a_view(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
     x.transpose(1, 2)[..., 0] = 0
 
 
+def of_itself(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    y[..., :-1] = y[..., 1:].clone()
+    x[:, 0] = x[:, 0] * 2
+    x[:, 2:] = x[:, 2:] + x[:, :-2]
+
+
+def by_masks(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    """As labels are made: shifted, and ignored where the next token is of another kind."""
+    moved = y[:, 1:].clone()
+    moved[y[:, 1:] != y[:, :-1]] = -100
+    rolled = y.roll(-1, 1)
+    rolled.masked_fill_(y != rolled, 5)
+    rolled[:, -1] = -100
+    x[y > 0] = 0.5
+    x[..., :-1, :][moved > 0] = m.lin.bias.sum()
+    return x * F.pad(moved, (0, 1), value=7)[..., None] + rolled[..., None]
+
+
 def shifted_right(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     """As transformers makes inputs of a decoder of labels."""
     moved = y.new_zeros(y.shape)
@@ -97,6 +115,8 @@ RIGHT: dict[str, Write] = {
     "shifted": shifted,
     "of_features": of_features,
     "by_a_view": by_a_view,
+    "of_itself": of_itself,
+    "by_masks": by_masks,
     "shifted_right": shifted_right,
     "select_scatter": lambda m, x, y, h: torch.select_scatter(h, h[:, -1], 1, 0),
     "slice_scatter": lambda m, x, y, h: torch.slice_scatter(h, h[:, -2:].sin(), dim=1, start=0, end=2),
@@ -106,14 +126,17 @@ RIGHT: dict[str, Write] = {
 }
 
 
-def of_itself(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
-    y[..., :-1] = y[..., 1:].clone()
-
-
 def read_between(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     first = x[:, :1]
     x[:, 0] = 0
     return x + first
+
+
+def masked_between(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    moved = y[:, 1:].clone()
+    first = moved[:, :1]
+    moved[moved > 0] = 9
+    return x * (F.pad(moved, (1, 0)) + first)[..., None]
 
 
 def every_other(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
@@ -133,8 +156,8 @@ REFUSED: dict[str, Write] = {
     "masked_tokens": lambda m, x, y, h: h.masked_scatter((y > 0)[..., None], h.flip(1)),
     "one_mask_of_features": lambda m, x, y, h: h.masked_scatter(m.lin.bias > 9, rows_of(m)),
     "no_place": lambda m, x, y, h: torch.slice_scatter(h, h[:, :0], 1, 3, 3),
-    "of_itself": of_itself,
     "read_between": read_between,
+    "masked_between": masked_between,
     "every_other": every_other,
     "one_row": one_row,
     "emptied": emptied,
@@ -183,4 +206,4 @@ def test_patches_of_images_take_the_place_of_tokens() -> None:
 
 
 def test_some_are() -> None:
-    assert check_or_refuse(Writing("number", "added", "shifted_right")) is None
+    assert check_or_refuse(Writing("number", "added", "shifted_right", "by_masks")) is None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.new_nodes import tracing
@@ -114,9 +113,8 @@ class NodeRunner:
         target: Any = node.target
         run: Callable[..., Any] = getattr(args[0], target) if node.op == "call_method" else target
         try:
-            # The dispatcher that Dynamo runs with: it decides into which ops a call falls apart. Attention that has no
-            # tokens for keys is to fall apart into products and a softmax.
-            with self.mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH), self.trace:
+            # The dispatcher that Dynamo runs with: it decides into which ops a call falls apart.
+            with self.mode, enable_python_dispatcher(), self.trace:
                 out = run(*(args[1:] if node.op == "call_method" else args), **kwargs)
         except Exception as error:
             first_line = str(error).partition("\n")[0]

@@ -1,0 +1,135 @@
+"""Writes into all of a tensor, or where a mask is true, as the tensor that later nodes read.
+
+y[m] = -100              y.masked_fill(m, -100)
+y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.modes import modes_of
+from cp_rewrite.passes.graph.new_nodes import maker
+from cp_rewrite.passes.graph.nodes import needs_gradient
+from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.torch_internals import FakeTensorMode, expression, memory_id, unwrapped
+
+_ALL = slice(None)
+
+
+def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
+    """Bring a write by a mask into a node that writes nothing; what is left to write, at places perhaps, or None."""
+    given: Any = node.args
+    if node.target is operator.setitem:
+        x, mask, value = given
+    elif node.target == "masked_fill_" and len(given) == 3:
+        x, mask, value = given
+    else:
+        return node
+    if not _is_mask(x, mask) or not _fits(x, value):
+        return node
+    base = _base(node, x)
+    if base is None and not _alone(node, x):
+        return node
+    new, behind = maker(node, mode), x.meta["example_value"].ndim - mask.meta["example_value"].ndim
+    if behind > 0 and node.target is operator.setitem:
+        mask = new(operator.getitem, mask, (Ellipsis, *[None] * behind))
+    filled = new("masked_fill", x, mask, value)
+    if base is not None:
+        written = new(operator.setitem, *base, filled)
+        node.graph.erase_node(node)
+        return written
+    if not replace_written(node, x, filled, mode):
+        node.graph.erase_node(filled)
+        return node
+    node.graph.erase_node(node)
+    return None
+
+
+def replace_written(node: fx.Node, x: fx.Node, new: fx.Node, mode: FakeTensorMode) -> bool:
+    """Let what reads `x` behind `node`, which writes `new` into it, read `new`; False: something else shares it."""
+    old, value = x.meta["example_value"], new.meta["example_value"]
+    alike = old.dtype == value.dtype and _geometry(old) == _geometry(value)
+    if not alike or not _alone(node, x):
+        return False
+    recorded = modes_of(node.graph)[node][1]
+    with mode:  # later views of it are known by their memory, which is that of `x`
+        new.meta["example_value"] = old.detach().requires_grad_(value.requires_grad and recorded)
+    for written in {x, node}:
+        written.replace_all_uses_with(new, delete_user_cb=lambda user: user > node)
+    return True
+
+
+def _alone(node: fx.Node, x: fx.Node) -> bool:
+    """Whether nothing but `x` itself reads behind `node`, which writes into it, what the memory held before."""
+    memory = memory_of(x)
+    shared = [n for n in node.graph.nodes if memory is not None and memory in _memories(n)]
+    if not shared or any(n.op in ("placeholder", "get_attr") for n in shared):
+        return False
+    if not modes_of(node.graph)[node][1] and needs_gradient(x):  # no gradient flows by what is written
+        return False
+    return not any(user > node for n in shared if n < node and n is not x for user in n.users)
+
+
+def _base(node: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
+    """(base, index) where a tensor that is written into is `base[index]`, which nothing reads later."""
+    if x.target is not operator.getitem or node.users or any(user > node for user in x.users):
+        return None
+    base, index = x.args
+    return (base, index) if basic_entries(base, index) is not None else None
+
+
+def _is_mask(x: Any, mask: Any) -> bool:
+    """Whether a node's bools tell of each entry of the first dims of another, or of all of them."""
+    if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
+        return False
+    held, told = x.meta.get("example_value"), mask.meta.get("example_value")
+    both = isinstance(held, Tensor) and isinstance(told, Tensor)
+    return both and told.dtype is torch.bool and 0 < told.ndim <= held.ndim
+
+
+def _fits(x: fx.Node, value: Any) -> bool:
+    """Whether a number is one that the tensor's dtype holds as it is."""
+    held: Tensor = x.meta["example_value"]
+    if isinstance(value, fx.Node):
+        value = value.meta.get("example_value")
+        return isinstance(value, Tensor) and value.ndim == 0 and value.dtype == held.dtype
+    kinds = (int, float) if held.is_floating_point() else (bool,) if held.dtype is torch.bool else (int,)
+    return type(value) in kinds
+
+
+def _memories(node: fx.Node) -> list[int]:
+    """Identities of the storages of a node's tensors."""
+    tensors = [unwrapped(x) for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
+    return [memory_id(x) for x in tensors if x.layout == torch.strided]
+
+
+def _geometry(x: Tensor) -> list[Any]:
+    """Sizes and strides, where there are several entries."""
+    return [
+        (expression(n), 1 if isinstance(n, int) and n == 1 else expression(step))
+        for n, step in zip(x.shape, x.stride(), strict=True)
+    ]
+
+
+def basic_entries(x: Any, index: Any) -> tuple[Any, ...] | None:
+    """The index of each dim; None where it is no basic one with plain numbers."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("example_value"), Tensor):
+        return None
+    numbers = [n for i in given if isinstance(i, slice) for n in (i.start, i.stop, i.step)]
+    plain = all(isinstance(i, slice) or i is Ellipsis or type(i) is int for i in given)
+    if not plain or any(n is not None and type(n) is not int for n in numbers):
+        return None
+    if any(isinstance(i, slice) and i.step not in (None, 1) for i in given):
+        return None
+    missing = x.meta["example_value"].ndim - sum(i is not Ellipsis for i in given)
+    place = given.index(Ellipsis) if Ellipsis in given else len(given)
+    given[place : place + 1] = [_ALL] * missing
+    return tuple(_ALL if isinstance(i, slice) and (i.start or 0) == 0 and i.stop is None else i for i in given)
