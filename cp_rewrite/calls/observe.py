@@ -1,7 +1,7 @@
 """What a compile and a run show of themselves: counters, trace artifacts, NVTX ranges; and what compile caches key on.
 
 TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference (DEBUG)
-torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges
+torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges, segments
 TORCH_TRACE=folder                          tlparse shows the artifacts cp_rewrite_before, _after, _refused
 nsys profile -t nvtx,cuda                   ranges cp_rewrite::exchange, ::attention, forward and backward
 """
@@ -36,6 +36,12 @@ def count(state: State) -> None:
     for decision in state.decisions:
         mine[f"exchange {decision.exchange_name}"] += 1
         mine[f"kernel {decision.kernel}"] += 1
+
+
+def count_segments(segments: int, compiled: int) -> None:
+    """Add the segments that a graph is cut into for FSDP, and how many of them are compiled."""
+    counters["cp_rewrite"]["segments"] += segments
+    counters["cp_rewrite"]["segments compiled"] += compiled
 
 
 def trace(name: str, lines: Callable[[], Sequence[str]]) -> None:

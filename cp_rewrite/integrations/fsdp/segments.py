@@ -45,12 +45,19 @@ def cut_graph(gm: fx.GraphModule, units: Mapping[fx.Node, int]) -> list[Segment]
     Raises:
         ValueError: weights of two blocks are used in turns, or between two blocks there is no place to cut.
     """
-    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    computed = _computed_sizes(gm)
+    apart = {*computed}
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in apart]
     used = [[units[n] for n in node.all_input_nodes if n in units] for node in nodes]
     spans, costs = _spans(used), _crossing(nodes)
-    cuts = [0, *(_cheapest(costs, a.stop, b.start) for (_, a), (_, b) in pairwise(spans)), len(nodes)]
+    cuts, tail = [0], -1  # tail: nodes of a block behind the last use of its weights
+    for (unit, before), (_, after) in pairwise(spans):
+        places = range(before.stop, after.start + 1)
+        cuts.append(_cheapest(costs, places, places[-1] if unit == ROOT or tail < 0 else before.stop + tail))
+        tail = tail if unit == ROOT else cuts[-1] - before.stop
+    cuts.append(len(nodes))
     runs = [(unit, nodes[start:stop]) for (unit, _), (start, stop) in zip(spans, pairwise(cuts), strict=True)]
-    return [_segment(gm, unit, run) for unit, run in runs]
+    return [_segment(gm, unit, run, computed) for unit, run in runs]
 
 
 def _spans(used: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
@@ -109,29 +116,46 @@ def _opened(nodes: Sequence[fx.Node]) -> list[bool]:
     return inside
 
 
-def _cheapest(costs: Sequence[int | None], low: int, high: int) -> int:
-    """The last of the cheapest places from `low` to `high` to cut before."""
-    found = [(cost, -place) for place in range(low, high + 1) if (cost := costs[place]) is not None]
+def _cheapest(costs: Sequence[int | None], places: range, wanted: int) -> int:
+    """The cheapest place to cut before: of several the wanted one, else the last. A last block is to end where those
+    before it do, so that it is compiled with them."""
+    found = [(cost, place != wanted, -place) for place in places if (cost := costs[place]) is not None]
     if not found:
         raise ValueError(
             "there is no place to cut the graph between two blocks: enter autocast outside of the model, or pass "
             "blocks=() to shard the model as one"
         )
-    return -min(found)[1]
+    return -min(found)[-1]
 
 
-def _segment(gm: fx.GraphModule, unit: int, run: Sequence[fx.Node]) -> Segment:
-    """A graph of its own of some nodes. Sizes that Dynamo names go into every segment: compilers ask for them."""
+def _computed_sizes(gm: fx.GraphModule) -> list[fx.Node]:
+    """Nodes that compute sizes from those that Dynamo names and nothing else, and that are not returned."""
+    found: dict[fx.Node, None] = {}
+    named = {node for node in gm.graph.find_nodes(op="placeholder") if isinstance(value_of(node), SymInt)}
+    returned = gm.graph.output_node().all_input_nodes
+    for node in gm.graph.nodes:
+        pure = node.op == "call_function" and isinstance(value_of(node), SymInt) and node not in returned
+        if pure and all(n in named or n in found for n in node.all_input_nodes):
+            found[node] = None
+    return [*found]
+
+
+def _segment(gm: fx.GraphModule, unit: int, run: Sequence[fx.Node], computed: Sequence[fx.Node]) -> Segment:
+    """A graph of its own of some nodes. Sizes that Dynamo names go into every segment: compilers ask for them. What is
+    `computed` from them is computed in each segment that reads it: the first of equal blocks is like the others."""
     inside = set(run)
+    for node in reversed(computed):
+        inside |= {node} if any(user in inside for user in node.users) else set()
+    nodes = [*(node for node in computed if node in inside), *run]
     sizes = [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(value_of(n), SymInt)]
-    read = [n for node in run for n in node.all_input_nodes if n not in inside]
+    read = [n for node in nodes for n in node.all_input_nodes if n not in inside]
     inputs = dict.fromkeys([*sizes, *(n for n in read if n.op != "get_attr")])
     outputs = [node for node in run if any(user not in inside for user in node.users)]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta["example_value"] = value_of(node)
-    for node in dict.fromkeys([*(n for n in read if n.op == "get_attr"), *run]):
+    for node in dict.fromkeys([*(n for n in read if n.op == "get_attr"), *nodes]):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     return Segment(unit, fx.GraphModule(gm, graph), tuple(inputs), tuple(outputs))

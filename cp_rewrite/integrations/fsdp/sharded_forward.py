@@ -11,7 +11,7 @@ after it, in the backward too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from cp_rewrite.backend import Backend
+from cp_rewrite.calls import observe
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import outputs_of
@@ -29,6 +30,7 @@ from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import fake_mode_of
 
+from .equal_segments import description
 from .segments import ROOT, Segment, cut_graph, examples_of
 from .twin import Twin
 
@@ -101,12 +103,19 @@ class SegmentBackend(Backend):
         assert fakes is not None, "a graph of a model has tensors"
         inner, written = inner_mode(fakes), written_memory(gm)
         outputs = outputs_of(gm)
+        returned = {*outputs}
         calls: list[_Call] = []
+        classes: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}  # examples stay: descriptions have ids
+        last_use = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
         for i, segment in enumerate(segments):
             take_snapshots(segment.graph_module, written)
-            compiled = self._compiled(segment.graph_module, examples_of(segment, given, inner), patches)
-            later = {node for other in segments[i + 1 :] for node in other.inputs} | {*outputs}
-            calls.append(_Call(segment, compiled, weights, later))
+            examples = examples_of(segment, given, inner)
+            described = description(segment, examples, written)
+            if described not in classes:
+                classes[described] = self._compiled(segment.graph_module, examples, patches), examples
+            done = {node for node in segment.inputs if last_use[node] == i and node not in returned}
+            calls.append(_Call(segment, classes[described][0], weights, done))
+        observe.count_segments(len(segments), len(classes))
 
         def run(*args: Any) -> list[Any]:
             values = {node: value for node, value in zip(placeholders, args, strict=True) if node not in weights}
@@ -142,12 +151,12 @@ class _Call:
         segment: Segment,
         compiled: Callable[..., Any],
         weights: Mapping[fx.Node, tuple[nn.Module, str]],
-        later: Collection[Any],
+        done: Collection[fx.Node],
     ) -> None:
         self.unit, self.outputs, self._compiled = segment.unit, segment.outputs, compiled
         self._weights = [weights.get(node) for node in segment.inputs]
         self.inputs = [node for node in segment.inputs if node not in weights]
-        self.done = [node for node in self.inputs if node not in later]
+        self.done = [node for node in self.inputs if node in done]
 
     def __call__(self, *inputs: Any) -> Any:
         rest = iter(inputs)
