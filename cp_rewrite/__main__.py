@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--head-dim", type=int, default=128)
     p.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
     p.add_argument("--ranks-per-node", type=int, help="ranks that share fast links (default: all)")
+    p.add_argument("--nodes", type=int, help="machines that the ranks are on, equally many on each (default: 1)")
     p.add_argument("--plot", help="write a picture of the cheapest plan to this file")
     p.set_defaults(run=_plan)
     e = commands.add_parser("explain", help="what would be rewritten in a model of transformers, from its config alone")
@@ -65,6 +66,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     window = None if arguments.window is None else _pair("--window", arguments.window)
     mask = PackedMask(causal=not arguments.full, window=window)
     whole_number("--world-size", arguments.world_size)
+    per_node = _ranks_per_node(arguments)
     layouts = LAYOUTS if arguments.layout == "all" else (arguments.layout,)
     plans = {
         layout: plan(
@@ -78,7 +80,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             chunk_size=arguments.chunk_size,
             pad_to_multiple=arguments.pad_to_multiple,
             device=arguments.device,
-            ranks_per_node=arguments.ranks_per_node,
+            ranks_per_node=per_node,
         )
         for layout in layouts
     }
@@ -91,6 +93,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         best.plot(arguments.plot)
         print(f"\npicture: {arguments.plot}")
     return 0
+
+
+def _ranks_per_node(arguments: argparse.Namespace) -> int | None:
+    """What `--nodes` or `--ranks-per-node` say; None: all ranks share a node."""
+    if arguments.nodes is None:
+        return arguments.ranks_per_node
+    if arguments.ranks_per_node is not None:
+        raise ValueError("--nodes and --ranks-per-node say the same: give one of them")
+    if arguments.world_size % whole_number("--nodes", arguments.nodes):
+        raise ValueError(f"--nodes must divide --world-size {arguments.world_size}, got {arguments.nodes}")
+    return arguments.world_size // arguments.nodes
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.planning.cost.devices import DEVICES, Device
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.layouts.by_name import Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.routes.by_exchange import ExchangeName
@@ -27,6 +27,7 @@ from .packing import Packing, Spans, Tree, check_packing, check_spans
 from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
+    from cp_rewrite.batch.ahead import Batches
     from cp_rewrite.batch.shard import LocalBatch
 
 
@@ -49,6 +50,8 @@ class Sharding:
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
+        heads, head_dim: (query, key/value) heads of the model and their size, for which `balanced` weighs work
+            against rows that travel. With fewer query heads for each key/value head rows weigh more.
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
@@ -119,6 +122,8 @@ class Sharding:
     balance_for: PackedMask | None = None
     chunk_size: int = 1
     pad_to_multiple: int = 1
+    heads: tuple[int, int] = (64, 8)
+    head_dim: int = 128
     # Exchange
     exchange_at: ExchangeAt = "auto"
     keep_kv: bool = False
@@ -162,6 +167,7 @@ class Sharding:
         # What is wrong with these raises here, not with the first batch.
         _ = LayoutOptions(self.chunk_size, self.pad_to_multiple, self.ranks_per_node).node_size(self.world_size)
         _ = self.device_speeds
+        object.__setattr__(self, "heads", Model.of(self.heads, self.head_dim).heads)
 
     @property
     def graph_key(self) -> tuple[object, ...]:
@@ -171,7 +177,16 @@ class Sharding:
     @property
     def graph_options(self) -> dict[str, object]:
         """`graph_key` by name, without the mesh."""
-        others = ("mesh", "layout", "balance_for", "check_batches", "chunk_size", "pad_to_multiple")
+        others = (
+            "mesh",
+            "layout",
+            "balance_for",
+            "check_batches",
+            "chunk_size",
+            "pad_to_multiple",
+            "heads",
+            "head_dim",
+        )
         options: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return options | {"speeds": self.device_speeds}
 
@@ -205,7 +220,8 @@ class Sharding:
     def layout_options(self) -> LayoutOptions:
         """Where a batch's documents may be cut, and what its plan is made for."""
         speeds = self.device_speeds or DEVICES["h200"]
-        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds)
+        model = Model.of(self.heads, self.head_dim)
+        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model)
 
     @property
     def node_size(self) -> int | None:
@@ -271,6 +287,47 @@ class Sharding:
             "fill": fill,
         }
         return Block(shard(self, batch, **how))
+
+    def batches(
+        self,
+        loader: Iterable[Mapping[str, Any]],
+        *,
+        ahead: int = 2,
+        shift_labels: bool = False,
+        label_arg: str = "labels",
+        drop: Sequence[str] = (),
+        fill: Mapping[str, float] | None = None,
+    ) -> Batches:
+        """The loader's batches, each as the block of `shard`, planned by a thread while others train.
+
+            for block in sharding.batches(loader, shift_labels=True):
+                with block as local:
+                    loss = model(**local).loss
+                loss.backward()
+
+        The thread takes up to `ahead` + 1 batches more than are trained on. Ranks compare batches in the loop, as
+        without it: the loader gives the same batches on the ranks of a group, and no one writes to a batch.
+
+        Args:
+            loader: gives global batches: a DataLoader, a StatefulDataLoader, a data set, a list.
+            ahead: batches that wait, planned, at most.
+            shift_labels, label_arg, drop, fill: as of `shard`.
+        Returns:
+            What can be iterated over, with `len` where the loader has one. With a StatefulDataLoader its
+            `state_dict()` is that of the batch that was taken last, and `load_state_dict` resumes there.
+        Raises:
+            TypeError, ValueError: `ahead` is no whole number or below 1. The loader's errors come out of the loop, a
+            batch's out of its block.
+        """
+        from cp_rewrite.batch.ahead import Batches  # batch/ imports this file
+
+        how: dict[str, Any] = {
+            "shift_labels": shift_labels,
+            "label_arg": label_arg,
+            "drop": drop,
+            "fill": fill,
+        }
+        return Batches(self, loader, ahead, how)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Tokens of all ranks in the order of the global row, differentiably. See `cp_rewrite.batch.unshard`."""

@@ -15,6 +15,7 @@ from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import trace_transformers
 
@@ -30,6 +31,7 @@ from .active import (
     to_device,
     version_of,
 )
+from .active.plan import Place
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
@@ -64,6 +66,8 @@ def shard(
     label_arg: str = "labels",
     drop: Sequence[str] = (),
     fill: Mapping[str, float] | None = None,
+    planned: BatchPlan | None = None,
+    arrays: Mapping[Place, Arrays] | None = None,
 ) -> Generator[LocalBatch]:
     """Cut a global batch and make its plan active for the calls inside.
 
@@ -87,6 +91,7 @@ def shard(
         drop: names of what the model does not take: it is read and cut as all else, and not handed over.
         fill: argument -> what it holds in rows without a token, where that is not 0: targets of a loss outside of the
             model with their ignore_index, which are not called labels.
+        planned, arrays: the batch's plan and tables of it, where they were made before.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
@@ -102,8 +107,8 @@ def shard(
         flag("shift_labels", shift_labels)
         _check_drop(drop, batch, shift_labels)
         fill = dict.fromkeys(drop, 0) | dict(_checked_fill(fill or {}, sharding))
-        plan = plan_of(sharding, batch, lengths)
-        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels, fill)
+        plan = planned or plan_of(sharding, batch, lengths)
+        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels, fill, arrays or {})
         if active.masks:
             agree.on_masks(sharding)
     except Exception as error:
@@ -148,6 +153,7 @@ def _cut_batch(
     label_arg: str,
     shift_labels: bool,
     fill: Mapping[str, float],
+    arrays: Mapping[Place, Arrays],
 ) -> tuple[ActivePlan, dict[str, Any]]:
     """(the plan to make active, the values that this rank's model is called with)."""
     tokens = dict(sharding.tokens) | ({SHIFTED: sharding.tokens.get(label_arg, 0)} if shift_labels else {})
@@ -168,6 +174,7 @@ def _cut_batch(
     values |= masks
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
+    active.arrays.update(arrays)
     active.masks = frozenset(masks)
     active.counted = label_arg if shift_labels and COUNT not in given else None
     active.labels, active.fill, active.spares = labels, fill, spares

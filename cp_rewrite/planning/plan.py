@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,11 @@ from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.slices import Slices
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 
+from .batch_plan import BatchPlan
 from .intervals import Int
 from .plot import draw_plan
+from .routes.grid import outer_schedule
+from .routes.head_deal import HeadDeal
 from .schedule import Schedule, build
 
 
@@ -78,6 +80,30 @@ class Plan:
         near = same_node(self.world_size, self.ranks_per_node)
         return np.where(near, 0, self.load.received).sum(1)
 
+    @cached_property
+    def places(self) -> Load | None:
+        """What nodes have to do, each as one owner of its ranks' tokens: of `a2a+…`. None: there is one node."""
+        if not 1 < self.ranks_per_node < self.world_size:
+            return None
+        batch = BatchPlan((self.documents,), (self.order,), self.world_size)
+        return load_of(outer_schedule(batch, self.mask, self.ranks_per_node))
+
+    @property
+    def moved_bytes(self) -> Mapping[str, tuple[float, float]]:
+        """Of a forward, mean over ranks: exchange -> (bytes that come from the rank's own node, from other nodes).
+
+        Of `needed`, and of `a2a+needed` where `seconds` has it.
+        """
+        across = float(self.node_rows.mean()) * self.model.kv_bytes
+        moved = {"needed": (float(self.recv_rows.mean()) * self.model.kv_bytes - across, across)}
+        if self.places is not None and "a2a+needed" in self.seconds:
+            deal = HeadDeal.best(*self.model.heads, self.ranks_per_node)
+            width = self.model.head_dim * self.model.item_bytes
+            scattered = 2 * (deal.local + deal.local_kv) * width * (self.ranks_per_node - 1) * self.order.local_size
+            rows = float(self.places.received.sum(1).mean())
+            moved["a2a+needed"] = scattered, rows * 2 * deal.local_kv * width
+        return moved
+
     @property
     def recv_fraction(self) -> tuple[float, float]:
         """(mean, maximum) over ranks of the KV rows received, as a share of those that an all-gather would receive."""
@@ -102,8 +128,10 @@ class Plan:
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Predicted seconds of one layer's attention, forward and backward, by exchange that can be asked for; with
-        what the rest of the layer spends on local rows beyond an even share of the tokens."""
-        seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node)
+        what the rest of the layer spends on local rows beyond an even share of the tokens. Over several nodes with
+        `a2a+…`, heads scattered inside of nodes and keys between them, for a mesh of (nodes, ranks of a node)."""
+        grids = {} if self.places is None else {self.ranks_per_node: self.places}
+        seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node, grids)
         return {name: time for name, time in seconds.items() if name != "push"}
 
     @property
@@ -147,6 +175,12 @@ class Plan:
         columns = zip(self.order.sizes, tiles, self.recv_rows, self.expanded_rows, self.pieces, strict=True)
         for rank, (tokens, work, received, expanded, pieces) in enumerate(columns):
             lines.append(f"{rank:4d} {tokens:8d} {work:8.3f} {received:9d} {expanded:9d} {pieces:7d}")
+        if self.ranks_per_node < self.world_size:
+            for name, (inside, across) in self.moved_bytes.items():
+                lines.append(
+                    f"{name}: a rank receives {inside / 1e6:.1f} MB inside its node of {self.ranks_per_node}, "
+                    f"{across / 1e6:.1f} MB from other nodes, per layer and forward"
+                )
         predicted = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in self.seconds.items())
         lines.append(f"predicted ms per layer on {self.device.name}: {predicted}; best: {self.exchange}")
         return "\n".join(lines)
@@ -191,7 +225,7 @@ def plan(
     mask = PackedMask() if mask is None else mask
     if not isinstance(mask, PackedMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mask must be a cp_rewrite.PackedMask or None, got {mask!r}")
-    model = Model(_checked_heads(heads), whole_number("head_dim", head_dim))
+    model = Model.of(heads, head_dim)
     speeds = device if isinstance(device, Device) else Device.named(device)
     options = LayoutOptions(chunk_size, pad_to_multiple, ranks_per_node, speeds, model)
     order = lay_out(documents, world_size, layout, mask, options)
@@ -208,14 +242,6 @@ def _documents(lengths: Sequence[int] | Documents, total: int | None) -> Documen
     if documents.total < 1:
         raise ValueError("lengths hold no token: nothing to plan")
     return documents
-
-
-def _checked_heads(heads: Any) -> tuple[int, int]:
-    if isinstance(heads, tuple | list) and len(heads) == 2:
-        query, key = (whole_number("a number of heads", number) for number in heads)
-        if query % key == 0:
-            return query, key
-    raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads!r}")
 
 
 def compare(plans: Mapping[str, Plan]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cp_rewrite as cp
+from cp_rewrite.batch import shard as batch_shard
 from cp_rewrite.batch.active import active_plan
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
@@ -360,3 +361,20 @@ def test_a_whole_row_put_into_a_ranks_part_is_named_by_a_note() -> None:
     with pytest.raises(RuntimeError, match="fake tensor") as caught:
         step()
     assert any("local['labels'] has the 8 tokens of the whole row" in note for note in caught.value.__notes__)
+
+
+def test_plans_are_made_for_the_models_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+
+    def plan_batch(*arguments: Any) -> Any:
+        planned.append(arguments[-1].model)
+        return plain(*arguments)
+
+    plain = batch_shard.plan_batch
+    monkeypatch.setattr(batch_shard, "plan_batch", plan_batch)
+    ours, usual = make_sharding(heads=(32, 32), head_dim=64), make_sharding()
+    for sharding in (ours, usual):
+        with sharding.shard(make_batch(3, 5)):
+            pass
+    assert [(model.heads, model.head_dim) for model in planned] == [((32, 32), 64), ((64, 8), 128)]
+    assert ours.graph_key == usual.graph_key  # compiled graphs serve both

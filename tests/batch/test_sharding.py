@@ -52,6 +52,8 @@ GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp
         ("balance_for", "causal", "balance_for must be a cp_rewrite.PackedMask"),
         ("chunk_size", 0, "chunk_size must be >= 1, got 0"),
         ("chunk_size", True, "chunk_size must be a whole number, got True"),
+        ("heads", (64, 48), r"heads must be \(query, key/value\)"),
+        ("head_dim", 0, "head_dim must be >= 1, got 0"),
         ("ranks_per_node", 3, "ranks_per_node must divide world_size 4, got 3"),
         ("ranks_per_node", False, "ranks_per_node must be a whole number, got False"),
         ("speeds", "tpu", "speeds: device must be one of h200, h100, a100, cpu, or a file"),

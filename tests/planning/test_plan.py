@@ -74,11 +74,27 @@ def test_equal_documents_stay_whole():
     assert p.pieces.tolist() == [16] * 4
 
 
+def test_over_nodes_heads_inside_and_rows_between_are_weighed():
+    p = plan([128 * 1024] * 4, 64, ranks_per_node=8)
+    assert p.exchange == "a2a+needed"
+    (inside, across), (inside_heads, across_heads) = p.moved_bytes["needed"], p.moved_bytes["a2a+needed"]
+    row = 2 * 8 * 128 * 2  # bytes: keys and values, 8 heads of 128, bf16
+    assert across == pytest.approx(float(p.node_rows.mean()) * row)
+    assert inside == pytest.approx(float((p.recv_rows - p.node_rows).mean()) * row)
+    # Each rank has one of 8 key heads, and all rows of other nodes that its node needs.
+    assert p.places is not None
+    assert across_heads == pytest.approx(float(p.places.received.sum(1).mean()) * row / 8)
+    assert across_heads < across / 4
+    # Of 8 ranks' rows 7 in 8 come from others: 8 query heads and a key, a value head; results go back alike.
+    assert inside_heads == 8192 * 7 * 2 * (8 + 1) * 128 * 2
+    assert "a rank receives" in str(p)
+    assert "a2a+needed" not in plan([128 * 1024] * 4, 64).seconds
+
+
 def test_nodes_keep_documents():
     lengths = pack(3, 16 * 4096)
-    flat, near = plan(lengths, 16), plan(lengths, 16, ranks_per_node=4)
-    across = np.where(np.arange(16)[:, None] // 4 == np.arange(16) // 4, 0, flat.load.received).sum()
-    assert near.node_rows.sum() < 0.7 * across
+    near = plan(lengths, 16, ranks_per_node=4)
+    assert near.node_rows.sum() < 0.15 * near.recv_rows.sum()  # 12 of 15 other ranks are on other nodes
     assert near.imbalance <= 1.05
 
 
@@ -190,6 +206,12 @@ def test_bad_arguments(arguments: dict[str, object], message: str):
         plan(**{"world_size": 2, **arguments})  # type: ignore[arg-type]
 
 
+def test_command_line_takes_nodes(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", "--lengths", "1024,1024,2048", "--world-size", "4", "--layout", "balanced", "--nodes", "2"]
+    assert main(words) == 0
+    assert "inside its node of 2" in capsys.readouterr().out
+
+
 def test_command_line_compares_layouts(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
@@ -226,6 +248,8 @@ def test_calibrate_checks_its_file_first(monkeypatch: pytest.MonkeyPatch, capsys
         (["--lengths", "12", "--world-size", "2", "--window", "5"], "--window must be two whole numbers"),
         (["--lengths", "12", "--world-size", "2", "--device", "nope"], "device must be one of"),
         (["--lengths", "12", "--world-size", "2", "--heads", "3,2"], "heads must be"),
+        (["--lengths", "12", "--world-size", "2", "--nodes", "3"], "--nodes must divide --world-size 2, got 3"),
+        (["--lengths", "12", "--world-size", "2", "--nodes", "2", "--ranks-per-node", "1"], "give one of them"),
         (["--lengths", "12", "--world-size", "2", "--chunk-size", "5"], "whole chunks of 5 need 10"),
     ],
 )

@@ -31,6 +31,9 @@ from .packing_values import PackingValues, packing_names
 from .plan_input import COPIED_ROWS, HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from .take_tokens import beside, with_valid_fill
 
+Place = tuple[PackedMask, str | None, int]
+"""Of arrays: a mask, an exchange (None: the kernel tables that exchanges share), and a rank."""
+
 
 @dataclass(eq=False)
 class ActivePlan:
@@ -62,8 +65,8 @@ class ActivePlan:
     handed: Mapping[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
     """By `id`: the tensors that `shard` handed over and that all ranks have compared, and their versions then."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
-    _arrays: dict[tuple[PackedMask, str | None, int], Arrays] = field(default_factory=dict[Any, Arrays])
-    """By mask, exchange and rank."""
+    arrays: dict[Place, Arrays] = field(default_factory=dict[Any, Arrays])
+    """Those made so far."""
     _reads: dict[tuple[Neighbours | Scan, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By what is read, and rank."""
 
@@ -199,24 +202,9 @@ class ActivePlan:
     def _arrays_of(self, mask: PackedMask, exchange: str | None, rank: int) -> Arrays:
         """A rank's arrays of an exchange; for None, the kernel tables that exchanges share."""
         place = mask, exchange, rank
-        if place not in self._arrays:
-            self._arrays[place] = self._make_arrays(*place)
-        return self._arrays[place]
-
-    def _make_arrays(self, mask: PackedMask, exchange: str | None, rank: int) -> Arrays:
-        capacity = self.sharding.capacity
-        if exchange is None:
-            schedule = self.plan.schedule(mask)
-            return schedule.attention(rank) if capacity is None else fixed_tables(schedule, rank, mask, capacity)
-        scattered, kind = split_exchange(exchange)
-        route = ROUTES[kind]
-        if scattered:
-            return grid.grid_route(self.plan, mask, route, rank, self.sharding.grid(exchange)[0][1])
-        schedule = self.plan.schedule(mask)
-        if capacity is None:
-            return route.arrays(schedule, rank)
-        assert route.fixed is not None, f"{kind} has no route of fixed sizes: `exchange_reasons` refuses it"
-        return route.fixed(schedule, rank, capacity)
+        if place not in self.arrays:
+            self.arrays[place] = arrays_of(self.sharding, self.plan, place)
+        return self.arrays[place]
 
     def _device_of(self, key: PlanInput) -> torch.device:
         return torch.device("cpu") if key.tensor.on_host else self.device
@@ -242,6 +230,24 @@ class ActivePlan:
                 "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
         return self.plan.filled_indices(self.sharding.rank)[0]
+
+
+def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:
+    """What graphs read of a batch's plan. Numpy only: any thread may make it."""
+    mask, exchange, rank = place
+    capacity = sharding.capacity
+    if exchange is None:
+        schedule = plan.schedule(mask)
+        return schedule.attention(rank) if capacity is None else fixed_tables(schedule, rank, mask, capacity)
+    scattered, kind = split_exchange(exchange)
+    route = ROUTES[kind]
+    if scattered:
+        return grid.grid_route(plan, mask, route, rank, sharding.grid(exchange)[0][1])
+    schedule = plan.schedule(mask)
+    if capacity is None:
+        return route.arrays(schedule, rank)
+    assert route.fixed is not None, f"{kind} has no route of fixed sizes: `exchange_reasons` refuses it"
+    return route.fixed(schedule, rank, capacity)
 
 
 def _others(x: Tensor, dim: int) -> list[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, cast
+
+from cp_rewrite.arguments import whole_number
 
 from .tiles import TILE
 
@@ -95,6 +98,19 @@ class Model:
     heads: tuple[int, int] = (64, 8)
     head_dim: int = 128
     item_bytes: int = 2
+
+    @classmethod
+    def of(cls, heads: Any, head_dim: Any) -> Model:
+        """The model of what a user says.
+
+        Raises:
+            TypeError, ValueError: no whole numbers >= 1, or query heads that are no multiple of key/value heads.
+        """
+        if isinstance(heads, tuple | list):
+            numbers = tuple(whole_number("a number of heads", number) for number in cast("Sequence[Any]", heads))
+            if len(numbers) == 2 and numbers[0] % numbers[1] == 0:
+                return cls((numbers[0], numbers[1]), whole_number("head_dim", head_dim))
+        raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads!r}")
 
     @property
     def q_bytes(self) -> int:

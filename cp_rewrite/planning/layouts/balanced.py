@@ -1,9 +1,10 @@
 """The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved.
 
-documents  ──  slices  ──  shared out over ranks, in a few variants  ──┐
-                       ──  whole, where that may save something  ──────┼──  the best by the cost model
-simple layouts with equal tokens per rank  ───────────────────────────┘
-                                                                      └──  each rank's own order: home pieces first
+documents  ──  slices  ──  shared out over few ranks, in a few variants  ──┐
+                       ──  halved over many ranks  ────────────────────────┤
+                       ──  whole, where that may save something  ──────────┼──  the best by the cost model
+simple layouts with equal tokens per rank  ───────────────────────────────┘
+                                                                          └──  each rank's own order: home pieces first
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import build
 
 from .bounds import least_seconds, most_runs
+from .halves import MOST_WHOLE, share_out_by_halves
 from .options import LayoutOptions
 from .share_out import Variant, share_out
 from .simple import contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
@@ -50,19 +52,23 @@ LOST = 0.01
 """Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
 FEW = 4
 """Documents per rank."""
-MOST_RUNS = 1 << 22
-"""Runs of keys, over all pieces, up to which a simple layout is weighed; more would take seconds and gigabytes."""
+FEW_RANKS, FEW_SLICES = 8, 512
+"""Up to so many ranks are filled one after another, in variants; more, and more slices, are shared out by halves."""
+MOST_RUNS = 1 << 17
+"""Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
 
 class Candidate(NamedTuple):
     """A token order and what speaks against it. Over several nodes only seconds count: there links decide.
 
+    imbalance: work of the rank that has most over the mean.
     lost: the share of its rows that a rank receives, or of its time that the mean rank waits for the slowest.
     """
 
     unbalanced: bool
     crowded: bool
     seconds: float
+    imbalance: float
     lost: float
     order: TokenOrder
 
@@ -93,8 +99,8 @@ class Judge:
         lost = max(uneven - 1, received / max(1, order.local_size))
         if self.node_size < order.world_size:  # an all-gather enters each node once, and may be cheaper
             seconds = min(seconds, all_gather_seconds(load, device, model, self.node_size))
-            return Candidate(False, False, seconds, lost, order)
-        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, lost, order)
+            return Candidate(False, False, seconds, uneven, lost, order)
+        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order)
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
@@ -111,7 +117,7 @@ def balanced(documents: Documents, world_size: int, mask: PackedMask, options: L
     Every rank owns ceil(total / world_size) tokens, or fewer, so that only the row's end is padded; with a chunk size,
     the same in chunks, of which the row's last may be short. Over several nodes the cheapest order wins, balanced or
     not. It costs no more than a simple layout that gives ranks equal tokens. (A simple layout that would cut the
-    documents into millions of runs of keys, as thousands of documents on hundreds of ranks do, is not compared.)
+    documents into hundreds of thousands of runs of keys, as hundreds of documents on 16 ranks do, is not compared.)
 
     Pure: the same on every rank.
     """
@@ -171,19 +177,35 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
 
     Over several nodes all are made: what crosses links depends on where a few cuts happen to fall.
     """
+    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES:
+        return _best_by_halves(slices, quotas, judge)
     best: Candidate | None = None
     halves_first = _can_halve(quotas, judge.node_size) and _too_big(slices, quotas) > 1
     few = len(slices) <= FEW * len(quotas)
     least = 1 + halves_first + few if judge.node_size == len(quotas) else len(VARIANTS)
     for tried, ranks in enumerate(_trials(slices, quotas, judge, halves_first), 1):
-        candidate = judge.weigh(_to_order(ranks, judge.documents.total))
+        candidate = judge.weigh(_to_order(*_owned(ranks), len(quotas), judge.documents.total))
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
         if tried >= least and not best.unbalanced and not best.crowded:
             break
     assert best is not None
     whole = share_out_whole(slices, quotas) if best.lost > LOST else None
     if whole is not None:
-        best = min(best, judge.weigh(_to_order(whole, judge.documents.total)), key=lambda c: c[:3])
+        order = _to_order(*_owned(whole), len(quotas), judge.documents.total)
+        best = min(best, judge.weigh(order), key=lambda c: c[:3])
+    return best
+
+
+def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
+    """Halved, and halved again with fewer slices left whole where ranks then differ too much."""
+    best: Candidate | None = None
+    for most_whole in (MOST_WHOLE, MOST_WHOLE[1:]):
+        shares = share_out_by_halves(slices, quotas, judge.node_size, judge.mask, judge.options.chunk_size, most_whole)
+        candidate = judge.weigh(_to_order(*shares, len(quotas), judge.documents.total))
+        best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
+        if best.imbalance <= LIMIT:
+            break
+    assert best is not None
     return best
 
 
@@ -254,13 +276,18 @@ def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator
     yield dual_chunk(np.array([0, total]), world_size, unit)
     yield even_head_tail(spans, world_size, unit)
     yield even_head_tail(spans, world_size, unit, near=True)
+    if documents.lengths.size * (2 * world_size) ** 2 > MOST_RUNS:
+        return
     yield dual_chunk(spans, world_size, unit)
     yield even_dual_chunk(spans, world_size, unit)
 
 
-def _to_order(ranks: list[Slices], total: int) -> TokenOrder:
-    """The token order in which rank r owns ranks[r]."""
-    start = np.concatenate([slices.start for slices in ranks])
-    owner = np.repeat(np.arange(len(ranks)), [len(slices) for slices in ranks])
-    order = np.argsort(start, kind="stable")
-    return TokenOrder.from_cuts(np.append(start[order], total), owner[order], len(ranks))
+def _owned(ranks: list[Slices]) -> tuple[Slices, Int]:
+    """(slices of all ranks, the owner of each) of what each rank owns."""
+    return Slices.join(ranks), np.repeat(np.arange(len(ranks)), [len(slices) for slices in ranks])
+
+
+def _to_order(slices: Slices, owner: Int, world_size: int, total: int) -> TokenOrder:
+    """The token order in which rank owner[i] owns slice i."""
+    order = np.argsort(slices.start, kind="stable")
+    return TokenOrder.from_cuts(np.append(slices.start[order], total), owner[order], world_size)

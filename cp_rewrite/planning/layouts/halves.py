@@ -1,0 +1,344 @@
+"""Sharing slices out over many ranks: ranks are halved again and again, all groups of one depth in one go.
+
+Nodes come before the ranks of a node, so documents stay in one half, and in one node, while their work allows. The
+slices of a group are shared out so that both halves have their tokens, and the same work per token:
+
+1. Slices with most work go whole to the half that misses most work, while both halves can still be filled up. Of one
+   with too much work for both, one half gets the end, as much as it can do, and the other the rest.
+2. All others stand in a line, from those with least work per token to those with most. One half gets a run of it,
+   the other one all else:
+
+       line       sparse . . . . [ run ) . . . . . . . . . . . . . dense
+
+   Where the run starts decides how much work it does. Only its two ends cut slices.
+
+A single causal document is cut into a zigzag. Work is counted in whole tenths of tiles here: sums are exact, and so the
+same on every machine. No step loops over documents; each depth takes some hundred calls of numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.tiles import TILE, Float
+from cp_rewrite.planning.intervals import Int
+
+from .seen_keys import SeenKeys
+from .slice_lines import SliceLines, part_work, tenths
+from .slices import Slices
+
+MOST_WHOLE = (24, 4, 0)
+"""Slices of a group, at most, that go whole to a half; fewer where the rest could not fill both halves up then."""
+SLACK = 0.006
+"""Share of a rank's work that is not worth a cut."""
+_POINTS, _ZOOMS = 24, 3
+"""A search looks at so many points of a range, then at as many between two of them, and so on."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """G groups of ranks that are halved.
+
+    Args:
+        tokens: (2, G) int64 that each half gets.
+        ranks: (2, G) int64 of each half.
+        mask, seen, unit: what attention sees; cuts fall on multiples of `unit`.
+    """
+
+    tokens: Int
+    ranks: Int
+    mask: PackedMask
+    seen: SeenKeys
+    unit: int
+
+    def take(self, chosen: NDArray[np.bool_]) -> _Groups:
+        return _Groups(self.tokens[:, chosen], self.ranks[:, chosen], self.mask, self.seen, self.unit)
+
+    @property
+    def step(self) -> int:
+        """Cuts at multiples of it, from a slice's end, add no row of tiles."""
+        return lcm(TILE, self.unit)
+
+    def slack(self, work: Float) -> Float:
+        """(G,) work that is not worth a cut, of groups that do `work`."""
+        return SLACK * work / np.sqrt(self.ranks.sum(0))
+
+    def share(self, work: Float) -> Float:
+        """(2, G) of each half of `work` (G,)."""
+        return work * self.tokens / np.maximum(1, self.tokens.sum(0))  # ranks may get none
+
+
+def share_out_by_halves(
+    slices: Slices,
+    quotas: Sequence[int],
+    node_size: int,
+    mask: PackedMask,
+    unit: int = 1,
+    most_whole: Sequence[int] = MOST_WHOLE,
+) -> tuple[Slices, Int]:
+    """(slices, owner): what all ranks get, (N,) int64 the rank of each slice; every rank gets its quota of tokens.
+
+    Args:
+        slices: what there is to share.
+        quotas: (P,) tokens of each rank; their sum is that of the slices.
+        node_size: ranks that share a node; divides P.
+        mask: what attention sees.
+        unit: cuts fall on multiples of it; quotas and sizes of slices are multiples of it too.
+        most_whole: slices of a group, at most, that go whole to a half; what is tried one after another.
+    """
+    before = np.append(0, np.cumsum(np.asarray(quotas, dtype=np.int64)))
+    slices, group = Slices(slices.table, tenths(slices.table, slices.work, mask)), np.zeros(len(slices), dtype=np.int64)
+    start, stop = np.zeros(1, dtype=np.int64), np.full(1, len(quotas))
+    seen = SeenKeys(mask)
+    done: list[Slices] = []
+    owners: list[Int] = []
+    while True:
+        alone = stop - start == 1
+        ready = alone[group]
+        done.append(slices.take(np.flatnonzero(ready)))
+        owners.append(start[group[ready]])
+        if alone.all():
+            return Slices.join(done), np.concatenate(owners)
+        slices, group = slices.take(np.flatnonzero(~ready)), (np.cumsum(~alone) - 1)[group[~ready]]
+        start, stop = start[~alone], stop[~alone]
+        ranks = stop - start
+        middle = start + np.where(ranks > node_size, ranks // node_size // 2 * node_size, ranks // 2)
+        tokens = np.stack([before[middle] - before[start], before[stop] - before[middle]])
+        groups = _Groups(tokens, np.stack([middle - start, stop - middle]), mask, seen, unit)
+        slices, group = _halve(slices, group, groups, most_whole)
+        start, stop = np.stack([start, middle], 1).reshape(-1), np.stack([middle, stop], 1).reshape(-1)
+
+
+def _halve(slices: Slices, group: Int, groups: _Groups, most: Sequence[int]) -> tuple[Slices, Int]:
+    """(slices, half): half h of group g has number 2 g + h. Groups whose halves differ too much are halved once more,
+    with fewer slices left whole."""
+    made, half, error = _halve_once(slices, group, groups, most[0])
+    far = error > 2 * groups.slack(_sums(group, slices.work, len(error)))
+    if len(most) == 1 or not far.any():
+        return made, half
+    again = np.flatnonzero(far[group])
+    number = np.flatnonzero(far)
+    other, its_half = _halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), most[1:])
+    kept = ~far[half // 2]
+    made = Slices.join([made.take(np.flatnonzero(kept)), other])
+    return _by_number(made, np.append(half[kept], number[its_half // 2] * 2 + its_half % 2))
+
+
+def _sums(group: Int, work: Float, count: int) -> Float:
+    """(count,) the work of each group."""
+    return np.bincount(group, work, count).astype(np.float64)
+
+
+def _by_number(slices: Slices, number: Int) -> tuple[Slices, Int]:
+    order = np.argsort(number, kind="stable")
+    return slices.take(order), number[order]
+
+
+def _halve_once(slices: Slices, group: Int, groups: _Groups, most: int) -> tuple[Slices, Int, Float]:
+    """(slices, half, how far the work of each group's halves is from their shares)."""
+    count = groups.tokens.shape[1]
+    work = _sums(group, slices.work, count)
+    order = np.lexsort((slices.start, -slices.work, group))
+    placing = _Placing(slices.take(order), group[order], groups, groups.share(work), groups.slack(work))
+    placing.run(most)
+    slices, group, side = placing.slices, placing.group, placing.side
+    rest, placed = np.flatnonzero(side < 0), np.flatnonzero(side >= 0)
+    if not len(rest):
+        return *_by_number(slices, 2 * group + side), np.abs(placing.work[1])
+    line, of_group = _line_up(slices.take(rest), group[rest], count, groups)
+    run, error = _run_start(line, of_group, placing, groups)
+    stop = run + placing.tokens[1]
+    cut, index, at = line.cut(np.concatenate([run, stop]))
+    numbers = of_group[index]
+    second = (at >= run[numbers]) & (at < stop[numbers])
+    number = np.append(2 * group[placed] + side[placed], 2 * numbers + second)
+    return *_by_number(Slices.join([slices.take(placed), cut]), number), error
+
+
+def _line_up(slices: Slices, group: Int, count: int, groups: _Groups) -> tuple[SliceLines, Int]:
+    """The slices of each group, which begin with its most work, from the sparsest to the densest.
+
+    The one with most work comes last where it is denser than the mean: its end has the most work per token.
+    """
+    density = slices.work / slices.size
+    first = np.append(True, group[1:] != group[:-1])
+    mean = np.bincount(group, slices.work, count) / np.maximum(1, np.bincount(group, slices.size, count))
+    density = np.where(first & (density >= mean[group]), np.inf, density)
+    order = np.lexsort((slices.start, slices.first, density, group))
+    return SliceLines(slices.take(order), groups.seen, groups.mask), group[order]
+
+
+def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: _Groups) -> tuple[Int, Float]:
+    """(where the second half's run starts in each group, how far the halves then are from their shares).
+
+    Starts near the one that does the right work are weighed too: those that cut fewer slices, or between tiles.
+    """
+    count = groups.tokens.shape[1]
+    bounds = line.bounds[np.searchsorted(of_group, np.arange(count + 1))]
+    tokens, work = placing.tokens[1], placing.work[1]
+    low, high = bounds[:-1], bounds[1:] - tokens
+    aimed = _first_reaching(lambda x: line.work(x + tokens) - line.work(x), low, high, work, groups.unit)
+    i, j = line.index(aimed), line.index(aimed + tokens)
+    tiles = np.arange(-2, 2)[:, None] * groups.step
+    starts = np.concatenate(
+        [
+            np.stack([aimed, low, line.bounds[i], line.bounds[i + 1]]),
+            np.stack([line.bounds[j] - tokens, line.bounds[j + 1] - tokens]),
+            aimed - (aimed - line.bounds[i]) % groups.step + tiles + groups.step,
+            aimed - (aimed + tokens - line.bounds[j]) % groups.step + tiles + groups.step,
+        ]
+    )
+    starts = np.where((starts >= low) & (starts <= high), starts, aimed)
+    done, added = line.run_work(starts, starts + tokens)
+    error = np.abs(done - work - groups.share(np.ones(count))[1] * added)
+    best = (np.maximum(error, placing.slack) + added / 2).argmin(0), np.arange(count)
+    return starts[best], error[best]
+
+
+def _first_reaching(done: Callable[[Int], Float], low: Int, high: Int, work: Float, unit: int = 1) -> Int:
+    """(G,) the first x of low, low + unit, … high where the growing `done(x)`, of (n, G), reaches `work`; high where
+    none does. Nearly the first, where the range is long."""
+    steps = (high - low) // unit
+    first, last = np.zeros_like(low), steps
+    for _ in range(_ZOOMS):
+        parts = np.linspace(0, 1, _POINTS)[:, None]
+        points = first + np.rint(parts * (last - first)).astype(np.int64)
+        below = done(low + unit * points) < work
+        k = np.minimum(np.cumprod(below, axis=0).sum(0), _POINTS - 1)  # the first point that reaches it
+        columns = np.arange(len(low))
+        first, last = points[np.maximum(k - 1, 0), columns], points[k, columns]
+        if (last - first <= 1).all():
+            break
+    return low + unit * last
+
+
+class _Placing:
+    """Slices that go whole to a half.
+
+    Args:
+        slices, group: by group, those with most work first.
+        work: (2, G) that each half should do; what is still missing, later. tokens: the same.
+        side: (N,) the half of each slice, 0 or 1; -1: it is not placed.
+        cut, heads: (G,) the slice of each group of which one half gets the end, or -1, and tokens of its head.
+    """
+
+    def __init__(self, slices: Slices, group: Int, groups: _Groups, work: Float, slack: Float) -> None:
+        self.slices, self.group, self.groups, self.slack = slices, group, groups, slack
+        self.work, self.tokens = work, groups.tokens.copy()
+        self.side = np.full(len(slices), -1)
+        count = len(slack)
+        self.cut, self.heads = np.full(count, -1), np.zeros(count, dtype=np.int64)
+        self.first = np.searchsorted(group, np.arange(count + 1))
+        # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
+        order = np.lexsort((slices.work / slices.size, group))
+        self._at = np.append(0, np.cumsum(slices.size[order])).astype(np.float64)
+        self._done = np.append(0.0, np.cumsum(slices.work[order]))
+
+    def run(self, most: int) -> None:
+        """Place up to `most` slices of each group."""
+        count, columns = np.diff(self.first), np.arange(len(self.slack))
+        for k in range(min(most, int(count.max(initial=0)))):
+            i = np.minimum(self.first[:-1] + k, len(self.group) - 1)
+            fits = self._fits(i) & (count > k)
+            side = np.where(self.work[1] > self.work[0], 1, 0)
+            big = ~fits.any(0) & (count > k) & (self.cut < 0) & (self.slices.work[i] > self.work.max(0))
+            if big.any():
+                chosen = np.flatnonzero(big)
+                self._cut_big(chosen, i[chosen], side[chosen])
+            side = np.where(fits[side, columns], side, 1 - side)
+            placed = np.flatnonzero(fits[side, columns])
+            self._place(placed, i[placed], side[placed])
+        if (self.cut >= 0).any():
+            chosen = np.flatnonzero(self.cut >= 0)
+            self._split(chosen, self.cut[chosen], self.heads[chosen])
+
+    def _least(self, tokens: Int, groups: Int) -> Float:
+        """What the sparsest `tokens` of groups do."""
+        begin = self.first[groups]
+        return np.interp(self._at[begin] + tokens, self._at, self._done) - self._done[begin]
+
+    def _fits(self, i: Int) -> NDArray[np.bool_]:
+        """(2, G): whether slice i[g] can go to each half: its other tokens can then do what is missing, and no more."""
+        tokens, work = self.tokens - self.slices.size[i], self.work - self.slices.work[i]
+        left = np.maximum(tokens, 0)
+        begin, end = self.first[:-1], self.first[1:]
+        done = np.interp(np.concatenate([self._at[begin] + left, self._at[end] - left]), self._at, self._done)
+        least, most = done[:2] - self._done[begin], self._done[end] - done[2:]
+        return (tokens >= 0) & (least <= work + self.slack) & (most >= work - self.slack)
+
+    def _place(self, groups: Int, i: Int, side: Int) -> None:
+        self.side[i] = side
+        self.tokens[side, groups] -= self.slices.size[i]
+        self.work[side, groups] -= self.slices.work[i]
+
+    def _cut_big(self, groups: Int, i: Int, side: Int) -> None:
+        """Give the end of slice i of each group to `side`, its head to the other half, where that can be done.
+
+        The end is as long as its half allows, in rows of tiles that its ranks can share evenly, where they can be.
+        """
+        size, work = self.slices.size[i], self.slices.work[i]
+        end_tokens, head_tokens = self.tokens[side, groups], self.tokens[1 - side, groups]
+        end_work, head_work = self.work[side, groups], self.work[1 - side, groups]
+        low, high = np.maximum(0, size - end_tokens), np.minimum(size, head_tokens)
+        wide = high - low >= 2 * self.groups.step
+        high = np.maximum(high, low)
+
+        def part(head: Int) -> Float:
+            return part_work(self.slices, i, head, self.groups.seen)
+
+        def end_room(head: Int) -> Float:
+            return end_work - work + part(head) - self._least(end_tokens - size + head, groups)
+
+        def head_excess(head: Int) -> Float:
+            return self._least(head_tokens - head, groups) - head_work + part(head)
+
+        none = np.zeros(len(i))
+        shortest = _first_reaching(end_room, low, high, none)
+        longest = _first_reaching(head_excess, low, high, none)
+        head = size - self._even_rows(size - shortest, size - longest, self.groups.ranks[side, groups])
+        near = 1e-4 * work
+        fits = wide & (head >= low) & (head <= high) & (head > 0) & (head < size)
+        fits &= (end_room(head) >= -near) & (head_excess(head) <= near)
+        groups, i, side, head = groups[fits], i[fits], side[fits], head[fits]
+        done = part_work(self.slices, i, head, self.groups.seen)
+        self.cut[groups], self.heads[groups], self.side[i] = i, head, side
+        self.tokens[side, groups] -= self.slices.size[i] - head
+        self.tokens[1 - side, groups] -= head
+        self.work[side, groups] -= self.slices.work[i] - done
+        self.work[1 - side, groups] -= done
+
+    def _even_rows(self, most: Int, least: Int, ranks: Int) -> Int:
+        """The longest end up to `most` tokens in rows of tiles; in as many as `ranks` share evenly, or half of them, …,
+        where that is not below `least`."""
+        step = self.groups.step
+        end, shared = most // step * step, 2
+        while shared <= ranks.max(initial=0):
+            even = most // (shared * step) * shared * step
+            end = np.where((shared <= ranks) & (even >= least), even, end)
+            shared *= 2
+        return end
+
+    def _split(self, groups: Int, i: Int, head: Int) -> None:
+        """Cut slice i of each group behind its first `head` tokens; both halves bear what the cut costs."""
+        slices, mask = self.slices, self.groups.mask
+        table, ends = slices.table[:, i], slices.table[:, i]
+        table[1] = head
+        ends[[0, 3]] += head
+        ends[1] -= head
+        before = slices.work[i]
+        head_work, end_work = tenths(table, before, mask), tenths(ends, before, mask)
+        side, done = self.side[i], part_work(slices, i, head, self.groups.seen)
+        added = self.groups.share(np.ones(len(self.slack)))[:, groups] * (head_work + end_work - before)
+        self.work[:, groups] += added
+        self.work[side, groups] -= end_work - (before - done)
+        self.work[1 - side, groups] -= head_work - done
+        whole, work = slices.table.copy(), slices.work.copy()
+        whole[:, i], work[i] = ends, end_work
+        self.slices = Slices(np.concatenate([whole, table], axis=1), np.append(work, head_work))
+        self.group, self.side = np.append(self.group, groups), np.append(self.side, 1 - side)

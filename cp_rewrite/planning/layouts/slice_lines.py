@@ -1,0 +1,86 @@
+"""Slices of several groups, one line behind another, cut anywhere: positions and work of many cuts at once.
+
+slices      size 5, work 10    size 2, work 1
+bounds      0                  5                7
+before      0                  10               11        work before each bound; `work(x)` between them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.tiles import Float
+from cp_rewrite.planning.intervals import Int
+
+from .seen_keys import SeenKeys
+from .slices import Slices, slice_tiles
+
+
+def tenths(table: Int, real: Float, mask: PackedMask) -> Float:
+    """(N,) float64 whole numbers: what each slice of a table costs, in tenths of tiles; nothing where `real` is 0."""
+    return np.rint(10 * slice_tiles(Slices(table, real), mask))
+
+
+def part_work(slices: Slices, i: Int, x: Int, seen: SeenKeys) -> Float:
+    """Work of the first x tokens of the slices at `i`: a slice's work, shared out by the keys that its queries see."""
+    length, first, size, work = slices.document_length[i], slices.first[i], slices.size[i], slices.work[i]
+    base = seen.of(length, first)
+    share = (seen.of(length, first + x) - base) / (seen.of(length, first + size) - base)
+    full = slices.full[i] > 0
+    return work * (np.where(full, x / size, share) if full.any() else share)
+
+
+class SliceLines:
+    """Slices one behind another. Args: seen, mask: what attention sees."""
+
+    def __init__(self, slices: Slices, seen: SeenKeys, mask: PackedMask) -> None:
+        self.slices, self._seen, self._mask = slices, seen, mask
+        self.bounds = np.append(0, np.cumsum(slices.size))
+        self.before = np.append(0.0, np.cumsum(slices.work))
+
+    def index(self, x: Int) -> Int:
+        """The slice that holds each position; the last one for the end of all lines."""
+        return np.minimum(self.bounds.searchsorted(x, side="right") - 1, len(self.slices) - 1)
+
+    def work(self, x: Int) -> Float:
+        """Work before each position."""
+        i = self.index(x)
+        return self.before[i] + part_work(self.slices, i, x - self.bounds[i], self._seen)
+
+    def run_work(self, x: Int, y: Int) -> tuple[Float, Float]:
+        """(work of the runs [x, y), cut to pieces; what both cuts add to the work of all), in tiles as kernels see."""
+        i, j = self.index(x), self.index(y)
+        a, b = x - self.bounds[i], y - self.bounds[j]
+        one, none = i == j, np.zeros_like(a)
+        size_i, size_j = self.slices.size[i], self.slices.size[j]
+        parts = self._cost(
+            np.stack([i, j, i, j]), np.stack([a, none, none, b]), np.stack([np.where(one, b, size_i), b, a, size_j])
+        )
+        first, last, left, right = parts
+        last, right = np.where(one, 0, last), np.where(b > 0, right, 0)
+        inside = np.where(one, first, self.before[j] - self.before[i + 1] + first + last)
+        whole = self.before[np.where(b > 0, j + 1, j)] - self.before[i]
+        return inside, inside + left + right - whole
+
+    def _cost(self, i: Int, a: Int, b: Int) -> Float:
+        """What tokens [a, b) of each slice cost as a piece."""
+        table, whole = self.slices.table[:, i], self.slices.work[i]
+        kept = (a == 0) & (b == table[1])
+        table[[0, 3]] += a
+        table[1] = b - a
+        return np.where(kept, whole, tenths(table.reshape(5, -1), whole.reshape(-1), self._mask).reshape(a.shape))
+
+    def cut(self, x: Int) -> tuple[Slices, Int, Int]:
+        """(the slices, cut at all of these positions; the slice that each was a part of; its position)."""
+        x = np.sort(x)
+        bounds = np.insert(self.bounds, self.bounds.searchsorted(x), x)
+        bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
+        at = bounds[:-1]
+        i = self.index(at)
+        table, work = self.slices.table[:, i], self.slices.work[i]
+        table[[0, 3]] += at - self.bounds[i]
+        table[1] = np.diff(bounds)
+        changed = np.flatnonzero(table[1] != self.slices.size[i])
+        work[changed] = tenths(table[:, changed], work[changed], self._mask)
+        return Slices(table, work), i, at

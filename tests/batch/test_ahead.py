@@ -1,0 +1,146 @@
+"""Batches whose plans a thread makes ahead of time: the same as without, in the same order, errors and states too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import cp_rewrite as cp
+from cp_rewrite.batch import ahead
+from cp_rewrite.batch.active import PlanInput, active_plan
+
+TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
+PACKS = [(3, 5, 8), (16,), (1, 1, 14), (7, 9), (2, 14), (4, 12)]
+
+
+def make_sharding(**options: Any) -> cp.Sharding:
+    return cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"), **options)
+
+
+def make_batch(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(positions.numel())[None] + 100 * lengths[0]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
+
+
+def _only(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return batches[0]
+
+
+class Counting:
+    """A loader with a state, as StatefulDataLoader has."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.given, self.fails_at = 0, fails_at
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.given < len(PACKS):
+            if self.given == self.fails_at:
+                raise OSError("a file is gone")
+            self.given += 1
+            yield make_batch(PACKS[self.given - 1])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "cp_rewrite plans"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_same_batches_as_without(workers: int) -> None:
+    sharding = make_sharding()
+    loader: DataLoader[Any] = DataLoader(
+        [make_batch(pack) for pack in PACKS],  # pyright: ignore[reportArgumentType]
+        batch_size=1,
+        collate_fn=_only,
+        num_workers=workers,
+    )
+    seen = 0
+    for block, pack in zip(sharding.batches(loader, ahead=2, shift_labels=True), PACKS, strict=True):
+        with block as local:
+            ahead_of_time = dict(local)
+        with sharding.shard(make_batch(pack), shift_labels=True) as local:
+            assert local.keys() == ahead_of_time.keys()
+            assert all(torch.equal(local[name], ahead_of_time[name]) for name in local)
+        seen += 1
+    assert seen == len(PACKS)
+
+
+def test_plans_and_tables_are_made_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def noted(name: str) -> Any:
+        plain = getattr(ahead, name)
+
+        def call(*arguments: Any) -> Any:
+            made.append((name, threading.current_thread().name))
+            return plain(*arguments)
+
+        return call
+
+    for name in ("plan_of", "arrays_of"):
+        monkeypatch.setattr(ahead, name, noted(name))
+    monkeypatch.setattr("cp_rewrite.batch.shard.plan_of", lambda *_: pytest.fail("planned by the thread that trains"))
+    sharding, inputs = make_sharding(), PlanInput.of_site(cp.PackedMask(), "needed")
+    for block in sharding.batches(Counting(), ahead=1):
+        with block:
+            tables = [active_plan(sharding).tensor(key) for key in inputs]
+            assert all(torch.is_tensor(table) for table in tables)
+        time.sleep(0.02)
+    assert made.count(("plan_of", "cp_rewrite plans")) == len(PACKS)
+    assert made.count(("arrays_of", "cp_rewrite plans")) >= 2 * (len(PACKS) - 3)
+    assert {thread for _, thread in made} == {"cp_rewrite plans"}
+
+
+def test_the_state_is_that_of_the_batch_in_training() -> None:
+    batches = make_sharding().batches(Counting(), ahead=3)
+    assert batches.state_dict() == {"given": 0}
+    for number, block in enumerate(batches, 1):
+        with block:
+            assert batches.state_dict() == {"given": number}
+        if number == 2:
+            break
+    resumed = make_sharding().batches(Counting(), ahead=3)
+    resumed.load_state_dict(batches.state_dict())
+    with next(iter(resumed)) as local:
+        assert int(local["input_ids"][0, 0]) // 100 == PACKS[2][0]
+
+
+def test_errors_come_out_where_their_batch_is_taken() -> None:
+    blocks = iter(make_sharding().batches(Counting(fails_at=3), ahead=2))
+    for _ in range(3):
+        with next(blocks):
+            pass
+    with pytest.raises(OSError, match="a file is gone"):
+        next(blocks)
+
+
+def test_a_bad_batch_raises_where_it_is_cut() -> None:
+    good, bad = make_batch((4, 4)), {"input_ids": torch.zeros(1, 8)}
+    blocks = iter(make_sharding().batches([good, bad], ahead=2))
+    with next(blocks):
+        pass
+    with pytest.raises(KeyError, match="the batch has no such tensor"), next(blocks):
+        pass
+    blocks.close()  # type: ignore[attr-defined]
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="ahead must be >= 1, got 0"):
+        make_sharding().batches([], ahead=0)
+    with pytest.raises(TypeError, match="the loader, a list, has no state_dict"):
+        make_sharding().batches([]).state_dict()

@@ -1,0 +1,67 @@
+"""Slices shared out over many ranks by halving."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts.halves import share_out_by_halves
+from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.plan import plan
+from tests.helpers.amount import drawn
+from tests.helpers.packs import batches, masks
+
+
+@drawn(100)
+@given(batches(max_rows=1, max_total=1000), masks(), st.integers(2, 20), st.booleans(), st.sampled_from((1, 8)))
+def test_every_rank_gets_its_tokens_once(
+    rows: tuple[Documents, ...], mask: PackedMask, world_size: int, nodes: bool, unit: int
+):
+    documents = rows[0] if unit == 1 else Documents.from_lengths((rows[0].lengths * unit).tolist())
+    if documents.total < unit:
+        return
+    slices = Slices.of_row(documents, mask, unit)
+    units, more = divmod(-(-documents.total // unit), world_size)
+    quotas = [(units + (rank < more)) * unit for rank in range(world_size)]
+    shares, owner = share_out_by_halves(
+        slices, quotas, world_size // 2 if nodes and world_size % 2 == 0 else world_size, mask, unit
+    )
+    assert np.bincount(owner, shares.size, world_size).tolist() == quotas
+    order = np.argsort(shares.start)
+    assert (shares.start[order] == np.cumsum(shares.size[order]) - shares.size[order]).all()  # once each
+    assert (shares.start % unit == 0).all()
+    assert (shares.work == np.rint(10 * slice_tiles(shares, mask))).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "imbalance", "received"),
+    [
+        (np.random.default_rng(0).lognormal(6.5, 1.2, 200).astype(int).tolist(), 1.06, 1.0),
+        ([6144] * 85 + [2048], 1.02, 0.8),  # three quarters of a rank's share
+        ([600 + i % 7 for i in range(800)], 1.02, 0.1),
+        ([64 * 2048], 1.03, 48.0),  # one document: the zigzag's three quarters of all rows
+    ],
+)
+def test_many_ranks_are_balanced_and_receive_little(lengths: list[int], imbalance: float, received: float):
+    p = plan(lengths, 64)
+    assert p.imbalance <= imbalance
+    assert p.recv_rows.mean() <= received * p.order.local_size
+    assert p.fill_rows < 64
+
+
+@pytest.mark.filterwarnings("error")
+def test_more_ranks_than_tokens():
+    p = plan([0, 1, 7, 3, 1, 0, 2], 24)
+    assert sorted(p.order.sizes.tolist()) == [0] * 10 + [1] * 14
+
+
+def test_documents_stay_in_a_node():
+    p = plan([1024] * 256, 64, ranks_per_node=8)
+    assert p.recv_rows.sum() == 0
+    one_each = plan([8 * 4096] * 8, 64, ranks_per_node=8)
+    assert one_each.node_rows.sum() == 0
+    assert one_each.imbalance <= 1.01
