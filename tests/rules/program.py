@@ -157,10 +157,12 @@ class Program:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         op = "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
-        with self.mode, enable_python_dispatcher():
-            value = call(node, lambda n: n.meta["example_value"])
+        writes = target is self.sample.function and self.sample.writes  # into a leaf, if it asked for a gradient
+        with self.mode, enable_python_dispatcher(), torch.set_grad_enabled(not writes):
+            value = call(node, lambda n: _alias(n.meta["example_value"]) if writes else n.meta["example_value"])
+        needed = writes and node.args[0].meta["example_value"].requires_grad
         node.meta["example_value"] = tree_map(
-            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, value
+            lambda x: x.detach().requires_grad_(x.requires_grad or needed) if isinstance(x, Tensor) else x, value
         )
         return node
 
@@ -198,6 +200,10 @@ class Program:
     def token_dims(self) -> list[int | None]:
         """Of each input."""
         return [operand.dim for _, operand in self._in_order()]
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -45,7 +45,12 @@ def squeezed(call: Call, x: Rows) -> Rows:
     given = call.arg("dim")
     ndim = len(x.dims)
     dims = range(ndim) if given is None else [d % ndim for d in ([given] if isinstance(given, int) else given)]
-    gone = {dim for dim in dims if call.first.shape[dim] == 1}
+    if call.first.ndim == ndim:
+        gone = {dim for dim in dims if call.first.shape[dim] == 1}
+    elif len(dims) == ndim - call.first.ndim:  # in place: its shape is that of the result
+        gone = {*dims}
+    else:
+        raise Mixes("squeeze_ takes away dims that are not followed: name them")
     return replace(x, dims=tuple(dim for i, dim in enumerate(x.dims) if i not in gone))
 
 

@@ -182,7 +182,9 @@ _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 def find_rule(func: OpOverload) -> Rule | None:
     """The rule of an op; None where it has none."""
     name = op_name(func)
-    if name in _BY_NAME or torch.Tag.pointwise in func.tags:
+    # Of some ops that write into their first operand torch tags the other form only.
+    plain = getattr(getattr(torch.ops.aten, name, None), func._overloadname, func)
+    if name in _BY_NAME or torch.Tag.pointwise in (*func.tags, *plain.tags):
         return _BY_NAME.get(name, POINTWISE)
     kind = kind_by_name(name)
     if kind == "attention":
