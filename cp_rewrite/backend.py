@@ -15,6 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
 from cp_rewrite.batch.steps.backward import watch_backward
+from cp_rewrite.batch.steps.graphs import enter_graph
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.agreed_inputs import AgreedInputs
@@ -62,7 +63,7 @@ class Backend:
     ) -> Callable[..., Any]:
         try:
             patches = _inductor_options(self.sharding, mode, options or {})
-            state = self._agreed(gm)
+            state, number = self._agreed(gm)
         except Exception as error:
             raise unwrapped(error) from error.__cause__
         if state.refusals:
@@ -76,10 +77,10 @@ class Backend:
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra], patches)
-        return _checked(state, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added))
+        return _checked(state, number, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added))
 
-    def _agreed(self, gm: fx.GraphModule) -> passes.State:
-        """What the passes made of a graph, the same on all ranks, or found against it."""
+    def _agreed(self, gm: fx.GraphModule) -> tuple[passes.State, int]:
+        """What the passes made of a graph, or found against it, and the graph's number: the same on all ranks."""
         sharding = self.sharding
         observe.trace("before", lambda: graph_lines(gm))
         try:
@@ -97,11 +98,10 @@ class Backend:
                 agree.on_failure(sharding, "graph", refused)
             else:
                 agree.on_graph(sharding, "refused")  # ranks may refuse in other words: counts differ
-            return state
+            return state, 0
         text = graph_lines(state.graph_module)
         observe.trace("after", lambda: text)
-        agree.on_graph(sharding, "\n".join(text))
-        return state
+        return state, agree.on_graph(sharding, "\n".join(text))
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))
@@ -227,7 +227,9 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
     return decorate
 
 
-def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanConditions) -> Callable[..., Any]:
+def _checked(
+    state: passes.State, number: int, compiled: Callable[..., Any], sizes: PlanConditions
+) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
@@ -246,6 +248,7 @@ def _checked(state: passes.State, compiled: Callable[..., Any], sizes: PlanCondi
                 unchecked.clear()
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
+        enter_graph(sharding, number)
         out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
         watch_backward(sharding, trained, out)

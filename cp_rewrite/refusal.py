@@ -41,6 +41,7 @@ class Reason(Enum):
     TOKEN_INPUT = "an annotated argument does not carry the token dim the annotation says"
     TOKEN_COUNT = "the model decides by the number of tokens; make it decide alike for a shard and for the whole row"
     GRAPH_BREAK = "code between two graphs is not seen; compile with fullgraph=True, which names the line to change"
+    RECOMPUTED = "a checkpointed block reads a buffer that the model changes behind it, and is computed again with that"
     CAPACITY = "tables of fixed sizes can't serve this; leave capacity out"
     NESTED_REGION = "attention sits in a nested region that can't be rewritten"
 

@@ -6,6 +6,7 @@
     check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row, and
                                                      how many chunks of tokens there are (check_chunks.py); else the
                                                      row's own graph is taken (whole_row.py)
+    check_checkpoints      check_checkpoints.py      blocks that are computed again read what they read before
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
@@ -20,7 +21,7 @@
     tile_rows              rewrite/tiles.py          what is wide for each token runs over some of the rows at a time
     verify_graph           verify.py                 the new graph is whole
 
-The first ten only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
+The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
 `values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
 """
 
@@ -41,6 +42,7 @@ from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
+from .check_checkpoints import check_checkpoints
 from .check_documents import check_documents
 from .check_frame import check_frame
 from .check_size_conditions import check_size_conditions, guard_size_conditions
@@ -94,6 +96,7 @@ def check_token_locality(state: State) -> State:
 FIND = (
     check_frame,
     check_size_conditions,
+    check_checkpoints,
     unify_token_sizes,
     fix_module_numbers,
     match_attention,

@@ -21,9 +21,7 @@ import hashlib
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,11 +32,9 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of, timeout_of
 
-from . import heartbeat
+from . import heartbeat, progress
 
 PATIENCE_S = 20.0
-_turns: Counter[str] = Counter()
-"""Turns so far, by group: the same on all ranks, which compare alike often."""
 _CALLS = {
     "graph": "compiles a model",
     "batch": "enters sharding.shard(batch)",
@@ -71,9 +67,10 @@ SAMPLE = 1024
 """Values that are compared of each tensor, evenly spread: another batch differs almost everywhere."""
 
 
-def on_graph(sharding: Sharding, text: str) -> None:
+def on_graph(sharding: Sharding, text: str) -> int:
     """Compare `text` (a normalised graph, a refusal), the annotation and the grad mode over the group.
 
+    Returns: a number for this graph, the same on all ranks.
     Raises:
         RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
             come within the group's timeout.
@@ -81,6 +78,8 @@ def on_graph(sharding: Sharding, text: str) -> None:
     if talks(sharding):
         options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
         _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
+        return progress.turns(sharding.group_name)
+    return 0
 
 
 def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any], note: str = "") -> list[str]:
@@ -194,9 +193,7 @@ def talks(sharding: Sharding) -> bool:
 
 def _next_turn(sharding: Sharding) -> tuple[str, str]:
     """Prefix of the keys of this rank's next turn, and of the one before."""
-    name = sharding.group.group_name
-    turn = _turns[name]
-    _turns[name] += 1
+    turn = progress.take_turn(sharding.group_name)
     return f"cp_rewrite/{turn}", f"cp_rewrite/{turn - 1}"
 
 
@@ -238,12 +235,13 @@ def _out_of_step(kinds: Sequence[str]) -> str:
     """What is said where ranks come with different kinds."""
     ranks = {kind: [rank for rank, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
     does = [f"rank {', '.join(map(str, which))} {_CALLS[kind]}" for kind, which in ranks.items()]
+    anew = f" Where one compiles anew, {progress.OTHER_CALL}." if "graph" in kinds else ""
     skipped = " cp.sum_gradients is for all ranks or for none: skip a step by what is equal on all of them."
     return (
         f"cp_rewrite: the group's ranks are not in step: {'; '.join(does)}. Every rank must shard the same batches, "
         f"with the same check_batches, and call the same models the same number of times."
-        + skipped
-        * ("gradients" in kinds)
+        + skipped * ("gradients" in kinds)
+        + anew
     )
 
 
@@ -263,22 +261,28 @@ def _without_order(text: str) -> list[str]:
 
 def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
     """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
-    store, limit = store_of(sharding.group), timeout_of(sharding.group).total_seconds()
-    try:
-        store.wait(keys, timedelta(seconds=min(PATIENCE_S, limit)))
-    except Exception as error:  # of each kind of store another
-        _wait_on(sharding, keys, kind, time.monotonic() + limit - PATIENCE_S, error)
+    store, start = store_of(sharding.group), time.monotonic()
+    # A client that waits inside of the store prints warnings after a while.
+    while not store.check(keys) and (waited := time.monotonic() - start) < heartbeat.PERIOD_S:
+        time.sleep(min(waited / 16, 0.05))
+    _wait_on(sharding, keys, kind, start)
     return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
-def _wait_on(sharding: Sharding, keys: list[str], kind: str, end: float, error: Exception) -> None:
-    """Wait for ranks that are late: say which, and where they are; raise where they ended, or at `end`."""
-    store, told = store_of(sharding.group), False
+def _wait_on(sharding: Sharding, keys: list[str], kind: str, start: float) -> None:
+    """Wait for ranks that are late: say which, and where they are; raise where they ended, or run another graph than
+    this rank, or at the group's timeout."""
+    store, group, told, met = store_of(sharding.group), sharding.group_name, False, time.monotonic()
     while missing := [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]:
+        now = time.monotonic()
         ended = [f"rank {r} {how}" for r in missing if (how := heartbeat.end_of(store, r))]
-        if ended or time.monotonic() > end:
-            raise RuntimeError(_absent(missing, ended, kind)) from error
-        if not told:
+        if ended or now > start + timeout_of(sharding.group).total_seconds():
+            raise RuntimeError(_absent(missing, ended, kind))
+        apart = [how for r in missing if (how := heartbeat.apart(store, group, r, kind == "graph"))]
+        met = met if apart else now
+        if now > met + 2 * heartbeat.PERIOD_S:  # two beats said so
+            raise RuntimeError(f"cp_rewrite: {'; '.join(apart)}: {progress.OTHER_CALL}")
+        if not told and now > start + PATIENCE_S:
             told = True
             where = [f"rank {r}{heartbeat.place_of(store, r)}" for r in missing]
             print(

@@ -8,8 +8,10 @@ nothing is added to a step.
 
 A process that ends says how: `done`, or the error that ended it. One that leaves a batch with an error says so at once,
 and takes it back when it cuts the next: it may live on, and others would wait for it inside a collective. That says
-nothing to ranks that left the batch with an error too. What is found goes to stderr; a process whose main thread then
-stands still for `GRACE_S`, as in a collective that waits for the dead rank, is ended with code 1.
+nothing to ranks that left the batch with an error too. Beside its counter a rank says which graph it runs, and as which
+call since the ranks last compared something (`progress.py`): ranks that run different ones wait for each other. What is
+found goes to stderr; a process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the
+dead rank, is ended with code 1.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of
+
+from . import progress
 
 PERIOD_S = 2.0
 SILENT_S = 25.0
@@ -46,20 +51,28 @@ def watch(sharding: Sharding) -> None:
     """Start watching the group's ranks; a second call for one group does nothing."""
     name = sharding.group_name
     if name not in _watched:
-        _watched[name] = Heartbeat(store_of(sharding.group).clone(), sharding.rank, sharding.world_size)
+        _watched[name] = Heartbeat(store_of(sharding.group).clone(), sharding.rank, sharding.world_size, name)
         _watched[name].start()
     _watched[name].leave_batch(None)
 
 
 @contextmanager
 def in_batch(sharding: Sharding) -> Generator[None]:
-    """Tell the others when this rank leaves the block with an error, if they are watched."""
+    """Tell the others when this rank leaves the block with an error, if they are watched. An error of the network gets
+    the words of the rank that failed first."""
     try:
         yield
     except Exception as error:
-        if sharding.check_batches and sharding.group_name in _watched:
-            _watched[sharding.group_name].leave_batch(error)
+        watched = _watched.get(sharding.group_name) if sharding.check_batches else None
+        if watched is not None and _of_network(error) and (found := watched.soon_dead()):
+            raise RuntimeError(f"cp_rewrite: {found}; rank {watched.rank} waited for it in a collective") from error
+        if watched is not None:
+            watched.leave_batch(error)
         raise
+
+
+def _of_network(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class Heartbeat:
@@ -67,10 +80,10 @@ class Heartbeat:
 
     Args:
         store: a client of its own: one that waits for a key would keep this one waiting.
-        rank, world_size: in the group.
+        rank, world_size: in the group, whose name is `group`.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, group: str = "") -> None:
         self.store, self.rank = store, rank
         self.others = {other: "" for other in range(world_size) if other != rank}
         """Rank -> `machine:process`, once it is known."""
@@ -79,6 +92,7 @@ class Heartbeat:
         self.me = f"{socket.gethostname()}:{os.getpid()}"
         self._stop = threading.Event()
         self._told = False
+        self._group = group
         self._left = ""
         """How this rank left its last batch, if with an error."""
 
@@ -108,6 +122,19 @@ class Heartbeat:
                 return f"rank {other} of the group ({where}) {ended or 'died'}"
         return None
 
+    def apart(self) -> str | None:
+        """What is known of a rank that runs another graph than this one, in the same call."""
+        found = next((how for r in self.others if (how := apart(self.store, self._group, r))), "")
+        return f"{found}: {progress.OTHER_CALL}" if found else None
+
+    def soon_dead(self) -> str | None:
+        """The same of a rank that closed its connections, which says how it ends, or is gone, within moments."""
+        for _ in range(30):
+            if found := self.dead():
+                return found
+            time.sleep(0.1)
+        return None
+
     def _lives(self, other: int) -> bool:
         self.others[other] = self.others[other] or _read(self.store, "who", other)
         host, _, process = self.others[other].rpartition(":")
@@ -125,14 +152,15 @@ class Heartbeat:
         while not self._stop.wait(PERIOD_S):
             beat += 1
             try:
-                self.store.set(_key("beat", self.rank), f"{beat} {_users_line()}")
-                found = self.dead()
+                self.store.set(_key("beat", self.rank), f"{beat} {progress.text(self._group)} {_users_line()}")
+                found = self.dead() or self.apart()
             except Exception:  # its server is a rank's process
                 found = "the process that holds the group's store, most often rank 0, died"
             if found is None:  # or a machine that was only slow is back
                 main = _Stillness()
                 continue
-            if f" {_LEFT}" not in found or main.seconds() > 2 * PERIOD_S:  # or it may be about to leave the batch too
+            live = f" {_LEFT}" in found or progress.OTHER_CALL in found
+            if not live or main.seconds() > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)
             if main.seconds() > GRACE_S:
                 os._exit(1)  # no Python error reaches a thread inside a collective
@@ -163,8 +191,18 @@ def end_of(store: Any, rank: int) -> str:
 
 def place_of(store: Any, rank: int) -> str:
     """The line of the user's program that a rank was last seen at, with the words before it; "" where it beats not."""
-    place = _read(store, "beat", rank).partition(" ")[2]
+    place = _read(store, "beat", rank).partition(" ")[2].partition(" ")[2]
     return place and f", which is at {place}"
+
+
+def apart(store: Any, group: str, other: int, compiles: bool = False) -> str:
+    """How another rank, at its last beat, ran another graph than this one in the same call; "" where it did not.
+
+    `compiles`: this rank, in its turn, compiles a graph for its next call.
+    """
+    beat = _read(store, "beat", other).split(" ")
+    how = progress.apart(group, beat[1], compiles) if len(beat) > 1 else ""
+    return how and f"rank {other} of the group {how}"
 
 
 def _read(store: Any, kind: str, rank: int) -> str:

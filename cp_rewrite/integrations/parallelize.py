@@ -30,6 +30,7 @@ from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
+from .checkpoint_hooks import drop_checkpoint_hooks
 from .outputs import scaled, whole
 from .unchanged import Unchanged, refuse_copies, refuse_whole_weights
 
@@ -80,6 +81,7 @@ def parallelize(
     """
     _check(model, mesh, sharding, data_parallel)
     agree.on_weights(sharding, dict(model.named_parameters()))
+    drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
         if blocks or mp_policy is not None:
             raise ValueError("blocks and mp_policy are FSDP's: leave them out, or data_parallel='fsdp'")
@@ -88,13 +90,13 @@ def parallelize(
         check_no_optimizer(model.parameters())
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         check_shared_weights(model, chosen)
-        twin = Twin(model, device_of(sharding), policy.param_dtype)
+        twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
         wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by)
         # Hooks of the model itself run around its forward: not in the twin's too.
         run = compile_segments(twin.module.forward, twin, chosen, sharding)
-        _replace_forward(model, run, sharding, Unchanged(model, hooks=True))
+        _replace_forward(model, run, sharding)
         refuse_whole_weights(model)
     refuse_copies(model)
     note_summed(wrapped.parameters())
@@ -149,9 +151,15 @@ def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Modu
     torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
     model.to(device_of(sharding))
     compiled = torch.compile(model.forward, backend=backend(sharding), fullgraph=True)
+    unchanged = Unchanged(model, hooks=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        unchanged.check()
+        return compiled(*args, **kwargs)
+
     # DDP averages what is accumulated so far over all ranks: it must average, so gradients go in times the ranks that
     # have parts of one sum.
-    _replace_forward(model, compiled, sharding, Unchanged(model, hooks=False), factor=sharding.world_size)
+    _replace_forward(model, run, sharding, factor=sharding.world_size)
     return DistributedDataParallel(model, process_group=_flat(mesh).get_group())
 
 
@@ -160,9 +168,7 @@ def _flat(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
 
 
-def _replace_forward(
-    model: nn.Module, run: Callable[..., Any], sharding: Sharding, unchanged: Unchanged, factor: int = 1
-) -> None:
+def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Sharding, factor: int = 1) -> None:
     """Let `run` stand in the place of a model's forward inside of batches' blocks, with its outputs made global and
     their gradients multiplied by `factor`."""
     plain = model.forward
@@ -172,7 +178,6 @@ def _replace_forward(
         check_not_traced()
         if not in_batch() and not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        unchanged.check()
         return map_tensors(lambda value: scaled(whole(value, sharding), factor), run(*args, **kwargs))
 
     model.forward = forward

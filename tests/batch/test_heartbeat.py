@@ -31,10 +31,10 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, 32)
 
-    def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, doc_ids: Tensor, times: int = 1) -> Tensor:
         x = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
         mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum() * times
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -49,7 +49,7 @@ def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str
             dist.all_to_all_single = die
         if stage == "error":
             raise IndexError("an id that one rank alone has")
-        loss = model(**local)
+        loss = model(**local, times=2) if stage == "argument" else model(**local)
     if stage == "backward":
         loss.register_hook(die)
     loss.backward()
@@ -110,6 +110,16 @@ def test_a_rank_that_fails_and_lives_on_is_named_and_the_other_ends() -> None:
     ranks[1].wait()
     assert ranks[0].returncode not in (0, None)
     assert ") left a batch: IndexError: an id that one rank alone has; rank 0 can't go on" in errors, errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_anew_is_named_by_all() -> None:
+    """Its call has another argument; the other rank waits for it in a collective of the graph that it has."""
+    ranks = start("argument")
+    for errors in [rank.communicate(timeout=300)[1] for rank in ranks]:
+        assert "rank 0 of the group runs a call by a graph that it has, for which this rank compiles another" in errors
+        assert "ranks call the model with other arguments (numbers, flags, strings" in errors
+    assert all(rank.returncode not in (0, None) for rank in ranks)
 
 
 if __name__ == "__main__":

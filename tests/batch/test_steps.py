@@ -23,11 +23,13 @@ class Model(nn.Module):
     def __init__(self, dropped: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(()))
         self.first, self.second, self.dropped = nn.Linear(4, 8), nn.Linear(8, 1), dropped
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor, cubed: bool = False) -> Tensor:
         h = F.dropout(self.first(x).relu(), self.dropped)
-        return (self.second(h) * (position_ids[..., None] + 1)).square().sum()
+        return (self.second(h) * self.scale * (position_ids[..., None] + 1)).pow(3 if cubed else 2).sum()
 
 
 class Loop:
@@ -40,12 +42,12 @@ class Loop:
         self.compiled = torch.compile(self.model, backend=cp.backend(self.sharding), fullgraph=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), rate)
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int, cubed: bool = False, factor: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(step)
         batch = {"x": torch.randn(1, 7, 4, generator=generator), "position_ids": torch.arange(7)[None]}
         with self.sharding.shard(batch) as local:
-            loss = self.compiled(**local)
-        loss.backward()
+            loss = self.compiled(**local, cubed=cubed)
+        (loss * factor).backward()
 
     def sum(self) -> None:
         cp.sum_gradients(self.model.parameters(), self.sharding)
@@ -94,6 +96,39 @@ def each_micro_batch(loop: Loop, step: int) -> None:
     for part in (0, 10):
         loop.backward(step + part)
         loop.sum()
+    loop.step()
+
+
+def shrunk_on_one(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    for p in loop.model.parameters() if loop.rank else ():
+        assert p.grad is not None
+        p.grad = p.grad * 0.5 if step % 2 else p.grad.mul_(0.5)
+    loop.sum()
+    loop.step()
+
+
+def buffer_on_one(loop: Loop, step: int) -> None:
+    loop.model.scale.fill_(1 + (loop.rank if step == 2 else 0))
+    once(loop, step)
+
+
+def scaled_on_one(loop: Loop, step: int) -> None:
+    loop.backward(step, factor=1 + loop.rank)
+    loop.sum()
+    loop.step()
+
+
+def other_argument(loop: Loop, step: int) -> None:
+    """Of which the ranks have a graph already."""
+    loop.backward(step, cubed=step == 0 or (loop.rank == 1 and step == 2))
+    loop.sum()
+    loop.step()
+
+
+def new_argument(loop: Loop, step: int) -> None:
+    loop.backward(step, cubed=loop.rank == 1 and step == 2)
+    loop.sum()
     loop.step()
 
 
@@ -147,6 +182,11 @@ SLIPS: dict[Callable[[Loop, int], None], str] = {
     changed_on_one: "differ on ranks [1] from rank 0's",
     clipped_before: "changed between the backward and cp.sum_gradients by other factors",
     clipped_between: "called twice for one backward",
+    shrunk_on_one: "changed between the backward and cp.sum_gradients by other factors",
+    buffer_on_one: "differ on ranks [1] from rank 0's",
+    scaled_on_one: "got another gradient on each rank of the group (1, 2)",
+    other_argument: "ranks [1] of the group ran another graph than rank 0 in a call of a batch before this one",
+    new_argument: "ranks call the model with other arguments (numbers, flags",
     kept: "zero gradients after the step",
     each_micro_batch: "adds to gradients that cp.sum_gradients has summed",
 }

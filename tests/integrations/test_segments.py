@@ -11,11 +11,12 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from cp_rewrite.integrations.checkpoint_hooks import drop_checkpoint_hooks
+from cp_rewrite.integrations.fsdp.block_hooks import skip_hooks
 from cp_rewrite.integrations.fsdp.segments import Segment, cut_graph
 from cp_rewrite.integrations.fsdp.sharded_forward import shard_weights
 from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.integrations.parallelize import check_shared_weights, find_blocks
-from cp_rewrite.integrations.transformers import drop_checkpoint_hooks
 from tests.helpers.models import build_model
 
 
@@ -160,3 +161,20 @@ def test_blocks_are_the_entries_of_lists_of_modules() -> None:
     model: Any = build_model("mixtral")
     assert find_blocks(model) == list(model.model.layers)
     assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def test_hooks_of_a_block_pass_over_its_segments() -> None:
+    """They are traced with the twin: on what crosses between segments they would run once more."""
+    seen: list[Any] = []
+    block = nn.Linear(2, 2)
+    block.register_forward_pre_hook(lambda module, args: seen.append(args))
+    block.register_forward_hook(lambda module, args, kwargs, out: seen.append((kwargs, out)), with_kwargs=True)
+    block.forward = lambda *args, **kwargs: args[0]
+    skip_hooks(block, lambda value: value == "segment")
+    assert block("segment", 1) == "segment"
+    assert not seen
+    assert block("hidden", scale=2) == "hidden"
+    assert seen == [("hidden",), ({"scale": 2}, "hidden")]
+    block.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"a Linear has a hook of its backward.*`x\.register_hook`"):
+        skip_hooks(block, bool)

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,13 @@ def is_summing(sharding: Sharding) -> bool:
 
 def watch_backward(sharding: Sharding, weights: Sequence[nn.Parameter], out: Sequence[Any]) -> None:
     """Watch the backward of a call of the compiled model, of its weights and results."""
+    if not watched(sharding):
+        return
+    for value in out:
+        if isinstance(value, Tensor) and value.ndim == 0 and value.grad_fn is not None:
+            value.grad_fn.register_prehook(partial(_note_factor, sharding, value.output_nr))
     backwards = _groups.get(sharding.group_name)
-    if backwards is None or not watched(sharding):
+    if backwards is None:
         return
     running: list[bool] = []
 
@@ -70,6 +76,24 @@ def watch_backward(sharding: Sharding, weights: Sequence[nn.Parameter], out: Seq
     nodes = {value.grad_fn for value in out if isinstance(value, Tensor) and value.grad_fn is not None}
     for node in nodes:
         node.register_prehook(begin)
+
+
+@torch.no_grad()
+def _note_factor(sharding: Sharding, place: int, grads: Sequence[Tensor | None]) -> None:
+    """Have the gradient of a loss compared: ranks that scale theirs by other factors sum parts of different losses."""
+    grad = grads[place]
+    if grad is not None and grad.layout == torch.strided:
+        later.add(sharding, _same_factor, "", grad.detach().reshape(1).double())
+
+
+def _same_factor(_: str, ranks: list[list[float]]) -> None:
+    factors = [factor for (factor,) in ranks]
+    if max(factors) - min(factors) > _LIMIT * max(map(abs, factors)):
+        raise RuntimeError(
+            "cp_rewrite: the loss that the model returned got another gradient on each rank of the group "
+            f"({', '.join(f'{factor:.4g}' for factor in factors)}): scale it by what is equal on all ranks, such as "
+            "the targets of the whole batch"
+        )
 
 
 def _check_unsummed(backwards: Backwards, weights: Sequence[nn.Parameter]) -> None:
@@ -105,10 +129,17 @@ def before_sum(sharding: Sharding) -> None:
     backwards.sampled, backwards.values = [], None
     parameters = [(parameter(), *rest) for parameter, *rest in sampled]
     now = [(p.grad, number, version) for p, number, version in parameters if p is not None and p.grad is not None]
-    same = len(now) == len(sampled) and all(id(grad) == number for grad, number, _ in now)
-    if values is not None and same and any(grad._version != version for grad, _, version in now):
+    if values is None:
+        return
+    # One rank alone may have changed them, so all note something. Of unlike samples nothing can be said: a size of 0.
+    numbers = torch.zeros(2, dtype=torch.float64)
+    if any(id(grad) != number or grad._version != version for grad, number, version in now):
         changed = sample([grad for grad, *_ in now], _VALUES)
-        later.add(sharding, _scaled_alike, "", torch.stack([changed @ values, values @ values]))
+        if changed.shape == values.shape:
+            numbers = torch.stack([changed @ values, values @ values])
+    elif len(now) == len(sampled):
+        numbers = torch.ones(2, dtype=torch.float64)
+    later.add(sharding, _scaled_alike, "", numbers)
 
 
 def _scaled_alike(_: str, ranks: list[list[float]]) -> None:

@@ -61,11 +61,16 @@ def text_of(notes: Sequence[_Note]) -> str:
 
 
 def compare(notes: Sequence[_Note], texts: Sequence[str]) -> None:
-    """Apply the rules of this rank's notes to all ranks' texts."""
-    ranks = [[list(map(float, part.split(","))) for part in text.split(";")] for text in texts if text]
-    if ranks and all(len(values) == len(notes) for values in ranks):  # else a rank called more models: graphs differ
-        for note, *values in zip(notes, *ranks, strict=True):
-            note.rule(note.about, values)
+    """Apply the rules of this rank's notes to all ranks' texts. Raise where a rank has more notes than another."""
+    ranks = [[list(map(float, part.split(","))) for part in text.split(";") if part] for text in texts]
+    for note, *values in zip(notes, *ranks, strict=False):
+        note.rule(note.about, values)
+    if len(counts := list(map(len, ranks))) and len(set(counts)) > 1:
+        fewer = [rank for rank, count in enumerate(counts) if count < max(counts)]
+        raise RuntimeError(
+            f"cp_rewrite: ranks {fewer} of the group called fewer models, or summed gradients less often, than others "
+            "in a batch before this one: call the same models the same number of times on every rank"
+        )
 
 
 def watched(sharding: Sharding) -> bool:

@@ -1,4 +1,4 @@
-"""Weights are the same on all ranks: compared at a graph's first call, a sample of them at each later one.
+"""Weights and buffers are the same on all ranks: compared at a graph's first call, a sample of them at each later one.
 
 What drives ranks apart shows there one batch later, whatever it is: a sum of gradients that was forgotten or left out
 some of them, a step that one rank skips, a rate or a checkpoint that one rank alone has.
@@ -25,7 +25,8 @@ from .backward import is_summing
 from .later import sample, watched
 
 _AT_ONCE = 8
-"""Weights that are sampled in a call, by turns."""
+"""Weights and buffers that are sampled in a call, by turns."""
+_UNSAMPLED = (torch.complex64, torch.complex128)
 _LIMITS = {True: 1e-4, False: 1e-6}
 """Whether `sum_gradients` was called -> relative difference from which ranks hold other models. Below it they may round
 otherwise, as optimizers do whose kernels each rank chose by measuring."""
@@ -43,19 +44,21 @@ class WeightWatch:
 
     def __init__(self, sharding: Sharding, places: Mapping[str, int]) -> None:
         self.sharding, self.places = sharding, dict(places)
-        self._trained: dict[str, int] | None = None
+        self._whole: dict[str, int] | None = None
+        self._trained: list[int] = []
         self._turn = 0
         self._drawn: Tensor | None = None
 
     def before(self, args: Sequence[Any]) -> None:
         """Before a call: note a sample; of the first call all weights are compared."""
-        if self._trained is None:
+        if self._whole is None:
             weights = agree.whole_weights({name: args[place] for name, place in self.places.items()})
-            self._trained = {name: self.places[name] for name, x in weights.items() if _trains(x)}
+            self._whole = {name: self.places[name] for name, x in weights.items() if x.dtype not in _UNSAMPLED}
+            self._trained = [self.places[name] for name, x in weights.items() if _trains(x)]
             if self.sharding.random == "per_rank" and watched(self.sharding):
                 self._drawn = _random_state(self.sharding)
         elif torch.is_grad_enabled() and watched(self.sharding):
-            self._sample(args, list(self._trained.items()))
+            self._sample(args, list(self._whole.items()))
 
     def after(self) -> None:
         """After a call: note this rank's random numbers, if the call drew some."""
@@ -67,17 +70,17 @@ class WeightWatch:
 
     def parameters(self, args: Sequence[Any]) -> list[nn.Parameter]:
         """The weights of a call that train and have memory of their own."""
-        return [args[place] for place in (self._trained or {}).values()]
+        return [args[place] for place in self._trained]
 
     @torch.no_grad()
-    def _sample(self, args: Sequence[Any], trained: Sequence[tuple[str, int]]) -> None:
-        if trained:
-            step = math.ceil(len(trained) / _AT_ONCE)
-            chosen = trained[self._turn % step :: step]
+    def _sample(self, args: Sequence[Any], whole: Sequence[tuple[str, int]]) -> None:
+        if whole:
+            step = math.ceil(len(whole) / _AT_ONCE)
+            chosen = whole[self._turn % step :: step]
             self._turn += 1
             weights = [args[place] for _, place in chosen]
             values = sample(weights)
-            half = any(weight.itemsize < 4 for weight in weights)
+            half = any(weight.is_floating_point() and weight.itemsize < 4 for weight in weights)
             limit = _HALF_LIMIT if half else _LIMITS[is_summing(self.sharding)]
             rule = partial(_check_weights, limit)
             names = ", ".join([_readable(name) for name, _ in chosen[:3]] + ["…"] * (len(chosen) > 3))
@@ -113,8 +116,8 @@ def _check_weights(limit: float, names: str, ranks: list[list[float]]) -> None:
     )
     different = [rank for rank, total in enumerate(sums) if repr(total) != repr(sums[0])]
     found = (
-        f"cp_rewrite: weights that all ranks of the group had alike differ on ranks {different} from rank 0's, by "
-        f"{apart:.1e} of their size, in a sample of {names}. "
+        f"cp_rewrite: weights or buffers that all ranks of the group had alike differ on ranks {different} from rank "
+        f"0's, by {apart:.1e} of their size, in a sample of {names}. "
     )
     if apart <= limit:
         _warn_once(

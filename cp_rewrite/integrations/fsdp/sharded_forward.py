@@ -30,6 +30,7 @@ from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import fake_mode_of
 
+from .block_hooks import skip_hooks
 from .equal_segments import description
 from .segments import ROOT, Segment, cut_graph, examples_of
 from .twin import Twin
@@ -51,6 +52,7 @@ def shard_weights(
     # What crosses from block to block has the dtype that the model gave it.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
     for block in blocks:
+        skip_hooks(block, lambda value: isinstance(value, _Call))
         fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward)
         _run_segments_in(block)
     fully_shard(model, mesh=mesh, mp_policy=policy)
