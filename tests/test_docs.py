@@ -1,16 +1,13 @@
-"""What the documents name is there: files, functions, fields, exchanges and layouts; the planner's example runs."""
+"""What the documents name is there: files, functions, fields, exchanges and layouts. test_pages.py runs their code."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -74,16 +71,6 @@ def test_the_header_of_passes_lists_the_pipeline() -> None:
         assert (ROOT / "passes" / file).exists(), file
 
 
-def test_the_planners_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for code in code_of(ROOT / "docs" / "internals" / "planner.md"):
-        exec(code, names)
-    assert names["p"].world_size == 4
-    assert (tmp_path / "plan.png").exists()
-
-
 def test_the_architecture_page_names_every_pass_and_room() -> None:
     text = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     names = {run_pass.__name__ for run_pass in passes.PIPELINE}
@@ -111,18 +98,9 @@ def test_every_reason_has_advice() -> None:
     assert headings == [reason.name for reason in Reason]
 
 
-@pytest.mark.slow
-def test_the_first_page_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
-    """The page's program, as a newcomer runs it."""
-    (program,) = [code for code in code_of(ROOT / "docs" / "getting_started.md") if "import cp_rewrite" in code]
-    (tmp_path / "train.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    said: list[str] = []
-    for ranks in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", tmp_path / "train.py"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        said.append(done.stdout)
-    losses = [[float(loss) for loss in re.findall(r"step \d loss ([\d.]+)", text)] for text in said]
-    assert len(losses[0]) == 5
-    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+def test_questions_are_two_clicks_from_readme() -> None:
+    assert "(docs/questions.md)" in (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (.+\?) \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text(), re.MULTILINE)
+    assert len(rows) == 20
+    for question, answer in rows:
+        assert re.search(r"\]\([\w/]+\.md(#\w+)?\)|`make demo`|table of README", answer), question

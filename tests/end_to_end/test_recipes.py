@@ -1,4 +1,4 @@
-"""docs/guides/recipes.md: other code bases' models, as they are, on two gloo processes against one."""
+"""docs/guides/code_bases.md: other code bases' models, as they are, on two gloo processes against one."""
 
 from __future__ import annotations
 
