@@ -1,8 +1,9 @@
-"""Command line: `python -m cp_rewrite plan …`, `explain …` and `calibrate …`."""
+"""Command line: `python -m cp_rewrite plan …`, `explain …`, `memory …`, `doctor` and `calibrate …`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
 
+from . import __version__
 from .arguments import whole_number
 from .masks import PackedMask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 for a model that is refused, or 2 after one line on stderr about a bad argument."""
+    """Run one command. Returns 0; 1 for a model that is refused or does not fit, or a machine with problems; or 2 after
+    one line on stderr about a bad argument."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -28,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cp_rewrite", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"cp_rewrite {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="plan one row of packed documents and compare layouts and exchanges")
     p.add_argument("--lengths", required=True, help="document lengths in tokens: 3104,3200,… or a file of them")
@@ -46,17 +50,35 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--plot", help="write a picture of the cheapest plan to this file")
     p.set_defaults(run=_plan)
     e = commands.add_parser("explain", help="what would be rewritten in a model of transformers, from its config alone")
-    e.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
+    _add_target(e)
     e.add_argument("--lengths", required=True, help="document lengths in tokens: 3104,3200,… or a file of them")
-    e.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
-    e.add_argument("--layers", type=int, help="layers to keep (default: the first of each kind, at least 2)")
+    e.add_argument("--layers", type=int, help="layers to look at (default: the first of each kind, at least 2)")
     e.add_argument("--diff", action="store_true", help="print the graph diff too")
+    e.add_argument("--json", action="store_true", help="print JSON: the keys of Report.as_dict")
+    e.add_argument("--html", help="write a page of HTML to this file")
     e.set_defaults(run=_explain)
+    m = commands.add_parser("memory", help="the peak of one GPU in training, and what would make it fit")
+    _add_target(m)
+    m.add_argument("--tokens", type=int, help="tokens of a row, taken as one document")
+    m.add_argument("--lengths", help="document lengths of a row instead: 3104,3200,… or a file of them")
+    m.add_argument("--checkpointed", action="store_true", help="every layer under gradient checkpointing")
+    m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
+    m.add_argument("--json", action="store_true", help="print JSON")
+    m.set_defaults(run=_memory)
+    d = commands.add_parser("doctor", help="what of this machine stands in the way: versions, kernels, links, limits")
+    d.set_defaults(run=_doctor)
     c = commands.add_parser("calibrate", help="measure kernel, memory and link speeds for the cost model, once")
     c.add_argument("--output", default="device.json", help="file to write (default device.json)")
     c.add_argument("--name", help="name of the device (default: what torch calls it)")
     c.set_defaults(run=_calibrate)
     return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
+    parser.add_argument("--world-size", type=int, default=2, help="ranks of the context-parallel group (default 2)")
+    parser.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are spread over (default 1)")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -111,11 +133,46 @@ def _explain(arguments: argparse.Namespace) -> int:
     from cp_rewrite.diagnose.explain_config import explain_config  # late: plan needs no torch compiler
 
     lengths = _lengths(arguments.lengths)
-    report = explain_config(arguments.model, lengths, arguments.world_size, arguments.layers)
-    print(report)
-    if arguments.diff:
+    ranks, per_node = arguments.world_size, arguments.world_size // arguments.nodes
+    report = explain_config(
+        arguments.model, lengths, ranks, arguments.layers, nodes=arguments.nodes, speeds=arguments.gpu
+    )
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
+    if arguments.diff and not arguments.json:
         print(f"\n{report.diff}")
+    if arguments.html:
+        picture = plan(lengths, ranks, device=arguments.gpu, ranks_per_node=per_node)
+        Path(arguments.html).write_text(report.as_html(arguments.model, picture))
     return 0 if report.ok else 1
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    """Print the peak of one GPU, and what would make it fit. Returns 1 where it does not, or the model is refused."""
+    from cp_rewrite.diagnose.explain_config import explain_config  # late: plan needs no torch compiler
+    from cp_rewrite.diagnose.forecast.fit import fit_of
+
+    if (arguments.tokens is None) == (arguments.lengths is None):
+        raise ValueError("pass either --tokens or --lengths")
+    whole_number("--data-parallel", arguments.data_parallel)
+    lengths = [arguments.tokens] if arguments.lengths is None else _lengths(arguments.lengths)
+    report = explain_config(arguments.model, lengths, arguments.world_size, nodes=arguments.nodes, speeds=arguments.gpu)
+    if report.target is None:
+        print(report)
+        return 1
+    fit = fit_of(report.target, arguments.checkpointed, arguments.data_parallel)
+    print(json.dumps(fit.as_dict(), indent=2) if arguments.json else fit)
+    return 0 if fit.fits else 1
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    """Print what was found, problems first. Returns 1 where there are any."""
+    from cp_rewrite.diagnose.doctor import examine  # late: plan needs no kernels
+
+    findings = examine()
+    problems = [finding for finding in findings if finding.remedy]
+    print(f"cp_rewrite {__version__}: {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
+    print("\n".join(map(str, findings)))
+    return 1 if problems else 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

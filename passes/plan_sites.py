@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
@@ -16,7 +17,7 @@ from cp_rewrite.passes.graph.regions import graph_modules, region_calls
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
-from cp_rewrite.planning.cost.devices import Model
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.seconds import Load, load_of
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange, ExchangeName, split_exchange
 from cp_rewrite.planning.routes.fixed import fits
@@ -150,7 +151,7 @@ def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) ->
     """The exchange that takes least for this batch, or, where it has few tokens, for a typical one."""
     sharding, batch = state.sharding, state.plan.plan
     model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
-    speeds = sharding.device_speeds or speeds_of(state.device)
+    speeds = target_speeds(sharding, state.device)
     known, load = _is_known(state), load_for(site, state)
     (outer, inner), _ = sharding.grid("auto")
     grids: dict[int, Load] = {}
@@ -161,6 +162,14 @@ def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) ->
     names = [name for name in _EXCHANGES if not exchange_reasons(name, sharding)]
     names = [BETWEEN_GPUS.get(name, name) if one_sided else name for name in names]
     return choose_exchange(model, load, speeds, names, sharding.node_size, grids)
+
+
+def target_speeds(sharding: Sharding, device: torch.device) -> Device:
+    """The speeds of the machine that is planned for: the annotation's, the device's, or, in a dry run without a GPU,
+    those of an H200."""
+    if sharding.device_speeds is None and isinstance(sharding.mesh, int) and device.type == "cpu":
+        return DEVICES["h200"]
+    return sharding.device_speeds or speeds_of(device)
 
 
 def _is_known(state: State) -> bool:

@@ -32,7 +32,8 @@ FLOORS = (
     {"diagnose"},
     {"backend"},
     {"integrations"},
-    {"__init__", "__main__"},
+    {"__init__"},
+    {"__main__"},
 )
 """From the ground up: a room imports from rooms below it. Files of the root are rooms of their own."""
 

@@ -30,6 +30,8 @@ def measure(name: str | None = None) -> Device | None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         name = name or torch.cuda.get_device_name().lower().replace(" ", "-")
     known = replace(speeds_of(torch.device(kind)), name=name or kind)
+    if kind == "cuda":
+        known = replace(known, device_bytes=torch.cuda.get_device_properties().total_memory)
     device = _measure_device(known, kind)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return device

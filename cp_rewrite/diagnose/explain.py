@@ -18,9 +18,15 @@ from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.values.resolution import Converted
+from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
+
+from .forecast import page
+from .forecast.needs import needs_of
+from .forecast.target import Target, target_of
+from .forecast.weights import weights_on_cpu
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Report:
         collectives: sums over the ranks that were put in for what a model uses as the whole, and reads of neighbouring
             tokens; none when refused.
         notes: what was set for the dry run.
+        target: attention's time, bytes between GPUs and memory on the machine that training will run on: of
+            `Sharding(speeds=…)`, of the mesh's GPUs, or of H200s. None when refused.
     """
 
     sites: tuple[SiteReport, ...]
@@ -83,6 +91,7 @@ class Report:
     inserts: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
+    target: Target | None = None
 
     @property
     def ok(self) -> bool:
@@ -93,6 +102,16 @@ class Report:
     def diff(self) -> str:
         """Normalised unified diff of the graph, repeated layers folded."""
         return graph_diff(list(self.before), list(self.after))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON: `ok`, `sites`, `refusals`, `collectives`, `inserts`, `notes`,
+        `ops_before`, `ops_after` and `target`. Inner keys are these classes' fields. Keys stay; new ones may come."""
+        return page.as_dict(self)
+
+    def as_html(self, title: str = "cp_rewrite", plan: Plan | None = None) -> str:
+        """One page that needs nothing beside it: sites, refusals with their source lines, the target machine, the
+        picture of a plan (`cp.plan`), the diff of the graph."""
+        return page.as_html(self, title, plan)
 
     def __str__(self) -> str:
         reads = [x.bytes for x in self.collectives if x.op == _READ]
@@ -105,6 +124,7 @@ class Report:
         lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
         lines += [f"note      {note}" for note in self.notes]
+        lines += [] if self.target is None else [str(self.target)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
         lines += [f"ops       {op}: {self.ops_before[op]} -> {self.ops_after[op]}" for op in changed]
         return "\n".join(lines)
@@ -123,7 +143,7 @@ def explain(
 
     The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
     `shift_labels` and `label_arg` as in `Sharding.shard`. What tells documents apart need not be an argument of the
-    model.
+    model. A model may be on `meta`: masks that its buffers hold are then not known.
 
     Raises:
         TypeError: no model or no Sharding. The returned function raises what `Sharding.shard` does, and what Dynamo
@@ -137,7 +157,7 @@ def explain(
         found: list[Report] = []
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            found.append(_report(capture(gm, sharding, active_plan(sharding))))
+            found.append(_report(capture(gm, sharding, active_plan(sharding)), model))
             # Torch keeps nothing of it: guards of a graph that nobody runs take long to make, and count as a compile.
             raise _Captured
 
@@ -145,7 +165,7 @@ def explain(
         with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
             try:
                 # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.
-                with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+                with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), weights_on_cpu(model):
                     torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
             except _Captured:
                 return found[0]
@@ -158,9 +178,11 @@ class _Captured(BaseException):
     """No Exception: no handler of Dynamo's, or of a module around the graph, looks at it."""
 
 
-def _report(state: passes.State) -> Report:
+def _report(state: passes.State, model: Any) -> Report:
     before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
+    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
+    needs = needs_of(model, state.graph_module, rows) if isinstance(model, nn.Module) else None
     state = passes.run_passes(state)
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
@@ -175,7 +197,8 @@ def _report(state: passes.State) -> Report:
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
     texts = tuple(before), tuple(after), tuple(found)
     collectives = [*_collectives(state.graph_module), *(() if state.refusals else _reads(state, where))]
-    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives))
+    target = None if state.refusals else target_of(state, needs)
+    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), target=target)
 
 
 _READ = "neighbour_rows"

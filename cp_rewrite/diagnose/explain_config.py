@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cp_rewrite.packing import PositionIds
 from cp_rewrite.sharding import Sharding
@@ -21,14 +23,16 @@ _CACHE = (
 
 
 def explain_config(
-    name: str, lengths: Sequence[int], world_size: int, layers: int | None = None, **options: Any
+    name: str, lengths: Sequence[int], world_size: int, layers: int | None = None, nodes: int = 1, **options: Any
 ) -> Report:
     """What `explain` says of a causal language model in training on one packed row.
 
     Args:
         name: a folder with a config.json, that file, or a name that `transformers` finds.
         lengths: tokens per document of the row.
-        layers: layers to keep; None: the first ones up to where each kind of layer has come, at least 2.
+        layers: layers to look at; None: the first ones up to where each kind of layer has come, at least 2. Times and
+            memory are those of all layers.
+        nodes: machines that the ranks are spread over.
         options: further arguments of Sharding.
 
     Raises:
@@ -41,25 +45,48 @@ def explain_config(
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'cp_rewrite[transformers]'") from error
 
+    if world_size % nodes:
+        raise ValueError(f"nodes must divide the {world_size} ranks, got {nodes}")
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
     text = config.get_text_config()
     notes = (_CACHE,) if getattr(text, "use_cache", False) else ()
     config.use_cache = text.use_cache = False
-    _keep_layers(text, layers)
+    with torch.device("meta"):
+        kinds = _kinds_of(text, AutoModelForCausalLM.from_config(config))
+    _keep_layers(text, kinds, layers)
     with no_init_weights():  # weights are memory that nothing writes; buffers, which masks are read off, hold numbers
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     tokens = torch.zeros_like(position_ids)
     batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens.clone()}
+    options = {"ranks_per_node": world_size // nodes, **options}
     sharding = Sharding(world_size, dict.fromkeys(batch, 1), PositionIds("position_ids"), **options)
-    return replace(explain(model.train(), sharding, shift_labels=True)(**batch), notes=notes)
+    report = explain(model.train(), sharding, shift_labels=True)(**batch)
+    kept = kinds[: text.num_hidden_layers]
+    like = [i if i < len(kept) else kept.index(kind) if kind in kept else -1 for i, kind in enumerate(kinds)]
+    if report.target is not None and min(like) >= 0:
+        report = replace(report, target=report.target.of_all_layers(like))
+    elif min(like) < 0:
+        notes = (*notes, f"times and memory are those of the {len(kept)} layers that were looked at")
+    return replace(report, notes=notes)
 
 
-def _keep_layers(config: Any, layers: int | None) -> None:
+def _kinds_of(config: Any, model: nn.Module) -> list[tuple[str, int]]:
+    """Of each layer what the config calls it, and how many parameters it has: experts come behind dense layers."""
+    total: int = config.num_hidden_layers
+    names = getattr(config, "layer_types", None) or [""] * total
+    sizes = [0] * total
+    for name, weight in model.named_parameters():
+        found = re.search(r"\.(\d+)\.", name)
+        if found and int(found[1]) < total:
+            sizes[int(found[1])] += weight.numel()
+    return list(zip(names, sizes, strict=True))
+
+
+def _keep_layers(config: Any, kinds: Sequence[tuple[str, int]], layers: int | None) -> None:
     """Shorten the model, and every list in its config that has one entry per layer."""
     total: int = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [""]
     every_kind = min(total, max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
     kept: int = every_kind if layers is None else layers
     if not 1 <= kept <= total:

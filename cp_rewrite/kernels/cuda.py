@@ -56,7 +56,7 @@ def compile_kernel(file: str, arch: str, macros: Macros = ()) -> bytes:
     Raises:
         RuntimeError: the source does not compile; the message holds the compiler's log.
     """
-    path = _cache_dir() / f"{Path(file).stem}-{_digest(file, arch, macros)}.cubin"
+    path = cache_dir() / f"{Path(file).stem}-{_digest(file, arch, macros)}.cubin"
     with contextlib.suppress(OSError):
         return path.read_bytes()
     cubin = _compile(file, arch, macros)
@@ -180,7 +180,7 @@ def _nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
     return Path(os.environ.get("CP_REWRITE_CACHE") or os.path.expanduser("~/.cache/cp_rewrite"))
 
 

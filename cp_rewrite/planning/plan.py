@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -154,8 +155,8 @@ class Plan:
             raise ValueError(f"rank must be below world_size {self.world_size}, got {rank}")
         return self.order.local_indices(rank)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw who owns what, work and rows received per rank, into an image file.
+    def plot(self, path: str | Path | IO[bytes]) -> None:
+        """Draw who owns what, work and rows received per rank, into an image file; PNG into an open one.
 
         Raises:
             ImportError: matplotlib is not installed.

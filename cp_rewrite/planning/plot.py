@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # plan.py imports this file
     from .plan import Plan
 
 
-def draw_plan(plan: Plan, path: str | Path) -> None:
+def draw_plan(plan: Plan, path: str | Path | IO[bytes]) -> None:
     """Draw who owns which tokens of which document, and each rank's work, received and expanded rows, into a file.
 
         row     [ 1: 3104 ][   2: 3200   ][3: 160]     documents: number and length in tokens

@@ -38,7 +38,14 @@ class Table:
         0 1 1 0
         0 0 1 1
         """
-        if type(buffer) not in (Tensor, nn.Buffer) or buffer.is_meta or buffer.is_complex() or not buffer.numel():
+        unknown = hasattr(buffer, "_cp_rewrite_unknown")  # a model on `meta` in a dry run
+        if (
+            unknown
+            or type(buffer) not in (Tensor, nn.Buffer)
+            or buffer.is_meta
+            or buffer.is_complex()
+            or not buffer.numel()
+        ):
             return None
         seen, first = [_place_of(buffer)], buffer.flatten()[0]
         if bool((buffer == first).all()):

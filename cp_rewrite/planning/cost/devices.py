@@ -25,6 +25,7 @@ class Device:
         all_to_all, ring: the same in a node, of an all-to-all, and of messages from rank to rank while a kernel runs.
         latency, node_latency: seconds that a collective or a signal takes at no size, in a node and between nodes.
         launch: seconds per kernel launch.
+        device_bytes: memory of one device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Device:
     latency: float
     node_latency: float
     launch: float
+    device_bytes: int = 80 << 30
 
     @classmethod
     def named(cls, name: str) -> Device:
@@ -76,13 +78,14 @@ class Device:
 
 
 DEVICES: Mapping[str, Device] = {
-    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6),
+    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6, 140 << 30),
     "h100": Device("h100", 640e12, 570e12, 2950e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6),
     "a100": Device("a100", 190e12, 170e12, 1700e9, 200e9, 170e9, 140e9, 24e9, 30e-6, 60e-6, 6e-6),
     "cpu": Device("cpu", 50e9, 40e9, 10e9, 2e9, 2e9, 2e9, 1e9, 300e-6, 600e-6, 20e-6),
 }
-"""h200: measured on 4 GPUs with NVLink. h100, a100: scaled from it by the vendor's figures. node_link: one adapter per
-GPU, of 400 Gbit/s (a100: 200). cpu: an order of magnitude, for processes over gloo. `calibrate` measures yours."""
+"""h200: measured on 4 GPUs with NVLink. h100, a100: scaled from it by the vendor's figures, with 80 GB. node_link: one
+adapter per GPU, of 400 Gbit/s (a100: 200). cpu: an order of magnitude, for processes over gloo. `calibrate` measures
+yours."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,164 @@
+"""What attention of a step takes on the machine that training will run on: seconds, and bytes between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cp_rewrite.passes.plan_sites import spec_of, target_speeds
+from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.cost.devices import Model
+from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
+from cp_rewrite.planning.cost.seconds import exchange_seconds, load_of, same_node
+from cp_rewrite.planning.cost.tiles import imbalance
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention site's step on the target, forward and backward, in bf16. Bytes are those of its keys and values
+    that the rank which needs most gets from others in the forward; the backward moves up to three times as many.
+
+    Args:
+        mask: what it sees. layers: how many layers have one like it.
+        seconds: by exchange that can be asked for. exchange: the one that the annotation names, or the cheapest.
+        imbalance: work of the rank that has most over the mean of ranks.
+        inside, across: bytes from ranks of the same node, and of other nodes.
+        expanded: KV rows that a rank's kernel reads, copies included, of the rank that reads most.
+    """
+
+    mask: str
+    layers: int
+    seconds: dict[str, float]
+    exchange: str
+    imbalance: float
+    inside: int
+    across: int
+    expanded: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A step on the machine that training will run on.
+
+    Args:
+        device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
+        rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
+    """
+
+    device: str
+    device_bytes: int
+    world_size: int
+    ranks_per_node: int
+    rows: int
+    attention: tuple[Attention, ...]
+    needs: Needs | None
+
+    @property
+    def seconds(self) -> float:
+        """Of the attention of all layers, forward and backward."""
+        return sum(site.layers * site.seconds[site.exchange] for site in self.attention)
+
+    def share(self, data_parallel: int = 1) -> Share:
+        """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
+        expanded = max((site.expanded for site in self.attention), default=0)
+        return Share(self.rows, expanded, self.world_size * data_parallel)
+
+    @property
+    def memory(self) -> Memory | None:
+        """The peak of one GPU with FSDP2 over the group's ranks, fp32 weights, AdamW and activations in bf16."""
+        return None if self.needs is None else predict(self.needs, self.share())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON. Seconds, bytes, rows."""
+        memory = self.memory
+        return {
+            "device": self.device,
+            "device_bytes": self.device_bytes,
+            "world_size": self.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "rows": self.rows,
+            "attention_seconds": self.seconds,
+            "attention": [asdict(site) for site in self.attention],
+            "memory": None if memory is None else {**memory.parts, "peak": memory.peak, "at": memory.at},
+        }
+
+    def of_all_layers(self, layers: Sequence[int]) -> Target:
+        """The same for a model of which each layer is like one of these: `layers` holds its number, layer by layer."""
+        if self.needs is None or not self.needs.layers or max(layers) >= len(self.needs.layers):
+            return self
+        kept = len(self.needs.layers)
+        counts = [layers.count(i % kept) for i in range(len(self.attention))]
+        fits = len(self.attention) == kept
+        sites = [
+            replace(site, layers=n if fits else round(len(layers) / kept))
+            for site, n in zip(self.attention, counts, strict=True)
+        ]
+        needs = replace(self.needs, layers=tuple(self.needs.layers[i] for i in layers))
+        return replace(self, attention=tuple(sites), needs=needs)
+
+    def __str__(self) -> str:
+        nodes = -(-self.world_size // self.ranks_per_node)
+        lines = [
+            f"machine   {self.world_size} × {self.device} on {nodes} node{'s' * (nodes > 1)}: attention "
+            f"{1e3 * self.seconds:.1f} ms a step, forward and backward"
+        ]
+        for site, count in _folded(self.attention):
+            others = ", ".join(f"{n} {1e3 * s:.2f}" for n, s in site.seconds.items() if n != site.exchange)
+            across = f", {_mib(site.across)} of it from other nodes" if nodes > 1 else ""
+            lines.append(
+                f"          {count} × {site.mask}: {1e3 * site.seconds[site.exchange]:.2f} ms by {site.exchange} "
+                f"({others}); imbalance {site.imbalance:.3f}; a rank gets up to {_mib(site.inside + site.across)} of "
+                f"keys and values{across}"
+            )
+        if (memory := self.memory) is not None:
+            fits = "fits" if memory.peak <= self.device_bytes else "does NOT fit"
+            lines.append(f"memory    {memory}: {fits} in {self.device_bytes / GIB:.0f} GiB")
+        return "\n".join(lines)
+
+
+def target_of(state: State, needs: Needs | None) -> Target:
+    """The target of a graph whose sites are decided."""
+    speeds, ranks = target_speeds(state.sharding, state.device), state.sharding.world_size
+    per_node = state.sharding.node_size or ranks
+    asked, sites = state.sharding.exchange, list[Attention]()
+    for decision in state.decisions:
+        spec = spec_of(decision.site, deterministic=False)
+        model = Model((spec.heads, spec.heads_kv), spec.head_dim)
+        load = load_of(state.plan.plan.schedule(decision.site.mask))
+        seconds = exchange_seconds(load, speeds, model, per_node) if ranks > 1 else {}
+        if ranks == 1:
+            seconds = {"local": exchange_seconds(load, speeds, model, 1)["needed"]}
+        if "push" in seconds:  # what `needed` becomes inside of a node
+            seconds["needed"] = min(seconds["needed"], seconds.pop("push"))
+        near = same_node(ranks, per_node)
+        inside, across = (int(np.where(at, load.received, 0).sum(1).max()) for at in (near, ~near))
+        sites.append(
+            Attention(
+                mask=str(decision.site.mask),
+                layers=1,
+                seconds=seconds,
+                exchange=asked if asked in seconds else min(seconds, key=seconds.__getitem__),
+                imbalance=imbalance(load.tiles),
+                inside=inside * model.kv_bytes,
+                across=across * model.kv_bytes,
+                expanded=int(load.expanded.max()),
+            )
+        )
+    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
+    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs)
+
+
+def _folded(sites: Sequence[Attention]) -> list[tuple[Attention, int]]:
+    """Equal sites as one, with how many layers have it."""
+    counts: dict[str, tuple[Attention, int]] = {}
+    for site in sites:
+        key = repr(replace(site, layers=1))
+        counts[key] = site, site.layers + counts.get(key, (site, 0))[1]
+    return [*counts.values()]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

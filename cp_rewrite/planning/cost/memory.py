@@ -1,0 +1,172 @@
+"""What a training step takes of a GPU at its worst moment: docs/guides/memory.md shows it beside measurements.
+
+R local rows on a rank, weights sharded over F ranks, b bytes per element of an activation (2: bf16):
+
+    weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
+    gathered                    b bytes per parameter: two blocks, and what is in no block
+    activations                 b R × the elements per token that the backward reads, of every layer; of a
+                                checkpointed layer those that enter it
+    and the larger of
+      the loss                  (4 + b) R × logits per token: in b bytes, and an fp32 copy or gradient
+      a layer's backward        its elements again where it is checkpointed, and the gradients of its two widest tensors
+                                and of what enters it; or of attention, with the keys of other ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model. Elements are counted per token.
+
+    Args:
+        parameters: that are gathered together. trained: of these, those that have gradients.
+        enters: elements that come in. kept: elements that its backward reads, those among them.
+        before_attention: of `kept`, those that are still there when attention's backward runs.
+        widest: elements of its widest tensor.
+        queries, keys: elements of attention's queries, and of its keys and values; 0 without attention.
+        checkpointed: what it keeps is computed again in the backward.
+    """
+
+    parameters: int
+    trained: int
+    enters: float
+    kept: float
+    before_attention: float
+    widest: float
+    queries: float = 0.0
+    keys: float = 0.0
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model's training step needs, whatever the machine.
+
+    Args:
+        layers: all of them. parameters, trained: of what is in no layer, embeddings and head.
+        kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
+            logits, 0 where the model has none.
+    """
+
+    layers: tuple[Layer, ...]
+    parameters: int
+    trained: int
+    kept: float
+    logits: float
+
+    @property
+    def all_parameters(self) -> int:
+        return self.parameters + sum(layer.parameters for layer in self.layers)
+
+    def checkpointed(self) -> Needs:
+        """The same with every layer checkpointed."""
+        return replace(self, layers=tuple(replace(layer, checkpointed=True) for layer in self.layers))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank is given.
+
+    Args:
+        rows: local rows. expanded: KV rows that its attention reads, copies included.
+        ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
+        item_bytes: of an element of activations and gathered weights.
+    """
+
+    rows: int
+    expanded: int
+    ranks: int
+    item_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU at its worst moment, by what takes them.
+
+    `at`: the moment, "loss" or "layer". `workspace` is there in a layer's backward, `logits` at the loss.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    workspace: int
+    logits: int
+    at: str
+
+    @property
+    def peak(self) -> int:
+        """Their sum."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what takes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "at"}
+
+    def __str__(self) -> str:
+        sizes = {name: size / GIB for name, size in self.parts.items()}
+        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05]
+        moment = "at the loss" if self.at == "loss" else "in the backward of a layer"
+        return f"{self.peak / GIB:.1f} GiB {moment} ({', '.join(listed)})"
+
+
+def predict(needs: Needs, share: Share) -> Memory:
+    """The worst moment of a step: at the loss, or in the backward of the layer that needs most."""
+    item, rows = share.item_bytes, share.rows
+    every = needs.all_parameters
+    trained = needs.trained + sum(layer.trained for layer in needs.layers)
+    blocks = sorted((layer.parameters for layer in needs.layers), reverse=True)[:2]
+    gathered = item * (needs.parameters + sum(blocks))
+    kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
+    logits = round((4 + item) * rows * needs.logits)
+    workspace = max((_in_layer(layer, share) for layer in needs.layers), default=0)
+    at_loss = logits >= workspace
+    return Memory(
+        weights=4 * every // share.ranks,
+        gradients=4 * trained // share.ranks,
+        optimizer=8 * trained // share.ranks,
+        gathered=gathered,
+        activations=round(item * rows * kept),
+        workspace=0 if at_loss else workspace,
+        logits=logits if at_loss else 0,
+        at="loss" if at_loss else "layer",
+    )
+
+
+def _in_layer(layer: Layer, share: Share) -> int:
+    """Bytes that a layer's backward takes beside what was kept for it."""
+    item, rows = share.item_bytes, share.rows
+    again = layer.kept - layer.enters if layer.checkpointed else 0.0
+    gone = layer.kept - layer.before_attention
+    wide = item * rows * (again + 2 * layer.widest + layer.enters)
+    # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32.
+    attention = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
+    return round(max(wide, attention + item * rows * (again - gone)))
+
+
+def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:
+    """What else could be done, from the cheapest on: (what, the memory that it leaves). More ranks come last, doubled
+    each time; each option stands beside those before it."""
+    if not all(layer.checkpointed for layer in needs.layers):
+        needs = needs.checkpointed()
+        yield "gradient checkpointing of the layers", predict(needs, share)
+    if needs.logits and predict(needs, share).at == "loss":
+        needs = replace(needs, logits=0.0)
+        yield "a loss that never holds all logits (a fused or chunked one)", predict(needs, share)
+    without = predict(needs, share)
+    yield "kept activations on the host (offload)", replace(without, activations=0)
+    times = 2
+    while share.ranks * times <= max(most_ranks, 2 * share.ranks):
+        more = replace(
+            share, rows=-(-share.rows // times), expanded=-(-share.expanded // times), ranks=share.ranks * times
+        )
+        yield f"{times} times the ranks", predict(needs, more)
+        times *= 2

@@ -1,0 +1,243 @@
+"""What a dry run foretells: memory beside measured peaks, times on the target machine, JSON and pages, the doctor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+import cp_rewrite as cp
+from cp_rewrite.__main__ import main
+from cp_rewrite.diagnose import doctor
+from cp_rewrite.diagnose.explain import Report
+from cp_rewrite.diagnose.explain_config import explain_config
+from cp_rewrite.diagnose.forecast.fit import fit_of
+from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.planning.cost.memory import GIB, Needs, Share, options, predict
+
+WIDTH, WIDE, VOCAB = 32, 96, 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Model(nn.Module):
+    """A plain packed model. `kind`: "plain", "checkpointed", "sorted" (refused), or "buffer" (its mask is one)."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("triangle", torch.ones(99, 99, dtype=torch.bool).tril())
+
+    def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
+        size = input_ids.shape[1]
+        same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
+        mask = same & self.triangle[:size, :size] if self.kind == "buffer" else same.tril()
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False) if self.kind == "checkpointed" else block(x, mask)
+        if self.kind == "sorted":
+            x = x.sort(1).values
+        return self.head(x).float().square().sum()
+
+
+def report_of(kind: str = "plain", device: str = "cpu", **changes: Any) -> Report:
+    with torch.device(device):
+        model = Model(kind)
+    names = {"input_ids": 1, "doc_ids": 1}
+    options: dict[str, Any] = {"speeds": "h100", "ranks_per_node": 2, **changes}
+    sharding = cp.Sharding(4, names, cp.DocumentIds("doc_ids"), **options)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([13, 40, 11]))[None]
+    report = cp.explain(model, sharding)(input_ids=torch.zeros_like(ids), doc_ids=ids)
+    assert {p.device.type for p in model.parameters()} == {device}
+    return report
+
+
+@pytest.fixture(scope="module")
+def plain() -> Report:
+    return report_of()
+
+
+def needs(report: Report) -> Needs:
+    assert report.target is not None
+    assert report.target.needs is not None
+    return report.target.needs
+
+
+@pytest.mark.long
+def test_a_model_on_meta_is_explained_as_on_the_cpu(plain: Report) -> None:
+    assert str(report_of(device="meta")) == str(plain)
+
+
+@pytest.mark.long
+def test_masks_in_buffers_are_not_read_off_a_model_on_meta() -> None:
+    assert report_of("buffer").ok
+    assert not report_of("buffer", "meta").ok
+
+
+def test_the_target_is_the_machine_that_was_asked_for(plain: Report) -> None:
+    target = plain.target
+    assert target is not None
+    assert (target.device, target.world_size, target.ranks_per_node, target.rows) == ("h100", 4, 2, 16)
+    assert len(target.attention) == 2
+    site = target.attention[0]
+    assert site.exchange == min(site.seconds, key=site.seconds.__getitem__)
+    assert target.seconds == pytest.approx(2 * site.seconds[site.exchange])
+    planned = cp.plan([13, 40, 11], 4, heads=(2, 2), head_dim=16, device="h100", ranks_per_node=2)
+    assert site.across == planned.node_rows.max() * planned.model.kv_bytes > 0
+    assert site.inside + site.across >= planned.recv_rows.max() * planned.model.kv_bytes
+    assert "from other nodes" in str(planned)
+    assert "machine   4 × h100 on 2 nodes: attention " in str(plain)
+    assert "memory    0.0 GiB" in str(plain)
+
+
+@pytest.mark.long
+def test_what_a_layer_keeps_is_read_off_the_graph(plain: Report) -> None:
+    """Enters, normed, qkv, attention's out, the projection (the second norm reads it), normed, up, gelu."""
+    kept = WIDTH * (1 + 1 + 3 + 1 + 1 + 1) + 2 * WIDE
+    found, again = needs(plain), needs(report_of("checkpointed"))
+    weights = sum(p.numel() for p in Block().parameters())
+    assert [(x.kept, x.enters, x.widest, x.queries, x.keys) for x in found.layers] == [
+        (kept, WIDTH, WIDE, WIDTH, 2 * WIDTH)
+    ] * 2
+    assert [x.parameters for x in found.layers] == [weights] * 2
+    assert (found.parameters, found.kept, found.logits) == (2 * VOCAB * WIDTH, WIDTH, VOCAB)
+    assert again == found.checkpointed()
+
+
+@pytest.mark.slow
+def test_a_layer_keeps_what_the_partitioner_of_torch_does(plain: Report) -> None:
+    saved: list[float] = []
+    tokens = 64
+
+    def forward(gm: torch.fx.GraphModule, _: Any) -> Any:
+        _, *kept = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+        values = [n.meta["val"] for n in kept if n.op != "placeholder" and isinstance(n.meta.get("val"), Tensor)]
+        saved.append(sum(v.numel() for v in values if v.is_floating_point()) / tokens)
+        return gm
+
+    made_by = aot_autograd(
+        fw_compiler=forward, bw_compiler=lambda gm, _: gm, partition_fn=min_cut_rematerialization_partition
+    )
+    x = torch.randn(1, tokens, WIDTH, requires_grad=True)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    torch.compile(Block(), backend=made_by, fullgraph=True)(x, mask)
+    layer = needs(plain).layers[0]
+    assert saved[0] + WIDTH == pytest.approx(layer.kept, rel=0.1)
+
+
+MEASURED = (
+    (320, 65_536, False, 2, 39.9),
+    (320, 65_536, False, 1, 79.4),
+    (320, 262_144, True, 2, 26.8),
+    (128_256, 65_536, True, 2, 34.7),
+    (128_256, 131_072, True, 2, 60.5),
+)
+"""(vocabulary, tokens of a row, checkpointed, H200s, GiB per GPU): docs/guides/memory.md."""
+
+
+@pytest.mark.long
+def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**sizes, **heads, vocab_size=128_256, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    large = needs(explain_config(str(tmp_path), [4096], 2))
+    assert len(large.layers) == 16
+    assert large.all_parameters == pytest.approx(1.135e9, rel=0.001)
+    small = replace(large, parameters=2 * 320 * 2048, trained=2 * 320 * 2048, logits=320)
+    for vocabulary, tokens, checkpointed, ranks, measured in MEASURED:
+        model = large if vocabulary > 320 else small
+        model = model.checkpointed() if checkpointed else model
+        peak = predict(model, Share(tokens // ranks, tokens // ranks, ranks)).peak / GIB
+        assert peak == pytest.approx(measured, rel=0.1), (vocabulary, tokens)
+
+
+def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:
+    target = plain.target
+    assert target is not None
+    peaks = [memory.peak for _, memory in options(needs(plain), target.share())]
+    assert all(a > b for a, b in pairwise(peaks))
+    assert fit_of(target).fits
+    tight = fit_of(replace(target, device_bytes=peaks[1]))
+    assert not tight.fits
+    assert [what for what, _ in tight.options][-1] == [what for what, _ in options(needs(plain), target.share())][1]
+    assert "does NOT fit" in str(tight)
+    assert fit_of(target, data_parallel=2).memory.weights == fit_of(target).memory.weights // 2
+
+
+@pytest.mark.long
+def test_reports_are_json_and_pages(plain: Report) -> None:
+    pytest.importorskip("matplotlib")
+    refused = report_of("sorted")
+    values = json.loads(json.dumps(plain.as_dict()))
+    assert {"ok", "sites", "refusals", "collectives", "inserts", "notes", "target"} <= {*values}
+    assert values["target"]["memory"]["peak"] == plain.target.memory.peak  # type: ignore[union-attr]
+    assert values["sites"][0].keys() == {"where", "mask", "exchange", "kernel", "why"}
+    (refusal,) = json.loads(json.dumps(refused.as_dict()))["refusals"]
+    assert refusal["reason"] == "TOKEN_MIXING"
+    assert Path(__file__).name in refusal["where"]
+    page = plain.as_html("a <model>", cp.plan([13, 40, 11], 4))
+    assert "<h1>a &lt;model&gt;</h1>" in page
+    assert 'src="data:image/png;base64,iVBOR' in page
+    assert '<span class="added">+' in page
+    assert "http" not in page
+    page = refused.as_html()
+    assert "<h3>TOKEN_MIXING</h3>" in page
+    assert "x = x.sort(1).values</b>" in page.replace("\n", "")
+
+
+def test_the_doctor_names_problems_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("CP_REWRITE_CACHE", str(file / "folder"))
+    assert main(["doctor"]) == 1
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"cp_rewrite {cp.__version__}: ")
+    assert second.startswith(f"kernel cache   {file / 'folder'}: ")
+    assert "set CP_REWRITE_CACHE" in others[0]
+    assert any(line.startswith("torch  ") for line in others)
+    assert doctor.why_not_writable(tmp_path / "new") is None
+
+
+def test_a_gpu_without_a_fast_kernel_is_a_problem() -> None:
+    hopper = DeviceFacts((9, 0))
+    found = {f.name: f for f in doctor.kernel_findings(hopper)}
+    assert "fa4" in found["kernel fa4"].remedy
+    assert "flash_attn.cute is not installed" in found["kernel fa4"].value
+    served = doctor.kernel_findings(replace(hopper, modules=frozenset({"flash_attn.cute"})))
+    assert not [f for f in served if f.remedy]
+    assert not [f for f in doctor.kernel_findings(DeviceFacts(None)) if f.remedy]
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"cp_rewrite {cp.__version__}\n"
