@@ -2,6 +2,7 @@
 
 from cp_rewrite.batch.steps.gradients import sum_gradients
 from cp_rewrite.batch.steps.token_mean import token_mean
+from cp_rewrite.batch.trace import Trace, trace
 from cp_rewrite.diagnose.check_op import OpReport, check_op
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
@@ -48,6 +49,7 @@ __all__ = [
     "Sharding",
     "Spans",
     "StartOfDocument",
+    "Trace",
     "Tree",
     "WholeRows",
     "backend",
@@ -60,4 +62,5 @@ __all__ = [
     "plan",
     "sum_gradients",
     "token_mean",
+    "trace",
 ]

@@ -21,11 +21,13 @@ from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.agreed_inputs import AgreedInputs
 from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
+from cp_rewrite.calls.progress import listen, progress
 from cp_rewrite.calls.spot_check import SpotCheck
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.plan_sites import traffic_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.passes.values.conditions import PlanConditions
 
@@ -46,6 +48,7 @@ class Backend:
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
+        listen()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Backend) and self.sharding.graph_key == other.sharding.graph_key
@@ -84,7 +87,8 @@ class Backend:
         sharding = self.sharding
         observe.trace("before", lambda: graph_lines(gm))
         try:
-            state = self._rewritten(gm)
+            with progress("proof"):
+                state = self._rewritten(gm)
         except Exception as error:
             agree.on_failure(sharding, "graph", error)
             raise
@@ -114,7 +118,8 @@ class Backend:
     ) -> Callable[..., Any]:
         """What runs a graph; `patches`: options of Inductor."""
         take_snapshots(gm, written_memory(gm))
-        return self._compiled(gm, example_inputs, patches)
+        with progress("compile"):
+            return self._compiled(gm, example_inputs, patches)
 
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
@@ -234,9 +239,11 @@ def _checked(
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
     weights, vouched = WeightWatch(sharding, agreed.weights), SpotCheck.of(state)
+    traffic = [traffic_of(decision) for decision in state.decisions]
 
     def run(*args: Any) -> Any:
         plan = active_plan(sharding)
+        plan.sites += traffic
         with agreed.or_failed(sharding):
             checks.check(plan, args)
         agreed.compare(plan, args)

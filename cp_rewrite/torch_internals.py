@@ -23,6 +23,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -282,3 +283,17 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh of several dims."""
     return mesh._flatten().get_group()
+
+
+def on_compiles(starts: Callable[[str], None], ends: Callable[[str], None]) -> None:
+    """Call `starts` and `ends` around every capture ("DYNAMO") and every backward that is compiled when it first runs
+    ("LAZY_BACKWARD"), with that name; once, however often it is asked for."""
+    if any(getattr(callback, "_cp_rewrite", None) is starts for callback in callback_handler.start_callbacks):
+        return
+
+    def started(args: CallbackArgs) -> None:
+        starts(args.callback_trigger.name)
+
+    started._cp_rewrite = starts  # type: ignore[attr-defined]
+    callback_handler.register_start_callback(started)
+    callback_handler.register_end_callback(lambda args: ends(args.callback_trigger.name))

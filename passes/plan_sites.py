@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from cp_rewrite.batch.trace import Traffic
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.ops.attention import travels_beside
@@ -124,6 +125,14 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
         deterministic=deterministic,
         softcap=site.softcap,
     )
+
+
+def traffic_of(decision: Decision) -> Traffic:
+    """What a site moves, for traces of a run."""
+    spec = spec_of(decision.site, deterministic=False)
+    keys, queries = spec.heads_kv * (spec.head_dim + spec.head_dim_v), spec.heads * (spec.head_dim + spec.head_dim_v)
+    item = spec.dtype.itemsize
+    return Traffic(decision.site.mask, decision.exchange_name, item * keys, item * queries)
 
 
 def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:

@@ -345,6 +345,19 @@ def test_root_mesh() -> None:
         assert ours.root_mesh(mesh) is mesh
 
 
+@canary("torch._dynamo.callback", "torch_internals.on_compiles, for calls.progress")
+def test_callbacks_of_compiles() -> None:
+    seen = list[str]()
+    starts, ends = seen.append, lambda name: seen.append(f"{name} ended")
+    for _ in range(2):  # asked for twice, called once
+        ours.on_compiles(starts, ends)
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    finally:
+        torch._dynamo.reset()
+    assert seen == ["DYNAMO", "DYNAMO ended"]
+
+
 @canary("the engine's callbacks", "torch_internals.at_end_of_backward, for batch.steps.backward")
 def test_end_of_a_backward() -> None:
     weight, seen = nn.Parameter(torch.ones(1)), list[Any]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
 from .steps import later
+from .trace import note_batch
 
 
 class LocalBatch(dict[str, Any]):
@@ -100,6 +102,7 @@ def shard(
         RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
             layouts, or one of them could not cut its batch.
     """
+    start = time.perf_counter()
     if get_worker_info() is not None:  # a fork, which must not touch the group
         raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
     try:
@@ -121,8 +124,10 @@ def shard(
     if sharding.check_batches and agree.talks(sharding):
         heartbeat.watch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
+    seconds = time.perf_counter() - start
     with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):
         yield local
+    note_batch(plan, active.sites, seconds)
     warn_if_nothing_ran(sharding, active.ran)
 
 

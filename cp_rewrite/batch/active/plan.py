@@ -56,6 +56,8 @@ class ActivePlan:
     """The arguments in which IGNORE_INDEX says that a token is no target."""
     ran: bool = False
     """Whether a graph asked for it."""
+    sites: list[Any] = field(default_factory=list[Any])
+    """The `Traffic` of graphs that ran, as often as they did."""
     fill: Mapping[str, float] = field(default_factory=dict[str, float])
     """By argument: what it holds in rows without a token, where the caller said so."""
     spares: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from cp_rewrite.backend import Backend
 from cp_rewrite.calls import observe
+from cp_rewrite.calls.progress import progress
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode, input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import outputs_of
@@ -114,7 +115,8 @@ class SegmentBackend(Backend):
             examples = examples_of(segment, given, inner)
             described = description(segment, examples, written)
             if described not in classes:
-                classes[described] = self._compiled(segment.graph_module, examples, patches), examples
+                with progress("compile", i + 1, len(segments)):
+                    classes[described] = self._compiled(segment.graph_module, examples, patches), examples
             done = {node for node in segment.inputs if last_use[node] == i and node not in returned}
             calls.append(_Call(segment, classes[described][0], weights, done))
         observe.count_segments(len(segments), len(classes))
