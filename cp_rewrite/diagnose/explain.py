@@ -183,6 +183,8 @@ def _report(state: passes.State, model: Any) -> Report:
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
     rows = state.plan.plan.local_size * len(state.plan.plan.rows)
     needs = needs_of(model, state.graph_module, rows) if isinstance(model, nn.Module) else None
+    if needs is not None and state.sharding.tile is not None:
+        needs = replace(needs, logits=0.0)  # a tile's are few
     state = passes.run_passes(state)
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []

@@ -160,7 +160,7 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
         yield "gradient checkpointing of the layers", predict(needs, share)
     if needs.logits and predict(needs, share).at == "loss":
         needs = replace(needs, logits=0.0)
-        yield "a loss that never holds all logits (a fused or chunked one)", predict(needs, share)
+        yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
     without = predict(needs, share)
     yield "kept activations on the host (offload)", replace(without, activations=0)
     times = 2
