@@ -1,4 +1,4 @@
-"""What a captured graph keeps for its backward, layer by layer, as the partitioner of torch's compilers does.
+"""What a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
 
 Kept are operands of matrix products and of attention, and results of products that something not linear reads: these
 are not computed again. Views share what they are views of; sums of residual streams are computed again of what was
