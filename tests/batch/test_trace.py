@@ -33,6 +33,7 @@ def run(mesh: DeviceMesh) -> tuple[list[dict[str, float]], int]:
     sharding = cp.Sharding(mesh, {"x": 1, "pos": 1}, cp.PositionIds("pos"), exchange="needed", inner="eager")
     compiled: Any = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     batch = {"x": torch.randn(1, 32, 8), "pos": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+    most = 0
     with cp.trace() as trace:
         for _ in range(2):
             with sharding.shard(batch) as local:
