@@ -114,8 +114,8 @@ class SegmentBackend(Backend):
             take_snapshots(segment.graph_module, written)
             examples = examples_of(segment, given, inner)
             described = description(segment, examples, written)
-            if described not in classes:
-                with progress("compile", i + 1, len(segments)):
+            with progress("compile", i + 1, len(segments)):
+                if described not in classes:
                     classes[described] = self._compiled(segment.graph_module, examples, patches), examples
             done = {node for node in segment.inputs if last_use[node] == i and node not in returned}
             calls.append(_Call(segment, classes[described][0], weights, done))
