@@ -2,7 +2,7 @@
 
 from cp_rewrite.batch.steps.gradients import sum_gradients
 from cp_rewrite.batch.steps.token_mean import token_mean
-from cp_rewrite.batch.trace import Trace, trace
+from cp_rewrite.batch.steps.trace import Trace, trace
 from cp_rewrite.diagnose.check_op import OpReport, check_op
 from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain

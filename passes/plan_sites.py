@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.trace import Traffic
+from cp_rewrite.batch.steps.trace import Traffic
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.ops.attention import travels_beside

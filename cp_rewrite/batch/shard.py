@@ -41,7 +41,7 @@ from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
 from .steps import later
-from .trace import note_batch
+from .steps.trace import note_batch
 
 
 class LocalBatch(dict[str, Any]):
