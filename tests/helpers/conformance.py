@@ -61,11 +61,12 @@ def attend_on(
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))
     inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
     exchange, heads = ranks_of(cell.exchange, cell.heads, cell.dims, sharding)
+    name = f"cell of {cell.heads} heads"  # cells that only differ in heads have equal annotations
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         how = exchange, params, cell.kernel, cell.keep_kv, sinks, heads
         with activate(active):
-            found = attend(q, k, v, inputs[:4], inputs[4:], *how, "cell")
+            found = attend(q, k, v, inputs[:4], inputs[4:], *how, name)
         if heads is None:
             return found[0], found[1]
         order, inverse = inputs[-2:]
@@ -73,7 +74,7 @@ def attend_on(
         return found[0], gather_heads(found[1].t().unsqueeze(2), order, inverse, heads).squeeze(2).t()
 
     def largest() -> Tensor:
-        return cp.max_logits(sharding)["cell"]
+        return cp.max_logits(sharding)[name]
 
     return RankAttention(run, largest, active.plan.local_indices(active.sharding.rank))
 
