@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,15 +39,26 @@ def tile_rows(state: State) -> State:
     extents = None if mode is None or tile is None else read_extents(state.tokens, mode.shape_env)
     if tile is None or mode is None or extents is None or not isinstance(extents.batch, int):
         return state
+    made: dict[fx.Node, fx.Node] = {}
     for region in find_regions(Rowwise(state, gm, extents, mode)):
+        region = _after(region, made)
         rows = tile if isinstance(tile, int) else TILE_BYTES // region.widest
-        _put(region, gm, extents, mode, max(1, rows // extents.batch), state.sharding.inner)
+        made |= _put(region, gm, extents, mode, max(1, rows // extents.batch), state.sharding.inner)
     gm.recompile()
     return state
 
 
-def _put(found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode, tile: int, inner: str) -> None:
-    """Put one op in the place of a region's nodes. `tile`: rows of a tile."""
+def _after(region: TileRegion, made: Mapping[fx.Node, fx.Node]) -> TileRegion:
+    """A region that may read what took the place of others' results."""
+    rows, wholes = (tuple(made.get(n, n) for n in nodes) for nodes in (region.rows, region.wholes))
+    states = {made.get(n, n): state for n, state in region.states.items()}
+    return replace(region, rows=rows, wholes=wholes, states=states)
+
+
+def _put(
+    found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode, tile: int, inner: str
+) -> dict[fx.Node, fx.Node]:
+    """Put one op in the place of a region's nodes. `tile`: rows of a tile. Returns what took the place of its results."""
     region = _traced(found, extents, mode, inner)
     name = _register(region)
     first = min((user for n in found.results for user in n.users if user not in found.nodes), key=_place(gm))
@@ -67,6 +79,7 @@ def _put(found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTens
     made.meta.update(position_of(found.results[0]), cp_rewrite=_WHY)
     for node in reversed(found.nodes):
         gm.graph.erase_node(node)
+    return dict(zip(found.results, parts, strict=True))
 
 
 def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
@@ -76,6 +89,8 @@ def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
 
 def _traced(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
     operands = [*found.rows, *found.wholes]
+    numbers = {n for node in found.nodes for n in node.all_input_nodes} - {*found.nodes, *operands}
+    assert not any(isinstance(value_of(n), Tensor) for n in numbers), "a region names all tensors that it reads"
     row_dims = tuple(_row_dim(found.states[n], value_of(n), extents) for n in found.rows)
     result_dims = tuple(
         _row_dim(state, value_of(n), extents) if isinstance(state := found.states[n], Rows) else None
@@ -88,7 +103,10 @@ def _traced(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: st
         env: dict[fx.Node, Any] = dict(zip(operands, values, strict=True))
 
         def read(node: fx.Node) -> Any:
-            return env[node] if node in env else tree_map(lambda x: _number(x, rows, extents), value_of(node))
+            if node in env:
+                return env[node]
+            assert node in numbers, f"{node} is neither read nor made by the region"
+            return tree_map(lambda x: _number(x, rows, extents), value_of(node))
 
         for node in found.nodes:
             env[node] = call(node, read)
