@@ -58,13 +58,11 @@ def _after(region: TileRegion, made: Mapping[fx.Node, fx.Node]) -> TileRegion:
 def _put(
     found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode, tile: int, inner: str
 ) -> dict[fx.Node, fx.Node]:
-    """Put one op in the place of a region's nodes. `tile`: rows of a tile. Returns what took the place of its results."""
+    """Put one op in the place of a region's nodes. `tile`: its rows. Returns what took the place of its results."""
     region = _traced(found, extents, mode, inner)
     name = _register(region)
     first = min((user for n in found.results for user in n.users if user not in found.nodes), key=_place(gm))
-    alone = len(region.differentiable) == 1 and region.result_dims[region.differentiable[0]] is None
-    scalar = alone and value_of(found.results[region.differentiable[0]]).ndim == 0
-    op = _ops.tiled_sum.default if scalar and region.gradients is not None else _ops.tiled.default
+    op = _ops.tiled.default if region.both is None else _ops.tiled_sum.default
     with gm.graph.inserting_before(first):
         made = gm.graph.call_function(op, (list(found.rows), list(found.wholes), name, tile))
         parts = [gm.graph.call_function(operator.getitem, (made, i)) for i in range(len(found.results))]
@@ -88,51 +86,61 @@ def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
 
 
 def _traced(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
-    operands = [*found.rows, *found.wholes]
-    numbers = {n for node in found.nodes for n in node.all_input_nodes} - {*found.nodes, *operands}
-    assert not any(isinstance(value_of(n), Tensor) for n in numbers), "a region names all tensors that it reads"
-    row_dims = tuple(_row_dim(found.states[n], value_of(n), extents) for n in found.rows)
+    body = _Body(found, extents)
     result_dims = tuple(
         _row_dim(state, value_of(n), extents) if isinstance(state := found.states[n], Rows) else None
         for n in found.results
     )
-    needed = tuple(i for i, n in enumerate(operands) if found.mode[1] and _may_need_gradient(n))
-
-    def run(*values: Any) -> list[Tensor]:
-        rows = row_dims[0].rows(values[0])
-        env: dict[fx.Node, Any] = dict(zip(operands, values, strict=True))
-
-        def read(node: fx.Node) -> Any:
-            if node in env:
-                return env[node]
-            assert node in numbers, f"{node} is neither read nor made by the region"
-            return tree_map(lambda x: _number(x, rows, extents), value_of(node))
-
-        for node in found.nodes:
-            env[node] = call(node, read)
-        return [env[node] for node in found.results]
-
-    def gradients(*values: Any) -> list[Tensor]:
-        given = [x.detach().requires_grad_(i in needed) for i, x in enumerate(values[: len(operands)])]
-        with torch.enable_grad():
-            out = run(*given)
-        wanted, of = [given[i] for i in needed], [out[i] for i in differentiable]
-        grads = torch.autograd.grad(of, wanted, values[len(operands) :], allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-
-    examples = [_contiguous(value_of(n), mode) for n in operands]
-    differentiable: tuple[int, ...] = ()
+    examples = [_contiguous(value_of(n), mode) for n in body.operands]
     with autocasts_open(found.mode[0]):
         with tracing(mode), mode, enable_python_dispatcher(), torch.enable_grad():
-            out = run(*(x.detach().requires_grad_(i in needed) for i, x in enumerate(examples)))
-            differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
-        forward = _plain(traced(run, examples, mode))
-        results = [_contiguous(value_of(found.results[i]), mode) for i in differentiable]
-        wanted = bool(needed and differentiable)
-        both = _plain(traced(gradients, [*examples, *results], mode)) if wanted else None
-    if both is None:
-        differentiable = needed = ()
-    return Region(forward, both, row_dims, result_dims, differentiable, needed, inner)
+            out = body.run(*(x.detach().requires_grad_(i in body.needed) for i, x in enumerate(examples)))
+        of = body.differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
+        scalar = len(of) == 1 and result_dims[of[0]] is None and out[of[0]].ndim == 0
+        upstream = [_contiguous(out[i], mode) for i in of]
+        forward = _plain(traced(body.run, examples, mode))
+        gradients = _plain(traced(body.gradients, [*examples, *upstream], mode)) if of and not scalar else None
+        both = _plain(traced(body.both, examples, mode)) if scalar else None
+    return Region(forward, gradients, both, body.row_dims, result_dims, of, body.needed if of else (), inner)
+
+
+class _Body:
+    """A region's nodes as functions of its operands, rows first. needed: operands that gradients go to."""
+
+    def __init__(self, found: TileRegion, extents: Extents) -> None:
+        self.found, self.extents = found, extents
+        self.operands = [*found.rows, *found.wholes]
+        self.numbers = {n for x in found.nodes for n in x.all_input_nodes} - {*found.nodes, *self.operands}
+        assert not any(isinstance(value_of(n), Tensor) for n in self.numbers), (
+            "a region names all tensors that it reads"
+        )
+        self.row_dims = tuple(_row_dim(found.states[n], value_of(n), extents) for n in found.rows)
+        self.needed = tuple(i for i, n in enumerate(self.operands) if found.mode[1] and _may_need_gradient(n))
+        self.differentiable: tuple[int, ...] = ()
+
+    def run(self, *values: Any) -> list[Tensor]:
+        """Results of some rows."""
+        rows = self.row_dims[0].rows(values[0])
+        env: dict[fx.Node, Any] = dict(zip(self.operands, values, strict=True))
+        env |= {n: tree_map(lambda x: _number(x, rows, self.extents), value_of(n)) for n in self.numbers}
+        for node in self.found.nodes:
+            env[node] = call(node, env.__getitem__)
+        return [env[node] for node in self.found.results]
+
+    def both(self, *values: Any) -> list[Tensor]:
+        """Results, and gradients of what needs them; those of results come behind the operands, or are 1."""
+        given = [x.detach().requires_grad_(i in self.needed) for i, x in enumerate(values[: len(self.operands)])]
+        with torch.enable_grad():
+            out = self.run(*given)
+        wanted, of = [given[i] for i in self.needed], [out[i] for i in self.differentiable]
+        upstream = values[len(self.operands) :] or [torch.ones_like(x) for x in of]
+        found = torch.autograd.grad(of, wanted, upstream, allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+        return [x.detach() for x in out] + grads
+
+    def gradients(self, *values: Any) -> list[Tensor]:
+        """Gradients alone."""
+        return self.both(*values)[len(self.found.results) :]
 
 
 def _plain(module: fx.GraphModule) -> fx.GraphModule:
@@ -180,7 +188,9 @@ def _number(value: Any, rows: Any, extents: Extents) -> Any:
 
 def _register(region: Region) -> str:
     """The region's name, under which the op finds it."""
-    text = [g.print_readable(print_output=False) for g in (region.forward, region.gradients) if g is not None]
+    text = [
+        g.print_readable(print_output=False) for g in (region.forward, region.gradients, region.both) if g is not None
+    ]
     facts = (*text, region.row_dims, region.result_dims, region.differentiable, region.needed, region.inner)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     REGIONS.setdefault(name, region)

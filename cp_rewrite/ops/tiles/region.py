@@ -55,15 +55,19 @@ class Region:
     """What runs over one tile.
 
     Args:
-        forward: (*rows, *wholes) -> results. gradients: (*rows, *wholes, *gradients of `differentiable` results) ->
-            gradients of `needed` operands; None: no gradient is asked for.
+        forward: (*rows, *wholes) -> results.
+        gradients: (*rows, *wholes, *gradients of `differentiable` results) -> gradients of `needed` operands; None: no
+            gradient is asked for, or `both` gives it.
+        both: (*rows, *wholes) -> results and gradients of `needed` operands where that of the one differentiable
+            result, a scalar, is 1.
         row_dims: of each operand that has rows. result_dims: of each result; None: it is a sum over rows.
         differentiable: which results gradients come to. needed: which operands gradients go to, rows first.
-        inner: the compiler that gets both graphs.
+        inner: the compiler that gets these graphs.
     """
 
     forward: fx.GraphModule
     gradients: fx.GraphModule | None
+    both: fx.GraphModule | None
     row_dims: tuple[RowDim, ...]
     result_dims: tuple[RowDim | None, ...]
     differentiable: tuple[int, ...]
@@ -72,10 +76,9 @@ class Region:
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
 
     def run(self, which: str, tile: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-        """One of both graphs on a tile's rows and what all tiles share."""
+        """One of the graphs, by name, on a tile's rows and what all tiles share."""
         if which not in self._compiled:
-            graph = self.forward if which == "forward" else self.gradients
-            assert graph is not None, "gradients were not asked for"
+            graph: fx.GraphModule = getattr(self, which)
             again = fx.GraphModule(graph, graph.graph)  # Dynamo skips code that was made while it traced
             plain = self.inner == "eager"
             self._compiled[which] = graph if plain else torch.compile(again, backend=self.inner, fullgraph=True)

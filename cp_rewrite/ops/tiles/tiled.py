@@ -53,13 +53,11 @@ def tiled_sum(rows: Sequence[Tensor], wholes: Sequence[Tensor], region: str, til
     """Results of a region of which one, a scalar sum, is differentiable; behind them the gradients of the `needed`
     operands where that of the sum is 1: nothing is run once more."""
     found = REGIONS[region]
-    one = [torch.ones((), dtype=_scalar_dtype(found), device=rows[0].device)]
+    return run_tiles(found, rows, wholes, tile, _both, (*found.result_dims, *_gradient_dims(found)))
 
-    def both(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
-        results = region.run("forward", tile_rows, wholes)
-        return results + region.run("gradients", tile_rows, [*wholes, *one])
 
-    return run_tiles(found, rows, wholes, tile, both, (*found.result_dims, *_gradient_dims(found)))
+def _both(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
+    return region.run("both", tile_rows, wholes)
 
 
 def _forward(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
@@ -68,11 +66,6 @@ def _forward(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tenso
 
 def _gradient_dims(region: Region) -> tuple[RowDim | None, ...]:
     return tuple(region.row_dims[i] if i < len(region.row_dims) else None for i in region.needed)
-
-
-def _scalar_dtype(region: Region) -> torch.dtype:
-    output = next(iter(region.forward.graph.find_nodes(op="output")))
-    return output.args[0][region.differentiable[0]].meta["val"].dtype
 
 
 def _fakes(graph: fx.GraphModule, *operands: Tensor) -> list[Tensor]:
