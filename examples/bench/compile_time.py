@@ -125,11 +125,12 @@ def make_model(layers: int, args: argparse.Namespace) -> Any:
 
 def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Callable[[int], Any]:
     """What runs a step, forward and backward, on the batch of a number."""
-    batches = [make_batch(args.tokens, seed, device) for seed in range(2)]
+    plain = case in ("plain", "blocks")
+    batches = [make_batch(args.tokens, seed, device if plain else "cpu") for seed in range(2)]  # `shard` moves its own
     if case == "explain":
         unit = cp.Sharding(4, TOKENS, cp.PositionIds("position_ids"))
         return lambda i: cp.explain(model, unit)(**batches[i])
-    if case in ("plain", "blocks"):
+    if plain:
         for module in model.model.layers if case == "blocks" else [model]:
             module.compile()
         return lambda i: model(**batches[i]).loss.backward()

@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, mesh: Any, tile: Any) -> tuple[float, floa
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with sharding.shard(batch) as local:
-            loss = ours(**{name: value.to(device) for name, value in local.items()})
+            loss = ours(**local)
             loss.backward()
         norm = nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
         optimizer.step()
