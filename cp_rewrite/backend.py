@@ -24,6 +24,7 @@ from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.progress import listen, progress
 from cp_rewrite.calls.spot_check import SpotCheck
 from cp_rewrite.passes.capture.capture import capture
+from cp_rewrite.passes.capture.copies import for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
@@ -127,6 +128,7 @@ class Backend:
         compile_inner = cast(Callable[..., Callable[..., Any]], lookup_backend(self.sharding.inner))
         options = {"config_patches": dict(patches)} if patches else {}
         with observe.cache_key(self.sharding):
+            gm = for_eager(gm) if self.sharding.inner == "eager" else gm
             return compile_inner(gm, list(example_inputs), **options)
 
 

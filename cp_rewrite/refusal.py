@@ -37,7 +37,7 @@ class Reason(Enum):
     NO_LOCALITY_RULE = (
         "an op has no token-locality rule; vouch for it with Sharding(local_ops=(…,)) if it acts per token"
     )
-    POSITION_GENERATOR = "positions are generated inside the model and can't be made global"
+    POSITION_GENERATOR = "positions, or counts of tokens, are made inside the model and can't be made global"
     TOKEN_INPUT = "an annotated argument does not carry the token dim the annotation says"
     TOKEN_COUNT = "the model decides by the number of tokens; make it decide alike for a shard and for the whole row"
     GRAPH_BREAK = "code between two graphs is not seen; compile with fullgraph=True, which names the line to change"

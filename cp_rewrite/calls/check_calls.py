@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
+from torch import Tensor, nn
 
-from cp_rewrite.batch.active import ActivePlan, mark_part, mark_token_axes, mark_token_dim, packing_names
+from cp_rewrite.batch.active import (
+    ActivePlan,
+    is_part,
+    known_part,
+    mark_part,
+    mark_token_axes,
+    mark_token_dim,
+    packing_names,
+    token_axes_of,
+    token_dim_of,
+)
 from cp_rewrite.batch.labels import with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.passes.check_documents import Unmasked
+from cp_rewrite.passes.graph.dynamo_internals import input_value, source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of, region_call, region_calls
 from cp_rewrite.passes.locality.liveness import live_nodes
@@ -36,6 +47,7 @@ class CallChecks:
         self.tables = [(i, state.tables[node]) for i, node in enumerate(inputs) if node in state.tables]
         self.packing = [(i, name, name) for i, name in enumerate(names) if name in packing_names(state.sharding)]
         self.packing += [(i, state.offsets[x], packing.arg) for i, x in enumerate(inputs) if x in state.offsets]
+        self.shared = _shared_inputs(state, inputs)
         self.unmasked = Unmasked.of(state)
         live = live_nodes(state.graph_module, ())
         self.places = {name: i for i, (name, node) in enumerate(zip(names, inputs, strict=True)) if node in live}
@@ -55,6 +67,8 @@ class CallChecks:
             table.check(args[place])
         for place, name, of in self.packing:
             plan.check_packing(name, args[place], of)
+        for place, name in self.shared:
+            _check_shared(name, args[place])
         if against := self.unmasked.against(plan.plan):
             raise RewriteRefused(against)
         if self.sums:
@@ -75,16 +89,37 @@ class CallChecks:
     def results(self, plan: ActivePlan, out: Sequence[Any]) -> list[Any]:
         """A call's results, with what is known of each: whether it is a part of a sum, and where its tokens are."""
         found = list(out)
-        for i, (dim, axes, is_part) in enumerate(zip(self.outputs, self.axes, self.parts, strict=True)):
+        for i, (dim, axes, part) in enumerate(zip(self.outputs, self.axes, self.parts, strict=True)):
             if not isinstance(found[i], Tensor):
                 continue
-            mark_part(found[i], is_part)
+            mark_part(found[i], part)
             if dim is not None:
                 found[i] = plan.without_fill_gradient(found[i], dim) if self.loss_outside else found[i]
                 mark_token_dim(found[i], dim)
             elif axes is not None:
                 mark_token_axes(found[i], axes)
         return found
+
+
+def _shared_inputs(state: State, inputs: Sequence[fx.Node]) -> list[tuple[int, str]]:
+    """Places and names of tensors that the graph takes for everyone's, parameters left out."""
+    apart = {found.node for found in state.tokens.inputs} | {*state.tokens.masks}
+    given = [(i, x, source_of(x)) for i, x in enumerate(inputs) if x not in apart and isinstance(value_of(x), Tensor)]
+    tensors = [(i, x, source) for i, x, source in given if source is not None]
+    return [(i, source_name(source)) for i, x, source in tensors if not isinstance(input_value(x), nn.Parameter)]
+
+
+def _check_shared(name: str, value: Any) -> None:
+    """Raise where an earlier call of a compiled model made a tensor, and it is not what all ranks have."""
+    rows = token_dim_of(value) is not None or token_axes_of(value) is not None
+    trained = known_part(value) is not None and value.requires_grad and not value.is_leaf
+    if rows or is_part(value) or trained:
+        what = "tokens" if rows else "part of a sum" if is_part(value) else "gradient"
+        raise RuntimeError(
+            f"{name} is what an earlier call of a compiled model kept or returned: it has this rank's {what}, and is "
+            "read as what all ranks have. Keep sums or means over tokens, detached; tensors of tokens are for the call "
+            "that made them, or are named in tokens"
+        )
 
 
 def _moved_arguments(state: State) -> set[str]:

@@ -27,6 +27,7 @@ from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
+from cp_rewrite.passes.capture.copies import for_eager
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding
@@ -141,6 +142,7 @@ class _Runner:
         """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
         unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
+        graph = for_eager(state.graph_module)
 
         def run(*args: Any) -> Any:
             if checks is None:
@@ -152,7 +154,7 @@ class _Runner:
             args = tuple(self.buffers[id(x)].clone() if id(x) in self.buffers else x for x in args)
             checks.check(plan, args)
             plan_tensors = (plan.tensor(key) for key in state.inputs)
-            return checks.results(plan, state.graph_module(*checks.arguments(plan, args), *plan_tensors))
+            return checks.results(plan, graph(*checks.arguments(plan, args), *plan_tensors))
 
         return run
 

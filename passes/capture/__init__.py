@@ -7,4 +7,6 @@ masked_scatter rows put in the place of some tokens, as choices token by token
 place_writes   writes at places of the row as choices token by token
 part_moves     what moves tokens and does more at once, in parts
 join_chunks    loops over chunks of tokens as one run over all of them
+join_regions   the same where a checkpoint works on each chunk
+copies         of graphs and their regions
 """

@@ -11,11 +11,12 @@ import torch.fx as fx
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed, results_of
 from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, outputs_of, region_calls
+from cp_rewrite.passes.graph.regions import graph_modules, outputs_of, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
 
+from .copies import copied
 from .flash_attn import part_flash_attn
 from .join_chunks import join_chunks
 from .masked_scatter import part_masked_scatter
@@ -30,7 +31,7 @@ _PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
     copies: dict[fx.Node, fx.Node] = {}
-    copy = _copy(gm, copies)
+    copy = copied(gm, copies)
     ends = ends_of(gm)
     kept = {copies[node]: where for node, where in ends.kept.items() if node in copies}
     _return_without(copy, {copies[node] for node in ends.unread if node in copies})
@@ -47,9 +48,9 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
         part_masked_scatter(copy, tokens.counts, kept)
         place_writes(copy, tokens.counts)
         part_moves(copy)
-        bodies = [graph.owning_module for graph in region_calls(copy)]
-        for body in (copy, *bodies):
-            chunked |= join_chunks(body, tokens.counts, kept)
+        chunked = join_chunks(copy, tokens.counts, kept)
+        for graph in region_calls(copy):
+            chunked |= join_chunks(graph.owning_module, tokens.counts, kept)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
@@ -61,16 +62,3 @@ def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:
     """Let a graph give None in the place of these results."""
     output = next(iter(gm.graph.find_nodes(op="output")))
     output.args = fx.map_arg(output.args, lambda node: None if node in unread else node)
-
-
-def _copy(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
-    """The graph and those of its nested regions; tensors and other modules are shared. Notes the copy of each node."""
-    graph = fx.Graph()
-    result: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
-    graph.output(result[0]).meta = dict(result[1].meta)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
-            setattr(copy, str(node.target), _copy(body, copies))
-    return copy

@@ -4,7 +4,8 @@
         total = total + cross_entropy(x, y, reduction="sum")          ->     cross_entropy(logits, labels, …)
 
 Both are the same where every joined node gives rows, each made of its own token, and those that are added up give sums
-over tokens. Joined nodes are marked for the locality check, which proves that or refuses them.
+over tokens. Joined nodes, also of nested regions (`join_regions.py`), are marked for the locality check, which proves
+that or refuses them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import Tensor
 from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.new_nodes import place_by
 from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.graph.regions import nested_graphs, region_call
+from cp_rewrite.passes.graph.writes import writers_between, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
-JOINED = "cp_rewrite_joined"
-"""The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
+from .join_regions import JOINED, Bodies, NotAlike, call_on_all, check_alone
+
 CUTS = ("chunk", "split", "tensor_split")
+_TURNED = frozenset("getattr t transpose permute to float double bfloat16 half detach contiguous".split())
 
 
 def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> bool:
@@ -43,14 +46,10 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
         for node in gm.graph.nodes:
             chunks.visit(node)
         ends = chunks.ends()
-    except (_NotAlike, TypeError):
+    except (NotAlike, TypeError):
         return False
     gone = {*cuts, *(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
     return not gone & {*kept} and _Joiner(gm.graph, chunks, mode).join(ends, gone)
-
-
-class _NotAlike(Exception):
-    """Chunks are not treated alike."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,8 @@ class _Chunks:
     keys: dict[Any, int] = field(default_factory=dict)
     members: dict[int, list[fx.Node]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    firsts: dict[Any, fx.Node] = field(default_factory=dict)
+    bodies: Bodies = field(default_factory=Bodies)
 
     def visit(self, node: fx.Node) -> None:
         source: Any = node.args[0] if node.args else None
@@ -100,15 +101,15 @@ class _Chunks:
         if len({(part.number, part.sizes) for part in parts}) != 1 or node.op not in ("call_function", "call_method"):
             return
         if written_nodes(node) and op_name(node) != "add":
-            raise _NotAlike
-        tensor = isinstance(node.meta.get("example_value"), Tensor)
-        if tensor and not any(isinstance(n.meta["example_value"], Tensor) for n in self._chunked(node)):
-            raise _NotAlike  # made of a chunk's size alone, as positions in a chunk are
-        key = (node.op, node.target, self._pattern(node.args), self._pattern(node.kwargs))
+            raise NotAlike
+        check_alone(node, [n for n in node.all_input_nodes if n in self.parts])
+        args: Any = node.args
+        if (call := region_call(node)) is not None:
+            args = (self.bodies.number(call.body), *call.operands)
+        elif nested_graphs(node):
+            raise NotAlike
+        key = (node.op, node.target, self._pattern(args), self._pattern(node.kwargs))
         self._add(node, key, parts[0].number, parts[0].sizes)
-
-    def _chunked(self, node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.all_input_nodes if n in self.parts]
 
     def _add(self, node: fx.Node, what: Any, number: int, sizes: tuple[Any, ...]) -> None:
         key = self.keys.setdefault(what, len(self.keys))
@@ -118,7 +119,7 @@ class _Chunks:
 
     def _pattern(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return ("part", self.parts[value].key) if value in self.parts else value
+            return ("part", self.parts[value].key) if value in self.parts else self._first(value)
         if isinstance(value, list | tuple):
             return (type(value).__name__, *map(self._pattern, value))
         if isinstance(value, dict):
@@ -126,6 +127,14 @@ class _Chunks:
         if isinstance(value, slice):
             return ("slice", *map(self._pattern, (value.start, value.stop, value.step)))
         return type(value).__name__, value
+
+    def _first(self, node: fx.Node) -> fx.Node:
+        """The first node that gives what this one gives: `x @ weight.T` turns the weight once more for each chunk."""
+        if op_name(node) not in _TURNED:
+            return node
+        key = (node.op, node.target, self._pattern(node.args), self._pattern(node.kwargs))
+        first = self.firsts.setdefault(key, node)
+        return node if first is not node and writers_between(node.all_input_nodes, first, node) else first
 
     @property
     def whole(self) -> list[int]:
@@ -137,10 +146,10 @@ class _Chunks:
         ]
 
     def ends(self) -> list[_End]:
-        """Raises _NotAlike where something else reads chunks."""
+        """Raises NotAlike where something else reads chunks."""
         whole = {*self.whole}
         if not all(self.keys.get(("cut", cut)) in whole for cut in self.cuts):
-            raise _NotAlike
+            raise NotAlike
         found: list[_End] = []
         for key in whole:
             readers = {
@@ -151,7 +160,7 @@ class _Chunks:
             }
             found += [self._end(key, [*readers])] if readers else []
         if not found:
-            raise _NotAlike
+            raise NotAlike
         return found
 
     def _end(self, key: int, readers: Sequence[fx.Node]) -> _End:
@@ -159,16 +168,16 @@ class _Chunks:
         if len(readers) == 1 and op_name(readers[0]) in ("cat", "concat"):
             given = readers[0].args[0] if readers[0].args else None
             if list(given or ()) != members:  # type: ignore[arg-type]
-                raise _NotAlike
+                raise NotAlike
             return _End(key, readers[0], (readers[0],), None)
         if len(readers) == 1 and op_name(readers[0]) == "stack":
             stack = readers[0]
             sums = [user for user in stack.users if op_name(user) == "sum" and len(user.args) == 1 and not user.kwargs]
             given = stack.args[0] if stack.args else ()
             if len(sums) != 1 or len(stack.users) != 1 or sorted(given, key=members.index) != members:  # type: ignore[arg-type]
-                raise _NotAlike
+                raise NotAlike
             if any(n.meta["example_value"].ndim for n in members):
-                raise _NotAlike
+                raise NotAlike
             return _End(key, sums[0], (stack, sums[0]), ())
         return _sum_of(key, members, readers)
 
@@ -177,10 +186,10 @@ def _sum_of(key: int, members: Sequence[fx.Node], readers: Sequence[fx.Node]) ->
     """The end of a loop that adds its chunks' terms up one by one."""
     nodes = [*readers]
     if any(op_name(n) != "add" or len(n.args) != 2 or n.kwargs for n in nodes):
-        raise _NotAlike
+        raise NotAlike
     last = [n for n in nodes if not any(user in nodes for user in n.users)]
     if len(last) != 1 or any(len(n.users) != 1 for n in nodes if n is not last[0]):
-        raise _NotAlike
+        raise NotAlike
     terms: list[Any] = []
     pending: list[Any] = [last[0]]
     while pending:
@@ -191,10 +200,10 @@ def _sum_of(key: int, members: Sequence[fx.Node], readers: Sequence[fx.Node]) ->
             terms.append(term)
     others = [term for term in terms if term not in members]
     if sorted((t for t in terms if t in members), key=members.index) != [*members]:
-        raise _NotAlike
+        raise NotAlike
     written = any(written_nodes(n) for n in nodes)
     if written and any(isinstance(term, fx.Node) and len(term.users) > 1 for term in others):
-        raise _NotAlike
+        raise NotAlike
     return _End(key, last[0], tuple(nodes), tuple(others))
 
 
@@ -213,13 +222,15 @@ class _Joiner:
         except Exception:  # the nodes can't run on all chunks at once
             for node in reversed(made):
                 self.graph.erase_node(node)
+            self.graph.owning_module.delete_all_unused_submodules()
             return False
         for end, result in zip(ends, results, strict=True):
             end.last.replace_all_uses_with(result)
         gone |= {n for n in self.graph.nodes if _is_dead(n) and any(x in gone for x in n.all_input_nodes)}
-        for node in reversed([n for n in self.graph.nodes if n in gone]):
+        for node in reversed([n for n in self.graph.nodes if n in gone or n.op == "get_attr"]):
             if not node.users:
                 self.graph.erase_node(node)
+        self.graph.owning_module.delete_all_unused_submodules()
         return True
 
     def _joined(self, made: list[fx.Node]) -> dict[int, fx.Node]:
@@ -231,7 +242,7 @@ class _Joiner:
         between = [*self.graph.nodes][min(map(places.__getitem__, nodes)) : max(map(places.__getitem__, nodes))]
         modes = modes_of(self.graph)
         if any(modes[n] != modes[between[0]] for n in between):
-            raise _NotAlike
+            raise NotAlike
         for first in sorted(firsts, key=places.__getitem__):
             key = self.chunks.parts[first].key
             if key in found:
@@ -240,9 +251,15 @@ class _Joiner:
             def whole(n: fx.Node) -> fx.Node:
                 return found[self.chunks.parts[n].key] if n in self.chunks.parts else n
 
+            args, kwargs = fx.map_arg((first.args, first.kwargs), whole)
+            if (call := region_call(first)) is not None:
+                operands = args[-len(call.operands) :]
+                of_chunk = [x in self.chunks.parts for x in call.operands]
+                found[key] = call_on_all(call, operands, of_chunk, first, self.mode)
+                made += [found[key].args[0], found[key]]  # type: ignore[list-item]
+                continue
             with self.graph.inserting_before(first):
                 target: Any = first.target
-                args, kwargs = fx.map_arg((first.args, first.kwargs), whole)
                 new = self.graph.create_node(first.op, target, args, kwargs)
             found[key] = self._ran(new, first, made)
             if isinstance(new.meta["example_value"], Tensor):
@@ -255,10 +272,10 @@ class _Joiner:
         if end.others is None:
             new: Tensor = result.meta["example_value"]
             if [*map(expression, old.shape)] != [*map(expression, new.shape)] or old.dtype != new.dtype:
-                raise _NotAlike
+                raise NotAlike
             return result
         if JOINED not in result.meta:
-            raise _NotAlike
+            raise NotAlike
         result.meta[JOINED] = "sum"
         for other in end.others:
             with self.graph.inserting_before(end.last):

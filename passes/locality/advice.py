@@ -15,6 +15,7 @@ SHIFT_HINT = (
 )
 TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
 MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide a sum by num_items_in_batch"
+COUNT_HINT = "make it of the whole row before the batch is cut, and pass it as an argument"
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
 _SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"
 _ADVICE = {
@@ -22,6 +23,7 @@ _ADVICE = {
     "here",
     "pool": "pooling over tokens reads those beside each, which other ranks may hold: it can't be sharded here",
     "chunks": _SCAN,
+    "pads": "a shift by a share of the row reads tokens that another rank may hold: shift by a fixed number",
     "cumsum cumprod cummax cummin logcumsumexp": "a running sum over tokens needs those before each, which other ranks "
     "may hold",
     "roll slice constant_pad_nd cat": "a shift over tokens, or a choice by their place, reads tokens that another rank "

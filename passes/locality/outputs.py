@@ -8,10 +8,20 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.batch.active import TokenAxes
+from cp_rewrite.passes.graph.dynamo_internals import source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of
+from cp_rewrite.passes.locality.advice import COUNT_HINT
 from cp_rewrite.passes.locality.claims.dims import B, Order, T, fewer
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Deferred, GroupSizes, Partial, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import (
+    REPLICATED,
+    UNKNOWN,
+    WHOLE,
+    Deferred,
+    GroupSizes,
+    Partial,
+    Rows,
+)
 from cp_rewrite.passes.locality.node.run import NodeRunner, States
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.values.resolution import Conversion
@@ -56,8 +66,8 @@ class Outputs:
             for item in state:
                 self.check_output(output, leaf, item)
         elif self.extents.counts_tokens(value_of(leaf)):
-            detail = f"an output, {value_of(leaf)}, is made from the shard's number of tokens"
-            self.findings.refuse(leaf, Reason.POSITION_GENERATOR, detail)
+            detail = f"{value_of(leaf)}, which is returned or kept, is made from the shard's number of tokens"
+            self.findings.refuse(leaf, Reason.POSITION_GENERATOR, f"{detail}; {COUNT_HINT}")
         elif isinstance(state, Deferred):
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
         elif isinstance(state, GroupSizes):
@@ -84,14 +94,27 @@ class Outputs:
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
     def check_kept(self, output: fx.Node, node: fx.Node, where: str) -> None:
-        """What outlives the call must be the same on all ranks."""
+        """What outlives the call is as what it returns, sums whole: this rank's rows, or the same on all ranks. Rows
+        must not be read by the next call, which would take them for everyone's."""
         states = tree_leaves(self.env.get(node, REPLICATED))
-        if self.resolves and states == [Partial()] and node in output.all_input_nodes and not needs_gradient(node):
+        if self.resolves and states == [Partial()] and node in output.all_input_nodes:
             given: Any = output.args[0]
             self.findings.parts = [
                 part and leaf is not node for part, leaf in zip(self.findings.parts, given, strict=True)
             ]
-            return self.resolver.add_output(output, node, (Conversion.SUM,), f"{where} keeps it for the next step")
-        if any(state not in (REPLICATED, UNKNOWN) for state in states):
-            detail = f"{where} keeps what only this rank knows, which the next step takes for everyone's"
-            self.findings.refuse(node, Reason.TOKEN_MIXING, detail)
+            return self.resolver.add_output(output, node, (Conversion.SUM,), f"{where} keeps it")
+        if all(state in (REPLICATED, UNKNOWN) for state in states):
+            return
+        detail = f"{where} keeps what only this rank knows"
+        if all(isinstance(state, Rows) or state in (REPLICATED, UNKNOWN, WHOLE) for state in states):
+            read = [source_name(source_of(n)) for n in output.graph.find_nodes(op="placeholder") if n.users]
+            again = next((name for name in read if where in _holders(name)), None)
+            if again is None and where.startswith("L["):
+                return
+            detail += f", and {again} is read as what all ranks know" if again else ""
+        self.findings.refuse(node, Reason.TOKEN_MIXING, f"{detail}: keep sums or means over tokens, or return it")
+
+
+def _holders(source: str) -> set[str]:
+    """What an input was read of: `L['self'].seen`, `L['self']` of `L['self'].seen[0]`."""
+    return {source[:place] for place in range(1, len(source) + 1) if place == len(source) or source[place] in ".["}

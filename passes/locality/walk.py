@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.capture.join_chunks import JOINED
+from cp_rewrite.passes.capture.join_regions import JOINED
 from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
 from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
@@ -66,6 +67,16 @@ def of_hidden_states(m: Chunked, h: Tensor, y: Tensor, reduction: str = "sum") -
     return torch.stack(losses).sum() / 9
 
 
+def of_checkpoints(m: Chunked, h: Tensor, y: Tensor) -> Any:
+    """A loss that is computed once more in the backward, chunk by chunk; each turns the weight by itself."""
+
+    def part(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy((x @ m.head.weight.T).flatten(0, 1), t.flatten(), reduction="sum"), (t >= 0).sum()
+
+    parts = [checkpoint(part, x, t, use_reentrant=False) for x, t in zip(h.chunk(4, 1), y.chunk(4, 1), strict=True)]
+    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)  # type: ignore[misc]
+
+
 def of_flat_rows(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     parts = zip(h.flatten(0, 1).chunk(3), y.flatten().chunk(3), strict=True)
     return torch.cat([F.cross_entropy(m.head(x), t, reduction="none") for x, t in parts]).sum() / 9
@@ -85,12 +96,13 @@ LOSSES: dict[str, Loss] = {
     "of_torchtune": of_torchtune,
     "of_uneven_chunks": of_uneven_chunks,
     "of_hidden_states": of_hidden_states,
+    "of_checkpoints": of_checkpoints,
     "of_flat_rows": of_flat_rows,
     "back_in_place": back_in_place,
 }
 
 
-@pytest.mark.parametrize("name", ["of_torchtune", "back_in_place"])
+@pytest.mark.parametrize("name", ["of_torchtune", "of_checkpoints", "back_in_place"])
 def test_chunked_losses_are_right(name: str) -> None:
     assert check_or_refuse(Chunked(name)) is None
 
@@ -119,6 +131,11 @@ def attended(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
 def written_out(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     found = [(x[:, None] @ x[:, None].mT / 5).softmax(-1) @ x[:, None] for x in h.chunk(2, 1)]
     return entropy(m.head(torch.cat(found, 2)[:, 0]), y)
+
+
+def checkpointed(m: Chunked, h: Tensor, y: Tensor, part: Callable[[Tensor, int], Tensor]) -> Any:
+    chunks = h.chunk(3, 1)
+    return sum((checkpoint(part, x, i, use_reentrant=False) for i, x in enumerate(chunks)), h.new_zeros(()))  # type: ignore[misc]
 
 
 def one_twice(m: Chunked, h: Tensor, y: Tensor) -> Any:
@@ -167,6 +184,13 @@ BESIDE: dict[str, Loss] = COUNTED | {
     "of_positions": of_positions,
     "attended": attended,
     "written_out": written_out,
+    "checkpointed_by_turns": lambda m, h, y: checkpointed(m, h, y, lambda x, i: m.head(x).sum() * (1 + i) / 9),
+    "checkpointed_positions": lambda m, h, y: checkpointed(
+        m, h, y, lambda x, i: (x.sum(-1) * torch.arange(x.shape[1])).sum()
+    ),
+    "checkpointed_counts": lambda m, h, y: checkpointed(m, h, y, lambda x, i: x.sum() * x.shape[1] / 9),
+    "checkpointed_means": lambda m, h, y: checkpointed(m, h, y, lambda x, i: m.head(x).mean()),
+    "checkpointed_places": lambda m, h, y: checkpointed(m, h, y, lambda x, i: x[:, 0].sum()),
     "one_left_out": lambda m, h, y: sum((m.head(x).sum() for x in h.chunk(3, 1)[1:]), h.new_zeros(())) / 9,
     "one_twice": one_twice,
     "turned": lambda m, h, y: entropy(m.head(torch.cat(h.chunk(2, 1)[::-1], 1)), y),

@@ -65,3 +65,27 @@ def test_rules_hold_in_a_checkpoint(kind: str, names: Sequence[str]) -> None:
     torch._dynamo.reset()
     sharding = cp.Sharding(2, tokens, cp.DocumentIds("doc_ids"), "head_tail")
     assert cp.check(Checkpointed(make(names)).double(), sharding, batch).largest <= 1e-9
+
+
+class Region(packed_model.PackedModel):
+    """Its attention is a region that is compiled once, for two calls: that of one call is no region."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        return self.attended(h, None)
+
+    @torch.compiler.nested_compile_region
+    def attended(self, h: Tensor, mask: Tensor | None, angles: Tensor | None = None) -> Tensor:
+        return super().attended(h, None)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_a_region_runs_on_the_batch_alone() -> None:
+    batch, tokens = PACKED
+    torch.use_deterministic_algorithms(True)  # memory that is not written holds the largest whole numbers then
+    try:
+        report = cp.check(Region().double(), cp.Sharding(2, tokens, cp.WholeRows()), batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert report.largest <= 1e-9

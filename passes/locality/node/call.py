@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.locality.advice import MEAN_HINT, advice
+from cp_rewrite.passes.locality.advice import COUNT_HINT, MEAN_HINT, advice
 from cp_rewrite.passes.locality.claims.dims import Mixes, Size, T, has
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Rows, TensorState
@@ -114,10 +114,9 @@ class Call:
         """These numbers, or all of the arguments, may not be made from the token count."""
         for value in tree_leaves(values or (self.args, self.kwargs)):
             if self.extents.counts_tokens(value):
-                raise Mixes(
-                    f"{self.name} uses the number of tokens as a value, which is another one on a shard; {MEAN_HINT}",
-                    Reason.POSITION_GENERATOR,
-                )
+                hint = MEAN_HINT if self.name.startswith(("div", "true_divide", "mul")) else COUNT_HINT
+                detail = f"{self.name} uses the number of tokens as a value, which is another one on a shard; {hint}"
+                raise Mixes(detail, Reason.POSITION_GENERATOR)
 
 
 def mixes_parts(call: Call) -> Mixes:

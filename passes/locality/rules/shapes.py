@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sympy import Function
 from torch import Tensor
 
 from cp_rewrite.passes.locality.advice import TABLE_HINT
@@ -17,6 +18,10 @@ from cp_rewrite.passes.locality.claims.extents import regroup
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.refusal import Reason
+from cp_rewrite.torch_internals import expression
+
+REMAINDERS = frozenset({"Mod", "PythonMod", "ModularIndexing"})
+"""Names of torch's remainders: what is missing to whole chunks is one."""
 
 
 def regrouped(call: Call, x: Rows) -> Rows:
@@ -169,7 +174,9 @@ def pad(call: Call) -> TensorState:
     for i in range(len(amounts) // 2):  # from the last dim on: (before, after)
         pair = [call.extents.size(amount) for amount in amounts[2 * i : 2 * i + 2]]
         if pair != [0, 0]:
-            verb = "pads" if all(isinstance(amount, int) for amount in pair) else "fills whole chunks along"
+            whole = any(part.func.__name__ in REMAINDERS for x in pair for part in expression(x).atoms(Function))
+            made = "pads" if all(isinstance(x, int) for x in pair) else "pads, by a number made from the token count,"
+            verb = "fills whole chunks along" if whole else made
             call.refuse_axis(state, call.first.ndim - 1 - i, verb)
     return plain(state)
 
