@@ -222,7 +222,7 @@ class _Joiner:
         except Exception:  # the nodes can't run on all chunks at once
             for node in reversed(made):
                 self.graph.erase_node(node)
-            self.graph.owning_module.delete_all_unused_submodules()
+            self.drop_bodies()
             return False
         for end, result in zip(ends, results, strict=True):
             end.last.replace_all_uses_with(result)
@@ -230,8 +230,16 @@ class _Joiner:
         for node in reversed([n for n in self.graph.nodes if n in gone or n.op == "get_attr"]):
             if not node.users:
                 self.graph.erase_node(node)
-        self.graph.owning_module.delete_all_unused_submodules()
+        self.drop_bodies()
         return True
+
+    def drop_bodies(self) -> None:
+        """Let go of bodies of regions that nothing calls any more."""
+        root = self.graph.owning_module
+        read = {str(node.target).partition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
+        for name, body in [*root.named_children()]:
+            if isinstance(body, fx.GraphModule) and name not in read:
+                delattr(root, name)
 
     def _joined(self, made: list[fx.Node]) -> dict[int, fx.Node]:
         """What runs on all chunks, by key."""
