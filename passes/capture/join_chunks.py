@@ -227,7 +227,8 @@ class _Joiner:
         for end, result in zip(ends, results, strict=True):
             end.last.replace_all_uses_with(result)
         gone |= {n for n in self.graph.nodes if _is_dead(n) and any(x in gone for x in n.all_input_nodes)}
-        for node in reversed([n for n in self.graph.nodes if n in gone or n.op == "get_attr"]):
+        gone |= {n for n in self.graph.nodes if n.op == "get_attr" or op_name(n) in _TURNED}
+        for node in reversed([n for n in self.graph.nodes if n in gone]):
             if not node.users:
                 self.graph.erase_node(node)
         self.drop_bodies()
