@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from cp_rewrite.ops.tiles.region import REGIONS, Region, RowDim
-from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, position_of, traced, tracing
-from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.locality.claims.dims import T
+from cp_rewrite.ops.tiles.region import REGIONS, Region
+from cp_rewrite.passes.graph.new_nodes import maker, position_of
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.tile.find_region import find_regions
 from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.tile_region import TileRegion
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
+
+from .tile_body import order_of, traced_region
 
 _ops: Any = torch.ops.cp_rewrite
 _WHY = "tile by tile"
@@ -59,131 +56,30 @@ def _put(
     found: TileRegion, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode, tile: int, inner: str
 ) -> dict[fx.Node, fx.Node]:
     """Put one op in the place of a region's nodes. `tile`: its rows. Returns what took the place of its results."""
-    region = _traced(found, extents, mode, inner)
+    region = traced_region(found, extents, mode, inner)
     name = _register(region)
     first = min((user for n in found.results for user in n.users if user not in found.nodes), key=_place(gm))
+    new = maker(first, mode)
+    given = [[new("permute", n, order_of(n)) for n in nodes] for nodes in (found.rows, found.wholes)]
     op = _ops.tiled.default if region.both is None else _ops.tiled_sum.default
-    with gm.graph.inserting_before(first):
-        made = gm.graph.call_function(op, (list(found.rows), list(found.wholes), name, tile))
-        parts = [gm.graph.call_function(operator.getitem, (made, i)) for i in range(len(found.results))]
-    with mode, torch.no_grad():
-        made.meta["example_value"] = op(
-            [value_of(n) for n in found.rows], [value_of(n) for n in found.wholes], name, tile
-        )
-    for node, part, value in zip(found.results, parts, made.meta["example_value"], strict=False):
-        part.meta["example_value"] = value.detach().requires_grad_(found.results.index(node) in region.differentiable)
+    made = new(op, *given, name, tile)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(found.results):
+        order = order_of(node)
+        part = new("permute", new(operator.getitem, made, i), [order.index(dim) for dim in range(len(order))])
+        part.meta["example_value"].requires_grad_(i in region.differentiable)
         part.meta.update(position_of(node), cp_rewrite=_WHY)
         node.replace_all_uses_with(part, delete_user_cb=lambda user: user not in found.nodes)
+        replaced[node] = part
     made.meta.update(position_of(found.results[0]), cp_rewrite=_WHY)
     for node in reversed(found.nodes):
         gm.graph.erase_node(node)
-    return dict(zip(found.results, parts, strict=True))
+    return replaced
 
 
 def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     return place.__getitem__
-
-
-def _traced(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
-    body = _Body(found, extents)
-    result_dims = tuple(
-        _row_dim(state, value_of(n), extents) if isinstance(state := found.states[n], Rows) else None
-        for n in found.results
-    )
-    examples = [_contiguous(value_of(n), mode) for n in body.operands]
-    with autocasts_open(found.mode[0]):
-        with tracing(mode), mode, enable_python_dispatcher(), torch.enable_grad():
-            out = body.run(*(x.detach().requires_grad_(i in body.needed) for i, x in enumerate(examples)))
-        of = body.differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
-        scalar = len(of) == 1 and result_dims[of[0]] is None and out[of[0]].ndim == 0
-        upstream = [_contiguous(out[i], mode) for i in of]
-        forward = _plain(traced(body.run, examples, mode))
-        gradients = _plain(traced(body.gradients, [*examples, *upstream], mode)) if of and not scalar else None
-        both = _plain(traced(body.both, examples, mode)) if scalar else None
-    return Region(forward, gradients, both, body.row_dims, result_dims, of, body.needed if of else (), inner)
-
-
-class _Body:
-    """A region's nodes as functions of its operands, rows first. needed: operands that gradients go to."""
-
-    def __init__(self, found: TileRegion, extents: Extents) -> None:
-        self.found, self.extents = found, extents
-        self.operands = [*found.rows, *found.wholes]
-        self.numbers = {n for x in found.nodes for n in x.all_input_nodes} - {*found.nodes, *self.operands}
-        assert not any(isinstance(value_of(n), Tensor) for n in self.numbers), (
-            "a region names all tensors that it reads"
-        )
-        self.row_dims = tuple(_row_dim(found.states[n], value_of(n), extents) for n in found.rows)
-        self.needed = tuple(i for i, n in enumerate(self.operands) if found.mode[1] and _may_need_gradient(n))
-        self.differentiable: tuple[int, ...] = ()
-
-    def run(self, *values: Any) -> list[Tensor]:
-        """Results of some rows."""
-        rows = self.row_dims[0].rows(values[0])
-        env: dict[fx.Node, Any] = dict(zip(self.operands, values, strict=True))
-        env |= {n: tree_map(lambda x: _number(x, rows, self.extents), value_of(n)) for n in self.numbers}
-        for node in self.found.nodes:
-            env[node] = call(node, env.__getitem__)
-        return [env[node] for node in self.found.results]
-
-    def both(self, *values: Any) -> list[Tensor]:
-        """Results, and gradients of what needs them; those of results come behind the operands, or are 1."""
-        given = [x.detach().requires_grad_(i in self.needed) for i, x in enumerate(values[: len(self.operands)])]
-        with torch.enable_grad():
-            out = self.run(*given)
-        wanted, of = [given[i] for i in self.needed], [out[i] for i in self.differentiable]
-        upstream = values[len(self.operands) :] or [torch.ones_like(x) for x in of]
-        found = torch.autograd.grad(of, wanted, upstream, allow_unused=True)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
-        return [x.detach() for x in out] + grads
-
-    def gradients(self, *values: Any) -> list[Tensor]:
-        """Gradients alone."""
-        return self.both(*values)[len(self.found.results) :]
-
-
-def _plain(module: fx.GraphModule) -> fx.GraphModule:
-    """The same as a module that Dynamo reads: make_fx gives one that writes its code when it is first called."""
-    return fx.GraphModule(module, module.graph)
-
-
-def _may_need_gradient(node: fx.Node) -> bool:
-    """Whether gradients reach a node's tensor; of one that the rewrite made, whether they reach what it is made of."""
-    if needs_gradient(node) or "cp_rewrite" not in node.meta:
-        return needs_gradient(node)
-    value = value_of(node)
-    differentiable = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    return differentiable and any(map(_may_need_gradient, node.all_input_nodes))
-
-
-def _contiguous(value: Tensor, mode: FakeTensorMode) -> Tensor:
-    with mode:
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _row_dim(state: Rows, value: Tensor, extents: Extents) -> RowDim:
-    at = state.token_dim
-    factors = state.dims[at] or ()
-    where = factors.index(T)
-    before, after = (_product(part, extents) for part in (factors[:where], factors[where + 1 :]))
-    return RowDim(at, before, after)
-
-
-def _product(factors: Sequence[Any], extents: Extents) -> int:
-    count: Any = 1
-    for factor in factors:
-        count = count * extents.of(factor)
-    return int(count)
-
-
-def _number(value: Any, rows: Any, extents: Extents) -> Any:
-    """A number of the graph among `rows` rows."""
-    if not isinstance(value, torch.SymInt):
-        return value
-    found = extents.by_rows(value)
-    assert found is not None, f"{value} is no number of rows"
-    return found[0] * rows + found[1]
 
 
 def _register(region: Region) -> str:

@@ -106,6 +106,26 @@ class GatedMLP(PackedModel):
         return h + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class HeadsApart(PackedModel):
+    """Rows that lie in memory as attention left them: what views them later views what the tiles give."""
+
+    def extra(self) -> None:
+        self.wide = nn.Linear(WIDTH // 2, 20 * WIDTH)
+        self.back = nn.Linear(20 * WIDTH, WIDTH // 2)
+
+    def mix(self, h: Tensor) -> Tensor:
+        heads = h.unflatten(-1, (2, -1)).transpose(1, 2)
+        heads = heads + self.back(self.wide(heads.contiguous()).tanh().transpose(1, 2)).transpose(1, 2)
+        return heads.transpose(1, 2).reshape(*h.shape)
+
+
+class Transposed(Wide):
+    """Logits with their tokens last, as losses over dims take them, and a weight that comes turned."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / num_items
+
+
 class Autocast(Wide):
     """The head in another dtype than the rest: which ops run is decided where the region is traced."""
 
