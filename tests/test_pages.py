@@ -151,6 +151,7 @@ def test_each_block_runs_or_says_what_it_needs() -> None:
 @pytest.mark.parametrize("page", IN_ONE_PROCESS)
 def test_pages_run_in_one_process(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    build_model("llama").config.save_pretrained(tmp_path / "path/to/config_folder")
     begin, ask = IN_ONE_PROCESS[page]
     follow(page, tmp_path, names := dict(begin))
     ask(names)

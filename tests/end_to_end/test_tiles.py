@@ -156,8 +156,13 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("model", MODELS)
+QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [(model, 1) if model in QUICK else pytest.param(model, 2, marks=pytest.mark.slow) for model in MODELS],
+)
 def test_tiles_give_what_all_rows_at_once_give(model: type[PackedModel], rows: int) -> None:
     REGIONS.clear()
     assert check_or_refuse(model(), rows=rows, tile=3) is None

@@ -131,6 +131,7 @@ class TestShortDiffs(TestCase):
 check_frame
 check_size_conditions
     conditions: [] -> ['T > 5']
+check_checkpoints
 unify_token_sizes
     token counts: 2 -> 1
 fix_module_numbers

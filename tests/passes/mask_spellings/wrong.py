@@ -42,7 +42,7 @@ def other_documents(**b: Tensor) -> Tensor:
     return ~same(b["doc_ids"]) & causal(b)
 
 
-@spelling(DOCUMENTS, Reason.MASK_NOT_PACKED)
+@spelling(DOCUMENTS, Reason.MASK_WRONG_SOURCE)
 def queries_set_in_place(**b: Tensor) -> Tensor:
     """The mask that is written by has a dim less: it names queries, all of whose keys are seen."""
     mask = (same(b["doc_ids"]) & causal(b))[:, 0]
