@@ -18,7 +18,7 @@
     guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
                                                      not the same on a shard is made so
-    tile_rows              rewrite/tiles.py          what is wide for each token runs over some of the rows at a time
+    tile_rows              rewrite/tiles/tile_rows.py what is wide for each token runs over some of the rows at a time
     verify_graph           verify.py                 the new graph is whole
 
 The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
@@ -50,7 +50,7 @@ from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite.rewrite_sites import rewrite_sites
-from .rewrite.tiles import tile_rows
+from .rewrite.tiles.tile_rows import tile_rows
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)

@@ -148,7 +148,10 @@ def test_each_block_runs_or_says_what_it_needs() -> None:
         assert len(fences) == len(pages[page]), page
 
 
-@pytest.mark.parametrize("page", IN_ONE_PROCESS)
+SLOW = ("docs/guides/memory.md",)
+
+
+@pytest.mark.parametrize("page", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in IN_ONE_PROCESS])
 def test_pages_run_in_one_process(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     build_model("llama").config.save_pretrained(tmp_path / "path/to/config_folder")

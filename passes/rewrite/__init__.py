@@ -8,6 +8,6 @@ lower           nodes taken apart, some of their ops changed
 positions       positions of the shard made global
 attention       exchange and packed attention in the place of a site
 copy_nodes      the same where something narrower than keys and values travels
-tiles, tile_body   the second pass: regions that are wide inside run tile by tile
+tiles/          the second pass: regions that are wide inside run tile by tile
 erase           what nothing reads any more
 """

@@ -21,7 +21,7 @@ from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
-from .tile_body import order_of, traced_region
+from .body import order_of, traced_region
 
 _ops: Any = torch.ops.cp_rewrite
 _WHY = "tile by tile"
