@@ -15,8 +15,8 @@ Value = TypeVar("Value")
 
 everything = False
 """Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
-FEW = 12
-"""Of a slow test of more cases, so many and a sixth of the others are tried a day."""
+FEW = 5
+"""Of a slow test of more cases, so many and a tenth of the others are tried a day."""
 
 
 def seed() -> int:
@@ -26,7 +26,7 @@ def seed() -> int:
 
 def some(values: Sequence[Value]) -> list[Value]:
     """Those of a slow test's cases that are tried today."""
-    count = FEW + (len(values) - FEW) // 6
+    count = FEW + (len(values) - FEW) // 10
     return [*values] if everything or count >= len(values) else random.Random(seed()).sample(values, count)
 
 
