@@ -23,7 +23,7 @@ _ADVICE = {
     "here",
     "pool": "pooling over tokens reads those beside each, which other ranks may hold: it can't be sharded here",
     "chunks": _SCAN,
-    "pads": "a shift by a share of the row reads tokens that another rank may hold: shift by a fixed number",
+    "pads": "a shift over tokens reads some that another rank may hold: shift by a fixed number, with resolve=True",
     "cumsum cumprod cummax cummin logcumsumexp": "a running sum over tokens needs those before each, which other ranks "
     "may hold",
     "roll slice constant_pad_nd cat": "a shift over tokens, or a choice by their place, reads tokens that another rank "
