@@ -99,7 +99,7 @@ class Rowwise:
         state = self._proven.get(node)
         if state is REPLICATED:
             return REPLICATED
-        if isinstance(state, Rows) and not any(isinstance(f, Order) for dim in state.dims for f in dim or ()):
+        if isinstance(state, Rows) and is_plain(state):
             return Rows(with_fewer(state.dims, 0))
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value_of(node))):
             return REPLICATED
@@ -136,7 +136,7 @@ class Rowwise:
 
 def is_plain(state: Rows) -> bool:
     """Rows whose values are their own, in the rank's order, one for each of its tokens."""
-    plain = all(f is T or not isinstance(f, Order) for dim in state.dims for f in dim or ())
+    plain = not any(isinstance(f, Order) for dim in state.dims for f in dim or ())
     return plain and state.iota is None and state.places is None and not state.key and state.table is None
 
 

@@ -126,6 +126,20 @@ class Transposed(Wide):
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / num_items
 
 
+class Constants(Wide):
+    """Regions that differ in nothing but numbers of a list."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        for entries in ([1, 3], [2, 5]):
+            picked = self.head(h).sin()[..., entries].sum(-1, keepdim=True)
+            h = self.attended(h + picked, self.seen)
+        return h
+
+    def mask(self, *batch: Tensor) -> Tensor | None:
+        self.seen = super().mask(*batch)
+        return self.seen
+
+
 class Autocast(Wide):
     """The head in another dtype than the rest: which ops run is decided where the region is traced."""
 
@@ -156,7 +170,7 @@ MODELS = [
 ]
 
 
-QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart]
+QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants]
 
 
 @pytest.mark.parametrize(

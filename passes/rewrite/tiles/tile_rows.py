@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from cp_rewrite.ops.tiles.region import REGIONS, Region
 from cp_rewrite.passes.graph.new_nodes import maker, position_of
+from cp_rewrite.passes.graph.regions import attribute_of
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.tile.find_region import find_regions
@@ -84,10 +85,12 @@ def _place(gm: fx.GraphModule) -> Callable[[fx.Node], int]:
 
 def _register(region: Region) -> str:
     """The region's name, under which the op finds it."""
-    text = [
-        g.print_readable(print_output=False) for g in (region.forward, region.gradients, region.both) if g is not None
-    ]
-    facts = (*text, region.row_dims, region.result_dims, region.differentiable, region.needed, region.inner)
+    graphs = [g for g in (region.forward, region.gradients, region.both) if g is not None]
+    text = [g.print_readable(print_output=False) for g in graphs]
+    # Constants, as of `x[..., [1, 3]]`, are in no text of a graph.
+    held = [attribute_of(n) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
+    constants = [(x.dtype, x.shape, x.tolist()) for x in held]
+    facts = (*text, constants, region.row_dims, region.result_dims, region.differentiable, region.needed, region.inner)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     REGIONS.setdefault(name, region)
     return name
