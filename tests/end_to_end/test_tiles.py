@@ -135,8 +135,8 @@ class Constants(Wide):
             h = self.attended(h + picked, self.seen)
         return h
 
-    def mask(self, *batch: Tensor) -> Tensor | None:
-        self.seen = super().mask(*batch)
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor | None:
+        self.seen = super().mask(h, doc_ids, position_ids, input_ids)
         return self.seen
 
 
