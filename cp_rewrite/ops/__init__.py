@@ -4,6 +4,7 @@ from . import attention, exchange, max_logits, ring_attention, scatter_heads, sn
 from .narrow import exchange_tokens, gathered_attention
 from .neighbours import convolve_rows, neighbour_rows
 from .pushed import attention as pushed_attention
+from .states import pieces, whole
 from .sums import over_ranks, rows_of_ranks, token_rows
 from .tiles import tiled
 
@@ -16,6 +17,7 @@ __all__ = [
     "max_logits",
     "neighbour_rows",
     "over_ranks",
+    "pieces",
     "pushed_attention",
     "ring_attention",
     "rows_of_ranks",
@@ -23,4 +25,5 @@ __all__ = [
     "snapshot",
     "tiled",
     "token_rows",
+    "whole",
 ]
