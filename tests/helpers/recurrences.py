@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("gated_delta_rule", "kimi_delta", "ssd", "selective_scan")
+from cp_rewrite.ops.states.kinds import INPUTS
+
+KINDS = tuple(INPUTS)
 
 
 def options_of(kind: str) -> tuple[float, bool] | tuple[()]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import cp_rewrite.ops  # noqa: F401  # registers them
 from tests.helpers.recurrences import KINDS, inputs_of, options_of, oracle
 
 ops: Any = torch.ops.cp_rewrite

@@ -47,11 +47,16 @@ def options_of(known: SimpleNamespace) -> Options:
     return Options(getattr(known, "scale", 1.0), getattr(known, "l2norm", False))
 
 
+def out_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Of results, by that of the first input."""
+    return wide(dtype) if kind == "ssd" else dtype
+
+
 def fake_out(kind: str, *inputs: Any) -> Tensor:
     """What an op over rows gives, without its values."""
     first = inputs[0]
-    dtype = wide(first.dtype) if kind == "ssd" else first.dtype
-    return first.new_empty((inputs[2] if INPUTS[kind] is _DELTA else first).shape, dtype=dtype)
+    shape = (inputs[2] if INPUTS[kind] is _DELTA else first).shape
+    return first.new_empty(shape, dtype=out_dtype(kind, first.dtype))
 
 
 def state_shapes(kind: str, inputs: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK
 from cp_rewrite.planning.token_reads.states import STATES
 
-from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, state_shapes, to_rows
+from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, state_shapes, to_rows, wide
 from .maps import Maps, Read, compose, run_chains
 
 _ops: Any = torch.ops.cp_rewrite
@@ -91,8 +91,7 @@ def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options
     with nvtx("states"):
         entries = _fold(own, t, "", group)
     states, _ = _run(maps, t, entries)
-    dtype = fake_out(kind, *(x.to("meta") for x in inputs)).dtype
-    return _out(read, states, inputs[0], t).to(dtype), entries, own.move
+    return _out(read, states, inputs[0], t).to(out_dtype(kind, inputs[0].dtype)), entries, own.move
 
 
 def _named(tables: list[Tensor]) -> SimpleNamespace:
@@ -194,8 +193,7 @@ def _(dout: Tensor, entries: Tensor, moves: Tensor, inputs: list[Tensor], *_: An
 
 def _fake(kind: str, *inputs: Any) -> _Three:
     state, move = state_shapes(kind, inputs)
-    count, dtype = inputs[5][_CUT].shape[0], inputs[0].dtype
-    dtype = torch.promote_types(dtype, torch.float32)
+    count, dtype = inputs[5][_CUT].shape[0], wide(inputs[0].dtype)
     new = inputs[0].new_empty
     return fake_out(kind, *inputs), new([count, *state], dtype=dtype), new([count, *move], dtype=dtype)
 

@@ -18,7 +18,7 @@ from torch.library import custom_op, register_autograd
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts, chunk_rows
 
-from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, to_rows
+from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, to_rows
 from .maps import run_chains
 
 _ops: Any = torch.ops.cp_rewrite
@@ -37,7 +37,7 @@ def gated_delta_rule(
             behind the last give 0. None: each of the B rows is one sequence.
         scale: of q, after its norm. l2norm: q and k are divided by their norms over K.
     """
-    return _whole("gated_delta_rule", [q, k, v, g, beta], offsets, Options(scale, l2norm)).to(q.dtype)
+    return _whole("gated_delta_rule", [q, k, v, g, beta], offsets, Options(scale, l2norm))
 
 
 @custom_op("cp_rewrite::kimi_delta", mutates_args=())
@@ -45,7 +45,7 @@ def kimi_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Tensor | None, scale: float, l2norm: bool
 ) -> Tensor:
     """`gated_delta_rule` with a decay for each channel: g (B, T, H, K)."""
-    return _whole("kimi_delta", [q, k, v, g, beta], offsets, Options(scale, l2norm)).to(q.dtype)
+    return _whole("kimi_delta", [q, k, v, g, beta], offsets, Options(scale, l2norm))
 
 
 @custom_op("cp_rewrite::ssd", mutates_args=())
@@ -66,11 +66,12 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offse
     Args:
         x, dt: (B, T, E). A: (E, N). B, C: (B, T, N). offsets: as of `gated_delta_rule`.
     """
-    return _whole("selective_scan", [x, dt, A, B, C], offsets, Options()).to(x.dtype)
+    return _whole("selective_scan", [x, dt, A, B, C], offsets, Options())
 
 
 def _whole(kind: str, inputs: list[Tensor], offsets: Tensor | None, how: Options) -> Tensor:
-    return _run(kind, inputs, *_chunk_tables(inputs[0], offsets), how)
+    out = _run(kind, inputs, *_chunk_tables(inputs[0], offsets), how)
+    return out.to(out_dtype(kind, inputs[0].dtype))
 
 
 def _run(kind: str, inputs: Sequence[Tensor], rows: Tensor, levels: list[int], how: Options) -> Tensor:
