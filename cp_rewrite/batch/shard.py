@@ -40,6 +40,7 @@ from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
+from .state_functions import state_ops
 from .steps import later
 from .steps.trace import note_batch
 
@@ -125,7 +126,7 @@ def shard(
         heartbeat.watch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start
-    with activate(active), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):
+    with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):
         yield local
     note_batch(plan, active.sites, seconds)
     warn_if_nothing_ran(sharding, active.ran)

@@ -24,10 +24,12 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.capture.join_regions import JOINED
 from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
 from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, Dims, T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
@@ -113,6 +115,10 @@ class _Walk:
         trace = Trace(extents, sharding)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
+        if isinstance(sharding.packing, CuSeqlens) and sharding.packing.padded_arg is None:
+            written = {memory_of(n) for node in gm.graph.nodes for n in written_nodes(node)}
+            given = (node for node, name in tokens.names.items() if name == sharding.packing.arg)
+            self.facts.offsets.update(node for node in given if memory_of(node) not in written)
         self.env: dict[fx.Node, States] = {}
         self.runner = NodeRunner(trace, mode, self.env)
         self.found = Findings()
@@ -261,13 +267,17 @@ class _Walk:
     def visit_region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
         """A nested region, run on its operands; the same for operands of the same states."""
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
-        key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states))
+        offsets = [o in self.facts.offsets for o in operands]
+        key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states), tuple(offsets))
         if key not in self.regions:
             again = any(entered is body for entered, _ in self.regions)
             before = {node: fewer_of(self.env.get(node)) for node in body.graph.nodes if again}
             if again:
                 self.several.add(body.graph)
-            self.env.update(zip(body.graph.find_nodes(op="placeholder"), states, strict=True))
+            placeholders = body.graph.find_nodes(op="placeholder")
+            self.env.update(zip(placeholders, states, strict=True))
+            self.facts.offsets.difference_update(placeholders)
+            self.facts.offsets.update(p for p, given in zip(placeholders, offsets, strict=True) if given)
             orders = self.facts.orders
             output = self.walk_graph(body)
             if any(fewer_of(self.env.get(node)) != by for node, by in before.items()):

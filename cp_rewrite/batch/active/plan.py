@@ -24,6 +24,7 @@ from cp_rewrite.planning.routes.fixed import fixed_tables
 from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.planning.token_reads.neighbours import Neighbours, neighbours_route
 from cp_rewrite.planning.token_reads.scans import Scan, scan_tables
+from cp_rewrite.planning.token_reads.states import States, state_tables
 from cp_rewrite.sharding import Sharding
 
 from .marks import batch_number, version_of
@@ -69,7 +70,7 @@ class ActivePlan:
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     arrays: dict[Place, Arrays] = field(default_factory=dict[Any, Arrays])
     """Those made so far."""
-    _reads: dict[tuple[Neighbours | Scan, int], Arrays] = field(default_factory=dict[Any, Arrays])
+    _reads: dict[tuple[Neighbours | Scan | States, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By what is read, and rank."""
 
     def tensor(self, key: PlanInput) -> Tensor:
@@ -196,7 +197,7 @@ class ActivePlan:
     def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:
         if key.read is not None:
             if (key.read, rank) not in self._reads:
-                make: Any = scan_tables if isinstance(key.read, Scan) else neighbours_route
+                make = _TABLES[type(key.read)]
                 self._reads[key.read, rank] = make(self.plan, key.read, rank, self.sharding.capacity)
             return self._reads[key.read, rank][key.name]
         return self._rows(key) if key.mask is None else self._arrays_of(key.mask, key.exchange, rank)[key.name]
@@ -232,6 +233,10 @@ class ActivePlan:
                 "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
             )
         return self.plan.filled_indices(self.sharding.rank)[0]
+
+
+_TABLES: dict[type, Any] = {Neighbours: neighbours_route, Scan: scan_tables, States: state_tables}
+"""What makes the tables of a read of other tokens."""
 
 
 def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:

@@ -10,6 +10,7 @@ from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
 from cp_rewrite.planning.routes.route import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.token_reads.neighbours import NEIGHBOURS, OUT_ROWS, Neighbours
 from cp_rewrite.planning.token_reads.scans import SCAN, Scan
+from cp_rewrite.planning.token_reads.states import STATES, States
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PlanInput:
     tensor: PlanTensor
     mask: PackedMask | None = None
     exchange: str | None = None
-    read: Neighbours | Scan | None = None
+    read: Neighbours | Scan | States | None = None
 
     @property
     def name(self) -> str:
@@ -31,7 +32,7 @@ class PlanInput:
         """Whether it has an entry for each of this rank's tokens, of one row of the batch or of all."""
         if isinstance(self.read, Scan):
             return self.tensor in SCAN[:3]
-        narrow = self.read is not None and self.read.span == 1
+        narrow = isinstance(self.read, Neighbours) and self.read.span == 1
         return (
             self in (ROW_INDEX, HAS_TOKEN, TOKEN_INDEX) or self.tensor == OUT_ROWS or (narrow and self.name == "rows")
         )
@@ -40,6 +41,11 @@ class PlanInput:
     def of_scan(scan: Scan) -> tuple[PlanInput, ...]:
         """What a running operation reads."""
         return tuple(PlanInput(x, read=scan) for x in SCAN)
+
+    @staticmethod
+    def of_states(states: States) -> tuple[PlanInput, ...]:
+        """What a recurrence over pieces reads."""
+        return tuple(PlanInput(x, read=states) for x in STATES)
 
     @staticmethod
     def of_neighbours(read: Neighbours) -> tuple[PlanInput, ...]:

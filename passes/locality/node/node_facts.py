@@ -85,6 +85,8 @@ class NodeFacts:
         """Nodes that make positions which can't be replaced by the plan's, and why."""
         self.shifted: set[fx.Node] = set()
         """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
+        self.offsets: set[fx.Node] = set()
+        """Nodes that hold the packing's offsets."""
         self.start(None, (), ())
 
     def start(

@@ -31,7 +31,7 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import scans, wholes, without_fill
+from .over_ranks import recurrences, scans, wholes, without_fill
 from .over_ranks.counted import counted
 from .picked import entries as picked
 from .picked import first, looked_up, segments
@@ -162,6 +162,10 @@ SORTED = (
     Rule("_grouped_mm transformers::grouped_mm_fallback", experts.grouped_product, GROUPS),
 )
 
+# A state passes through all tokens of a sequence. Each rank runs over its own, and what they did to the state goes to the
+# ranks that have later tokens: tokens in dim 1 -> the same
+RECURRENT = Rule(" ".join(recurrences.OPS), recurrences.alone, whole=recurrences.recurrent)
+
 # Never the same on a shard.
 MIXING = (
     refused("nonzero nonzero_static masked_select _unique2 unique_dim unique_consecutive", _PICKS),
@@ -174,7 +178,7 @@ MIXING = (
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 
-RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, COUNTED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, *MIXING)
+RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, COUNTED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, RECURRENT, *MIXING)
 _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 
 
