@@ -186,7 +186,10 @@ def _substitute(function: FunctionType) -> None:
     reference: Any = getattr(function, "__wrapped__", function)
     if name in _WHOLE_BLOCKS:
         if library and reference is not run:
-            _register(function, lambda args, kwargs: None if kwargs.get("seq_idx") is not None else (reference(*args, **kwargs),))
+            _register(
+                function,
+                lambda args, kwargs: None if kwargs.get("seq_idx") is not None else (reference(*args, **kwargs),),
+            )
         return
     op = _BY_NAME[name]
     if not library and not _agrees(op, reference):
@@ -201,9 +204,15 @@ def _substitute(function: FunctionType) -> None:
         own = {_NAMES.get(k, k): v for k, v in given.items() if v is not None and not _is_default(v, defaults.get(k))}
         if any(k not in known for k in own):
             return None
-        return (give(own),)
+        out = give(own)
+        return (_as(out, args[0].dtype if args else next(iter(own.values())).dtype) if library else out,)
 
     _register(function, call)
+
+
+def _as(out: Any, dtype: torch.dtype) -> Any:
+    """In the dtype that a library's kernel gives: its first argument's."""
+    return (out[0].to(dtype), *out[1:]) if isinstance(out, tuple) else out.to(dtype)
 
 
 def _register(function: FunctionType, call: Callable[[Any, Any], Any]) -> None:

@@ -17,6 +17,7 @@ from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.regions import graph_modules
+from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OnPieces
 from cp_rewrite.passes.values.resolution import Converted
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, source_line
@@ -48,12 +49,13 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Collective:
-    """A sum over the ranks that was put in, a gradient that is shared out, or a read of neighbouring tokens' rows.
+    """A sum over ranks that was put in, a gradient that is shared out, a read of neighbouring tokens' rows, or states
+    that pass through the tokens of a row.
 
     Args:
         where: the source line. why: the rule that asked for it. op: what was put in.
         bytes: that travel, in the forward or in the backward; of a dim that the batch decides, for the example. Of
-            neighbours: what the rank gets of others that gets most.
+            neighbours and states: what the rank gets of others that gets most, of states in each direction.
     """
 
     where: str
@@ -62,7 +64,7 @@ class Collective:
     bytes: int
 
     def __str__(self) -> str:
-        what = "neighbours" if self.op == _READ else "made whole"
+        what = {_READ: "neighbours", _STATES: "states    "}.get(self.op, "made whole")
         return f"{what} {self.where}\n          {self.why} | {self.op} | {self.bytes} bytes"
 
 
@@ -115,9 +117,11 @@ class Report:
 
     def __str__(self) -> str:
         reads = [x.bytes for x in self.collectives if x.op == _READ]
-        sums = [x.bytes for x in self.collectives if x.op != _READ and x.bytes]
+        states = [x.bytes for x in self.collectives if x.op == _STATES]
+        sums = [x.bytes for x in self.collectives if x.op not in (_READ, _STATES) and x.bytes]
         travels = f", {len(sums)} sums over ranks of {sum(sums)} bytes" if sums else ""
         travels += f", {len(reads)} reads of neighbours of {sum(reads)} bytes" if reads else ""
+        travels += f", {len(states)} states of {sum(states)} bytes" if states else ""
         lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals{travels}"]
         lines += _folded([str(site) for site in self.sites])
         lines += _folded([str(collective) for collective in self.collectives])
@@ -198,12 +202,15 @@ def _report(state: passes.State, model: Any) -> Report:
     found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
     texts = tuple(before), tuple(after), tuple(found)
-    collectives = [*_collectives(state.graph_module), *(() if state.refusals else _reads(state, where))]
+    collectives = [
+        *_collectives(state.graph_module),
+        *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
+    ]
     target = None if state.refusals else target_of(state, needs)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), target=target)
 
 
-_READ = "neighbour_rows"
+_READ, _STATES = "neighbour_rows", "state summaries"
 _SUMS: dict[str, int] = {
     "cp_rewrite.sum_over_ranks": 1,
     "cp_rewrite.sum_gradient_over_ranks": 1,
@@ -233,6 +240,13 @@ def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective
         count = hint(value.numel()) // (state.plan.plan.local_size * len(state.plan.plan.rows))
         size = value.element_size() * count * state.plan.most_received(read.read)
         yield Collective(where.get(id(read.node)) or source_line(read.node), read.why, _READ, size)
+
+
+def _states(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective]:
+    for lowered in state.locality.lowered:
+        for run in (step.whole for step in lowered.steps if isinstance(step.whole, OnPieces)):
+            size = int(run.bytes * state.plan.most_received(run.states))
+            yield Collective(where.get(id(lowered.node)) or source_line(lowered.node), run.why, _STATES, size)
 
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:

@@ -87,7 +87,7 @@ def test_states_on_more_ranks(
     compare(pool, ranks, layout, sizes, resets=resets, dtype=dtype)
 
 
-def explained(model: Any, **how: Any) -> cp.Report:
+def explained(model: Any, **how: Any) -> Any:
     return cp.explain(model, cp.Sharding(2, TOKENS, PACKING, **how))(**packed((5, 1, 70)))
 
 

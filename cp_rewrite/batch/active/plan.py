@@ -189,9 +189,10 @@ class ActivePlan:
         if self.packed is not None and not (value.is_cuda and name == of and self.is_as_handed(of, value)):
             self.packed.check(name, value, of)
 
-    def most_received(self, read: Neighbours) -> int:
-        """Rows that come from other ranks, of the rank that gets most."""
-        splits = next(key for key in PlanInput.of_neighbours(read) if key.name == "splits")
+    def most_received(self, read: Neighbours | States) -> int:
+        """Rows, or summaries of states, that come from other ranks, of the rank that gets most."""
+        keys = PlanInput.of_states(read) if isinstance(read, States) else PlanInput.of_neighbours(read)
+        splits = next(key for key in keys if key.name == "splits")
         return max(int(self._array(splits, rank)[1].sum()) for rank in range(self.sharding.world_size))
 
     def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:

@@ -232,7 +232,11 @@ class NodeRunner:
             if arg not in self._signatures:
                 self._signatures[arg] = self._signature(value_of(arg))
             state = self.env.get(arg, REPLICATED)
-            return (self._signatures[arg], tuple(state) if isinstance(state, list) else state, arg in self.facts.offsets)
+            return (
+                self._signatures[arg],
+                tuple(state) if isinstance(state, list) else state,
+                arg in self.facts.offsets,
+            )
         if isinstance(arg, list | tuple):
             return tuple(self._part(item) for item in arg)
         if isinstance(arg, slice):

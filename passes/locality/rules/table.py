@@ -162,8 +162,8 @@ SORTED = (
     Rule("_grouped_mm transformers::grouped_mm_fallback", experts.grouped_product, GROUPS),
 )
 
-# A state passes through all tokens of a sequence. Each rank runs over its own, and what they did to the state goes to the
-# ranks that have later tokens: tokens in dim 1 -> the same
+# A state passes through all tokens of a sequence. Each rank runs over its own; what they do to the state goes to ranks
+# that have later tokens. Tokens in dim 1 -> the same dims
 RECURRENT = Rule(" ".join(recurrences.OPS), recurrences.alone, whole=recurrences.recurrent)
 
 # Never the same on a shard.
@@ -178,7 +178,20 @@ MIXING = (
     refused("diff unfold diagonal trace tril_indices", "relates tokens to other tokens"),
 )
 
-RULES = (*VIEWS, *FILLED, POINTWISE, LOG_SIGMOID, COUNTED, CAST, *MIXED_DIMS, *SUMMED, *INDEXED, *SORTED, RECURRENT, *MIXING)
+RULES = (
+    *VIEWS,
+    *FILLED,
+    POINTWISE,
+    LOG_SIGMOID,
+    COUNTED,
+    CAST,
+    *MIXED_DIMS,
+    *SUMMED,
+    *INDEXED,
+    *SORTED,
+    RECURRENT,
+    *MIXING,
+)
 _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 
 

@@ -11,6 +11,7 @@ packing's own offsets each document is one. Rows that hold no token give 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.batch.active import PlanInput
+from cp_rewrite.ops.states.kinds import state_shapes, wide
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.locality.node.call import Call
@@ -52,7 +54,7 @@ def recurrent(call: Call) -> tuple[Claims, Whole]:
         else:
             attended |= state.attended
     states = States(resets, apart=attended and not resets)
-    return Rows(front + (None,) * (call.outs[0].ndim - 2)), _OnPieces(states)
+    return Rows(front + (None,) * (call.outs[0].ndim - 2)), OnPieces(states, _summary_bytes(call))
 
 
 def alone(call: Call) -> Claims:
@@ -61,11 +63,19 @@ def alone(call: Call) -> Claims:
     raise Mixes(f"{call.name} passes a state through the tokens of a row, which other ranks have: needs resolve=True")
 
 
+def _summary_bytes(call: Call) -> int:
+    """What one cut piece does to the state."""
+    inputs = [x for name, x in call.bound.items() if name != "offsets" and isinstance(x, Tensor)]
+    state, move = state_shapes(call.name.partition("::")[2], inputs)
+    return (math.prod(state) + math.prod(move)) * wide(inputs[0].dtype).itemsize
+
+
 @dataclass(frozen=True)
-class _OnPieces:
-    """Runs a recurrence on a rank's pieces. states: what the state passes through."""
+class OnPieces:
+    """Runs a recurrence on a rank's pieces. states: what the state passes through. bytes: of a piece's summary."""
 
     states: States
+    bytes: int
 
     @property
     def why(self) -> str:

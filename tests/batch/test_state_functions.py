@@ -1,0 +1,139 @@
+"""Functions of transformers that pass a state through tokens: which become ops of ours, and with what numbers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+import cp_rewrite as cp
+from cp_rewrite.batch.state_functions import OPS, state_ops
+from tests.helpers.packed_model import TOKENS, packed_batch
+
+FUNCTIONS = {
+    "qwen3_next": "torch_chunk_gated_delta_rule",
+    "kimi_linear": "chunk_kimi_delta_attention",
+    "mamba2": "mamba2_chunk_scan",
+    "jamba": "mamba_selective_scan",
+}
+
+
+def module_of(name: str) -> Any:
+    return pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+
+
+def rows_of(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def compiled(function: Callable[..., Any], given: dict[str, Any]) -> tuple[torch.Tensor, set[str]]:
+    """What a function gives under torch.compile, and the ops of ours in its graph."""
+    seen: set[str] = set()
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names = [str(getattr(node.target, "_qualified_op_name", node.target)) for node in gm.graph.nodes]
+        seen.update(name.partition("::")[2] for name in names if name.startswith("cp_rewrite"))
+        return gm.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda: function(**given), backend=backend, fullgraph=True)()
+    return rows_of(out), seen
+
+
+@pytest.mark.parametrize(("model", "name"), FUNCTIONS.items())
+def test_a_function_is_one_op_inside_of_a_batch(model: str, name: str) -> None:
+    function = getattr(module_of(model), name)
+    op = next(op for op in OPS if name in op.names)
+    given = op.trial()
+    with state_ops():
+        out, seen = compiled(function, given)
+    assert seen == {op.call.__name__}
+    torch.testing.assert_close(out, rows_of(function(**given)), rtol=1e-4, atol=1e-5)
+
+
+def test_other_programs_are_compiled_as_they_are() -> None:
+    function = module_of("mamba2").mamba2_chunk_scan
+    given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
+    with state_ops():
+        pass
+    out, seen = compiled(function, given)
+    assert not seen
+    assert torch.equal(out, function(**given))
+
+
+def test_a_final_state_is_left_to_the_function() -> None:
+    function = module_of("mamba2").mamba2_chunk_scan
+    given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial() | {"return_final_states": True}
+    with state_ops():
+        _, seen = compiled(function, given)
+    assert not seen
+
+
+@pytest.mark.parametrize("package", ["transformers.models.other", "elsewhere"])
+def test_a_function_of_the_same_name_with_other_numbers_is_left_alone(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mamba2_chunk_scan(hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **_: Any) -> Any:
+        return hidden_states * 2
+
+    other = ModuleType(package)
+    other.mamba2_chunk_scan = mamba2_chunk_scan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, other)
+    given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
+    with state_ops():
+        out, seen = compiled(other.mamba2_chunk_scan, given)
+    assert not seen
+    assert torch.equal(out, given["hidden_states"] * 2)
+
+
+def test_a_batch_opens_the_block() -> None:
+    function = module_of("mamba2").mamba2_chunk_scan
+    given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
+    with cp.Sharding(1, TOKENS, cp.DocumentIds("doc_ids")).shard(packed_batch()):
+        assert compiled(function, given)[1] == {"ssd"}
+    assert importlib.import_module("cp_rewrite.batch.state_functions")._Blocks.count == 0
+
+
+def test_of_a_librarys_kernels_those_with_offsets_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla in the place of the reference: what transformers' decorator drops for the reference reaches the op."""
+    hub = pytest.importorskip("transformers.integrations.hub_kernels")
+    if not hasattr(hub, "use_kernel_func_from_hub_with_fallback"):
+        pytest.skip("this transformers has no such decorator")
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a kernel")
+
+    def causal_conv1d_fn(x, weight, seq_idx=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("a kernel")
+
+    reference = module_of("qwen3_next").torch_chunk_gated_delta_rule.__wrapped__
+    model = ModuleType("transformers.models.other.modeling_other")
+    for kernel, plain in ((chunk_gated_delta_rule, reference), (causal_conv1d_fn, lambda x, weight, **_: x * weight)):
+        package = ModuleType("fla")
+        kernel.__module__ = "fla.ops.other"
+        setattr(package, kernel.__name__, kernel)
+        monkeypatch.setitem(sys.modules, "fla", package)
+        plain.__name__ = kernel.__name__
+        setattr(model, kernel.__name__, hub.use_kernel_func_from_hub_with_fallback(kernel.__name__, "fla")(plain))
+    monkeypatch.setitem(sys.modules, model.__name__, model)
+    op = next(op for op in OPS if "chunk_gated_delta_rule" in op.names)
+    given = op.trial()
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    with state_ops():
+        call = lambda query, key, value, **rest: model.chunk_gated_delta_rule(query, key, value, **rest)  # noqa: E731
+        out, seen = compiled(call, {**given, "cu_seqlens": offsets})
+        x, w = torch.randn(2, 3), torch.randn(3)
+        conv, _ = compiled(model.causal_conv1d_fn, {"x": x, "weight": w})
+    assert seen == {"gated_delta_rule"}
+    assert torch.equal(conv, x * w)
+    parts = [
+        {k: v[:, a:b] if isinstance(v, torch.Tensor) else v for k, v in given.items()} for a, b in ((0, 2), (2, 5))
+    ]
+    expected = torch.cat([reference(**part)[0] for part in parts], 1)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
