@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 from cp_rewrite.arguments import flag, named_values
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
+from cp_rewrite.ops.states.functions import state_ops
 from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.routes.route import Arrays
@@ -40,7 +41,6 @@ from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
 from .read_documents import documents_of
-from .state_functions import state_ops
 from .steps import later
 from .steps.trace import note_batch
 

@@ -1,7 +1,7 @@
 """Functions of other libraries that pass a state through tokens, as ops of ours inside of a batch's block.
 
 transformers' reference functions loop over chunks or tokens, fla's and mamba_ssm's are kernels that Dynamo can't read.
-Inside of `with sharding.shard(batch)` Dynamo puts the op of `cp_rewrite/ops/states/` in the place of a call, which the
+Inside of `with sharding.shard(batch)` Dynamo puts the op of `whole.py` in the place of a call, which the
 passes know; outside it compiles what is there. Eager calls are never touched.
 
     library's name                                                      op

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 import cp_rewrite as cp
-from cp_rewrite.batch.state_functions import OPS, state_ops
+from cp_rewrite.ops.states.functions import OPS, state_ops
 from tests.helpers.packed_model import TOKENS, packed_batch
 
 FUNCTIONS = {
@@ -97,7 +97,7 @@ def test_a_batch_opens_the_block() -> None:
     given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
     with cp.Sharding(1, TOKENS, cp.DocumentIds("doc_ids")).shard(packed_batch()):
         assert compiled(function, given)[1] == {"ssd"}
-    assert importlib.import_module("cp_rewrite.batch.state_functions")._Blocks.count == 0
+    assert importlib.import_module("cp_rewrite.ops.states.functions")._Blocks.count == 0
 
 
 def test_of_a_librarys_kernels_those_with_offsets_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
