@@ -270,7 +270,7 @@ class _Walk:
         offsets = [o in self.facts.offsets for o in operands]
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states), tuple(offsets))
         if key not in self.regions:
-            again = any(entered is body for entered, _ in self.regions)
+            again = any(entered is body for entered, *_ in self.regions)
             before = {node: fewer_of(self.env.get(node)) for node in body.graph.nodes if again}
             if again:
                 self.several.add(body.graph)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from tests.helpers.pool import Pool
@@ -106,6 +107,17 @@ class Written(RecurrentModel):
         return cu_seqlens
 
 
+class Checkpointed(RecurrentModel):
+    """Its layers are checkpointed; all but the first are given other offsets, if `shifted`."""
+
+    shifted = False
+
+    def layer(self, kind: str, number: int, h: Tensor, offsets: Tensor | None) -> Tensor:
+        assert offsets is not None
+        given = offsets.flip(0) if self.shifted and number else offsets
+        return checkpoint(super().layer, kind, 0, h, given, use_reentrant=False)  # type: ignore[return-value]
+
+
 class OfTokens(RecurrentModel):
     """Its documents lie in dim 0."""
 
@@ -118,6 +130,18 @@ def test_other_offsets_than_the_packings_are_refused(model: type[RecurrentModel]
     refusals = explained(model(("ssd", "ssd"), resets=True)).refusals
     assert refusals
     assert {refusal.reason for refusal in refusals} <= {cp.Reason.MASK_WRONG_SOURCE, cp.Reason.TOKEN_MIXING}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_checkpointed_layers_know_the_packings_offsets(shifted: bool) -> None:
+    model = Checkpointed(("ssd", "ssd"), resets=True).double()
+    model.shifted = shifted
+    if shifted:
+        assert {r.reason for r in explained(model).refusals} == {cp.Reason.MASK_WRONG_SOURCE}
+        return
+    sharding, batch = cp.Sharding(2, TOKENS, PACKING, "balanced"), packed((5, 1, 70))
+    torch._dynamo.reset()
+    assert cp.check(model, sharding, batch).largest <= 1e-9
 
 
 def test_tokens_in_another_dim_are_refused() -> None:
