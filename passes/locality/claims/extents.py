@@ -50,6 +50,7 @@ class Extents:
         if isinstance(size, int):
             return 0, size
         rows: Any = self.tokens
+        size = sympy.expand(size)
         times, more = size.coeff(rows, 1), size.coeff(rows, 0)
         linear = times.is_Integer and more.is_Integer and sympy.expand(times * rows + more - size) == 0
         return (int(times), int(more)) if linear else None

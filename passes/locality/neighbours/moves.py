@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -94,14 +93,10 @@ def _whole(call: Call, x: Tensor) -> Moved:
 
 def _number(call: Call, value: Any) -> Length:
     """A number of the graph as one of the whole row."""
-    size = call.extents.size(value)
-    if isinstance(size, int):
-        return Length(size)
-    for rows in (1, 2):
-        rest = sympy.expand(size - rows * call.extents.tokens)
-        if rest.is_Integer:
-            return Length(int(rest), rows)
-    raise Mixes("moves tokens by a number that is not known")
+    found = call.extents.by_rows(value)
+    if found is None or found[0] not in (0, 1, 2):
+        raise Mixes("moves tokens by a number that is not known")
+    return Length(found[1], found[0])
 
 
 def _length(call: Call, x: Tensor, dim: int) -> Length:

@@ -23,8 +23,7 @@ from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-
-from .places import Place, end_of, place_of
+from cp_rewrite.planning.token_reads.neighbours import Length
 
 _aten: Any = torch.ops.aten
 
@@ -32,15 +31,15 @@ _aten: Any = torch.ops.aten
 def select(call: Call) -> tuple[States, Whole]:
     """x[:, 3], x[:, -1], x[:, x.shape[1] - 1]."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    place = place_of(call.extents, call.arg("index"))
-    return WHOLE, Picked(rows.dims, rows.attended, dim, (place, place.next, 1))
+    place = _place(call, call.arg("index"))
+    return WHOLE, Picked(rows.dims, rows.attended, dim, (place, place + Length(1), 1))
 
 
 def slice_(call: Call) -> tuple[States, Whole]:
     """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    first, end = place_of(call.extents, call.arg("start") or 0), end_of(call.extents, call.arg("end"))
-    if first.from_end != end.from_end or not isinstance(call.sizes(call.outs[0])[dim], int):
+    first, end = _place(call, call.arg("start") or 0), _end(call, call.arg("end"))
+    if first.rows != end.rows or not isinstance(call.sizes(call.outs[0])[dim], int):
         raise Mixes("slice of as many tokens as the shard happens to have")
     return WHOLE, Picked(rows.dims, rows.attended, dim, (first, end, call.arg("step") or 1))
 
@@ -72,6 +71,21 @@ def index(call: Call) -> tuple[States, Whole]:
     return WHOLE, Indexed(rows.dims, rows.attended, dim)
 
 
+def _place(call: Call, number: Any) -> Length:
+    """The place in the whole row that a number of the graph says: 3, -1, or the shard's tokens minus 1."""
+    found = call.extents.by_rows(number)
+    if found is None or found[0] not in (0, 1):
+        raise Mixes("a place that is made from the number of tokens in another way")
+    rows, constant = found
+    return Length(constant, 1 if constant < 0 else rows)
+
+
+def _end(call: Call, end: Any) -> Length:
+    """Where a slice ends. One to the end of the row ends nowhere, or at the largest number there is."""
+    last = end is None or (isinstance(end, int) and end >= torch.iinfo(torch.int64).max)
+    return Length(0, 1) if last else _place(call, end)
+
+
 def _rows_at(call: Call, dim: int) -> tuple[Rows, int]:
     """The rows that an op picks from, and the dim, where that is the tokens' own."""
     rows, dim = rows_along(call, dim)
@@ -100,7 +114,7 @@ class Picked:
     dims: Dims
     attended: bool
     dim: int
-    places: tuple[Place, Place, int] | None = None
+    places: tuple[Length, Length, int] | None = None
     why: ClassVar[str] = "of tokens, from the ranks that have them"
 
     @property
@@ -112,7 +126,9 @@ class Picked:
         if self.places is None:
             return self.along(ranks, x, args["index"].reshape(-1))
         tokens = ranks.row_tokens * ranks.has_token.shape[0] if self.is_flat else ranks.row_tokens
-        found = self.along(ranks, x, Place.count(*self.places, tokens))
+        first, end, step = self.places
+        counted = torch.arange(first.constant, end.constant, step, device=tokens.device)
+        found = self.along(ranks, x, counted + tokens if first.rows else counted)
         return found.squeeze(self.dim) if "index" in args else found
 
     @property
