@@ -110,6 +110,7 @@ LOSSES: dict[str, Loss] = {
     "in_place": added_in_place,
     "variance": lambda m, x, y: x.var() + x.std((0, 1)).sum() + torch.var_mean(x, unbiased=False)[0],
     "norm": lambda m, x, y: x.norm() + x.norm(dim=1).sum(),
+    "norms_of_other_powers": lambda m, x, y: x.norm(torch.inf) + x.norm(1) / 9 + x.norm(3, dim=1).sum(),
     "amax": lambda m, x, y: x.amax((0, 1)).sum() + x.min() + x.relu().flatten(0, 1).amin(0).sum(),
     "max_of_each": lambda m, x, y: losses(x, y).sum() / 9 * x.detach().flatten(0, 1).max(0).values.exp().sum(),
     "logsumexp": lambda m, x, y: x.logsumexp((1, 2)).sum() + x.logsumexp(1).mean(),

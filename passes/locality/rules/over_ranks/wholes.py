@@ -45,7 +45,8 @@ def reduced(call: Call) -> tuple[States, Whole]:
         return WHOLE, LargestWithPlace(rows.dims)
     if call.name in ("any", "all"):
         return WHOLE, AnyOrAll(rows.dims)
-    if call.first.dtype in (torch.bool, torch.uint8) or call.arg("ord", "p") not in (None, 2, 2.0):
+    power = call.arg("ord", "p")
+    if call.first.dtype in (torch.bool, torch.uint8) or not (power is None or 1 <= power or power == -torch.inf):
         raise Mixes(f"{call.name} of such values is not put together from parts")
     return WHOLE, runs(rows.dims)
 
@@ -168,19 +169,23 @@ class Variance(Mean):
 
 @dataclass(frozen=True)
 class Norm(OverTokens):
-    """The Euclidean one."""
+    """Of any power from 1 on: sum(|x| ** p) ** (1 / p); of inf and -inf the largest and the least of |x|."""
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        x, dims = args["self"], _given(args)
-        dtype = args.get("dtype") or x.dtype
-        kept = self.keep(ranks, _wide(x.to(dtype)), 0)
-        return _root(ranks.sum((kept * kept).sum(dims, keepdim=bool(args.get("keepdim"))))).to(dtype)
+        x, power = args["self"], args.get("ord", args.get("p"))
+        size, power = x.to(args.get("dtype") or x.dtype).abs(), 2 if power is None else power
+        dtype, size = size.dtype, _wide(size)
+        if abs(power) == torch.inf:
+            extreme = _aten.amax.default if power > 0 else _aten.amin.default
+            return Largest(self.dims)(ranks, extreme, {**args, "self": size}).to(dtype)
+        parts = (self.keep(ranks, size, 0) ** power).sum(_given(args), keepdim=bool(args.get("keepdim")))
+        return _root(ranks.sum(parts), power).to(dtype)
 
 
-def _root(x: Tensor) -> Tensor:
-    """The square root; its gradient at 0 is 0, as that of torch's std and norm."""
+def _root(x: Tensor, power: float = 2) -> Tensor:
+    """The root; its gradient at 0 is 0, as that of torch's std and norm."""
     zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** (1 / power))
 
 
 @dataclass(frozen=True)
