@@ -91,6 +91,7 @@ class Heartbeat:
         """Rank -> its counter, and when it last moved."""
         self.me = f"{socket.gethostname()}:{os.getpid()}"
         self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True)
         self._told = False
         self._group = group
         self._left = ""
@@ -98,7 +99,7 @@ class Heartbeat:
 
     def start(self) -> None:
         self.store.set(_key("who", self.rank), self.me)
-        threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True).start()
+        self._thread.start()
         atexit.register(self._leave)
 
     def leave_batch(self, error: Exception | None) -> None:
@@ -176,6 +177,8 @@ class Heartbeat:
             found = None
         if found:
             self._tell(found)
+        # Python aborts where a thread comes back from the store's C++ once the interpreter is being taken down.
+        self._thread.join(GRACE_S)
 
     def _tell(self, found: str) -> None:
         if not self._told:

@@ -124,3 +124,35 @@ def test_a_rank_that_compiles_anew_is_named_by_all() -> None:
 
 if __name__ == "__main__":
     train(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+
+
+BUSY_AT_EXIT = """
+import datetime, sys, time
+import torch.distributed as dist
+from cp_rewrite.batch import heartbeat
+
+class Slow:
+    def __init__(self, store): self.store, self.other = store, store.clone()  # a client takes one call at a time
+    def get(self, key): return self.store.get(key)
+    def check(self, keys): return self.store.check(keys)
+    def set(self, key, value):
+        if "/beat/" not in key:
+            return self.store.set(key, value)
+        print("beats", flush=True)
+        self.other.wait(["never"], datetime.timedelta(seconds=1))
+
+class Late:
+    def __del__(self, sleep=time.sleep): sleep(2)
+
+sys.late = Late()
+heartbeat.PERIOD_S = 0.05
+heartbeat.Heartbeat(Slow(dist.TCPStore("localhost", 0, 1, True)), 0, 2).start()
+time.sleep(0.3)
+"""
+"""The thread is inside a store's call when the process ends, and comes back while Python takes itself down."""
+
+
+def test_a_process_ends_well_while_its_heartbeat_talks_to_the_store() -> None:
+    run = subprocess.run([sys.executable, "-c", BUSY_AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "beats" in run.stdout
+    assert run.returncode == 0, run.stderr

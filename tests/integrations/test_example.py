@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,16 @@ def train_alone(example: Any) -> tuple[Any, float]:
 
 def held_out_loss(printed: str) -> float:
     return float(printed.split()[-1])
+
+
+@pytest.mark.slow
+def test_the_fsdp_script_ends_well(tmp_path: Path) -> None:
+    command = (
+        f"-m torch.distributed.run --standalone --nproc-per-node 2 examples/train_fsdp.py --steps 3 --out {tmp_path}"
+    )
+    run = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "step 3: loss" in run.stdout
 
 
 @pytest.mark.slow
