@@ -25,7 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     chosen: str = config.option.markexpr
     amount.everything = "not slow" not in chosen and "not sweep" not in chosen
-    os.environ["CP_SEED"] = str(amount.seed())  # pytest-xdist's workers have it too
+    # What pytest-xdist's workers must know too: a file that is named runs all cases of its shared tests.
+    os.environ["CP_SEED"] = str(amount.seed())
+    if not hasattr(config, "workerinput"):
+        os.environ["CP_NAMED"] = str(config.args_source == pytest.Config.ArgsSource.ARGS)
     # Examples that compile or talk to other processes have no steady duration.
     options = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
     settings.register_profile("default", max_examples=amount.examples(100), **options)  # type: ignore[arg-type]
@@ -41,12 +44,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks, and before what is left out is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests with a pool run on one worker: one pool serves them all, one server forks all processes. Those that
-    users' trainers rest on, and break first, run first. Of many slow cases of a test some are for `make sweep`."""
+    users' trainers rest on, and break first, run first. Of a shared test the cases of other days are slow; of many slow
+    cases of a test some are for `make sweep`."""
     slow: dict[str, list[pytest.Item]] = {}
+    shared: dict[str, list[pytest.Item]] = {}
     for item in items:
         if {"pool", "pair"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
             item.add_marker("long")
+        if item.get_closest_marker("shared") is not None:
+            shared.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if os.environ["CP_NAMED"] == "False":
+        for cases in shared.values():
+            for item in {*cases} - {*amount.share(cases)}:
+                item.add_marker("slow")
+    for item in items:
         if item.get_closest_marker("slow") is not None:
             slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in slow.values():

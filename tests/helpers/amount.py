@@ -17,6 +17,8 @@ everything = False
 """Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
 FEW = 5
 """Of a slow test of more cases, so many and a tenth of the others are tried a day."""
+SHARE = 3
+"""Of a test marked `shared`, `make test` tries a third of the cases a day."""
 
 
 def seed() -> int:
@@ -28,6 +30,11 @@ def some(values: Sequence[Value]) -> list[Value]:
     """Those of a slow test's cases that are tried today."""
     count = FEW + (len(values) - FEW) // 10
     return [*values] if everything or count >= len(values) else random.Random(seed()).sample(values, count)
+
+
+def share(cases: Sequence[Value]) -> list[Value]:
+    """Those of the cases of a test marked `shared` that `make test` tries today."""
+    return random.Random(seed()).sample(cases, -(-len(cases) // SHARE))
 
 
 def examples(all_of_them: int, quick: int | None = None) -> int:

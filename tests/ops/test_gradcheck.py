@@ -90,6 +90,7 @@ def is_slow(exchange: str, mask: PackedMask) -> bool:
     return "a2a+" in exchange or (exchange not in ("needed", "p2p") and mask != MASKS[0])
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("exchange", "mask"),
     [

@@ -106,6 +106,7 @@ HOWS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("ranks", "how"), [(4, {"exchange": "a2a+needed"}), *((2, how) for how in HOWS)], ids=lambda x: str(x)
 )

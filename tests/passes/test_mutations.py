@@ -39,9 +39,9 @@ def check_refused(name: str, verdict: Verdict) -> None:
 
 
 def in_turns(names: list[str]) -> list[Any]:
-    """The names; of every second group the tests are slow."""
+    """The names; of two groups of three the tests are slow."""
     groups = list(dict.fromkeys(GROUPS[name] for name in names))
-    slow = set(groups[1::2])
+    slow = {*groups} - {*groups[::3]}
     return [pytest.param(name, marks=pytest.mark.slow if GROUPS[name] in slow else ()) for name in names]
 
 
@@ -100,11 +100,13 @@ def sharded_step(mesh: DeviceMesh, names: tuple[str, ...], batch: dict[str, Tens
 RIGHT_GROUPS = sorted(set(groups(RIGHT).values()))
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("names", [names for names in RIGHT_GROUPS if len(names) > 1], ids="+".join)
 def test_mutants_are_made_right(pool: Pool, names: tuple[str, ...]) -> None:
     check_right(pool, names, packed_batch(getattr(MUTANTS[names[0]], "rows", 1)))
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("name", [names[0] for names in RIGHT_GROUPS if len(names) == 1])
 def test_mutant_is_made_right(name: str) -> None:
     check_on_threads(name, packed_batch(getattr(MUTANTS[name], "rows", 1)))

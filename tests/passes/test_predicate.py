@@ -52,6 +52,7 @@ def in_groups(spellings: list[Spelling], most: int = 6) -> list[tuple[Spelling, 
     return [tuple(group[i : i + most]) for group in of_packing.values() for i in range(0, len(group), most)]
 
 
+@pytest.mark.shared
 @pytest.mark.long
 @pytest.mark.parametrize("spellings", in_groups(PROVEN), ids=lambda group: "+".join(s.name for s in group))
 def test_every_proven_spelling_means_what_it_says(spellings: tuple[Spelling, ...]) -> None:
@@ -61,6 +62,7 @@ def test_every_proven_spelling_means_what_it_says(spellings: tuple[Spelling, ...
     assert [meaning(f) for f in match_each(model, annotate(spellings[0].packing))] == [s.means for s in spellings]
 
 
+@pytest.mark.shared
 @pytest.mark.long
 @pytest.mark.parametrize("spellings", in_groups(REFUSED), ids=lambda group: "+".join(s.name for s in group))
 def test_every_refused_spelling_has_its_reason(spellings: tuple[Spelling, ...]) -> None:

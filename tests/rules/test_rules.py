@@ -14,7 +14,7 @@ from .outcome import outcome
 from .samples import Sample, ops, samples
 from .trials import of_day, of_op, tried
 
-A_DAY = 80
+A_DAY = 40
 """Ops of which one trial each is made."""
 PARTS = 40
 
