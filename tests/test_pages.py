@@ -33,6 +33,7 @@ LEFT_OUT = {
     ("docs/guides/checkpoint.md", "needs GPUs"),
     ("docs/guides/code_bases.md", "needs litgpt"),
     ("docs/guides/code_bases.md", "needs torchtitan"),
+    ("docs/guides/hybrids.md", "needs GPUs"),
     ("docs/reference/usage.md", "needs GPUs"),
 }
 """Blocks that say why they don't run here. tests/end_to_end/test_recipes.py does what those of other packages do."""
