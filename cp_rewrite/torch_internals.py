@@ -22,6 +22,7 @@ import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._decomp.decompositions import matmul
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
@@ -42,12 +43,12 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "enable_python_dispatcher",
+    "matmul",
 ]
 """Handed on as they are. Composite ops fall apart under `enable_python_dispatcher` as Dynamo saw them do; without it
-their C++ code turns symbolic sizes into constants."""
+their C++ code turns symbolic sizes into constants. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
 """A BlockMask of blocks of this size fits attention of any length."""
-
 # -- fake tensors and memory -------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.fx.proxy import GraphAppendingTracer
+from torch.overrides import TorchFunctionMode
 
 from cp_rewrite.batch.active import ROW_INDEX, TOKEN_INDEX
 from cp_rewrite.passes.graph.new_nodes import call, insert, paste, traced
@@ -18,7 +19,7 @@ from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
 from cp_rewrite.passes.values.resolution import READ, Ranks, group_of
 from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import FakeTensorMode
+from cp_rewrite.torch_internals import FakeTensorMode, matmul
 
 from .lower import Changes
 from .plan_inputs import Inputs
@@ -75,13 +76,22 @@ def _by_rows(
                     env[node] = _run(node, generators.get(node), index_T, env)
             return env[source]
 
-        return torch.vmap(one)(index_BT)
+        with _Products():
+            return torch.vmap(one)(index_BT)
 
     module = traced(run, [value_of(n) for n in operands], inputs.mode)
     module.graph.eliminate_dead_code()  # sizes that vmap asked for
     result: fx.Node = paste(module, operands, source.next, source, _WHY)
     result.meta["example_value"].requires_grad_(value_of(source).requires_grad)
     return result
+
+
+class _Products(TorchFunctionMode):
+    """Products in Python: torch 2.11's C++ code can't read symbolic sizes under vmap."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        return (matmul if func in products else func)(*args, **(kwargs or {}))
 
 
 def _needed(source: fx.Node, generators: dict[fx.Node, PositionGenerator], shared: set[fx.Node]) -> list[fx.Node]:
