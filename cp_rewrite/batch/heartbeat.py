@@ -11,7 +11,8 @@ and takes it back when it cuts the next: it may live on, and others would wait f
 nothing to ranks that left the batch with an error too. Beside its counter a rank says which graph it runs, and as which
 call since the ranks last compared something (`progress.py`): ranks that run different ones wait for each other. What is
 found goes to stderr; a process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the
-dead rank, is ended with code 1.
+dead rank, is ended with code 1. One that waits in Python's own library (a queue, a lock, another process) waits for no
+rank, and lives on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import linecache
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Generator
@@ -42,6 +44,8 @@ SILENT_S = 25.0
 GRACE_S = 25.0
 _DONE = "done"
 _LEFT = "left a batch: "
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+"""The second is a folder of the first, and no part of it."""
 _LIBRARIES = tuple(str(Path(file).parent) for file in (str(torch.__file__), Path(__file__).parent, os.__file__))
 
 _watched: dict[str, Heartbeat] = {}
@@ -232,6 +236,12 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _waits_for_no_rank(frame: FrameType) -> bool:
+    """Whether what runs is a function of Python's standard library: collectives are torch's."""
+    file = frame.f_code.co_filename
+    return file.startswith(_STANDARD_LIBRARY[0]) and not file.startswith(_STANDARD_LIBRARY[1])
+
+
 def _runs(process: int) -> bool:
     """Whether a process of this machine is there, and is no zombie that nobody has waited for."""
     try:
@@ -252,11 +262,12 @@ class _Stillness:
 
     def seconds(self) -> float:
         place = self._now()
-        if place != self.place:
+        if place is None or place != self.place:
             self.since, self.place = time.monotonic(), place
         return time.monotonic() - self.since
 
     @staticmethod
     def _now() -> tuple[int, int] | None:
+        """None: at no place where it could wait for a rank."""
         frame = _main_frame()
-        return None if frame is None else (id(frame), frame.f_lasti)
+        return None if frame is None or _waits_for_no_rank(frame) else (id(frame), frame.f_lasti)

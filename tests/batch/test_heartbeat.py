@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
+from cp_rewrite.batch import heartbeat
 from tests.end_to_end.test_conformance_gpu import free_port
 
 pytestmark = pytest.mark.long
@@ -49,6 +52,10 @@ def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str
             dist.all_to_all_single = die
         if stage == "error":
             raise IndexError("an id that one rank alone has")
+        if stage == "wait":
+            with suppress(queue.Empty):
+                queue.Queue[None]().get(timeout=heartbeat.GRACE_S + 15)
+            sys.exit(3)
         loss = model(**local, times=2) if stage == "argument" else model(**local)
     if stage == "backward":
         loss.register_hook(die)
@@ -60,7 +67,8 @@ def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str
 
 
 def train(rank: int, port: int, stage: str) -> None:
-    """Two good steps, then one in which rank 1 dies."""
+    """Two good steps, then one in which rank 1 dies, or leaves the batch while rank 0 waits for no rank."""
+    stages = ("wait", "error") if stage == "wait" else (None, stage)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharding = cp.Sharding(
@@ -71,7 +79,7 @@ def train(rank: int, port: int, stage: str) -> None:
     batch = {"input_ids": torch.arange(64)[None] % 16, "doc_ids": torch.arange(64)[None] // 40}
     for number in range(3):
         try:
-            step(model, batch, sharding, stage if rank and number == 2 else None)
+            step(model, batch, sharding, stages[rank] if number == 2 else None)
         except IndexError:
             time.sleep(300)  # as where something keeps a process that failed from ending
     dist.barrier()
@@ -110,6 +118,16 @@ def test_a_rank_that_fails_and_lives_on_is_named_and_the_other_ends() -> None:
     ranks[1].wait()
     assert ranks[0].returncode not in (0, None)
     assert ") left a batch: IndexError: an id that one rank alone has; rank 0 can't go on" in errors, errors
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_no_rank_lives_on() -> None:
+    """The other rank left the batch; this one waits in a queue, as a worker that gets its next task does."""
+    ranks = start("wait")
+    errors = ranks[0].communicate(timeout=300)[1]
+    ranks[1].kill()
+    ranks[1].wait()
+    assert ranks[0].returncode == 3, errors
 
 
 @pytest.mark.slow
