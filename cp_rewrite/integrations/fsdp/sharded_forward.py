@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from cp_rewrite.backend import Backend
 from cp_rewrite.calls import observe
@@ -33,6 +34,7 @@ from cp_rewrite.torch_internals import fake_mode_of
 
 from .block_hooks import skip_hooks
 from .equal_segments import description
+from .offload import HostStore
 from .segments import ROOT, Segment, cut_graph, examples_of
 from .twin import Twin
 
@@ -44,19 +46,23 @@ def shard_weights(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool,
     divide_by: float,
+    offload: OffloadPolicy | None = None,
 ) -> nn.Module:
     """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
-    `divide_by`."""
+    `divide_by`. `offload`: where weights lie between their uses."""
     for name, weight in model.named_parameters():
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise ValueError(f"{name} has a hook, which FSDP would lose with the tensor: put it on the sharded weight")
     # What crosses from block to block has the dtype that the model gave it.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
+    where = offload or OffloadPolicy()
     for block in blocks:
         skip_hooks(block, lambda value: isinstance(value, _Call))
-        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward, offload_policy=where
+        )
         _run_segments_in(block)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
     for module in (model, *blocks):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(divide_by)
@@ -65,14 +71,19 @@ def shard_weights(
 
 
 def compile_segments(
-    call: Callable[..., Any], twin: Twin, blocks: Sequence[nn.Module], sharding: Sharding
+    call: Callable[..., Any],
+    twin: Twin,
+    blocks: Sequence[nn.Module],
+    sharding: Sharding,
+    store: HostStore | None = None,
 ) -> Callable[..., Any]:
-    """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of."""
+    """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of.
+    `store`: where what blocks keep of their inputs goes."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks), fullgraph=True)
+    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks, store), fullgraph=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         twin.follow()
@@ -84,9 +95,11 @@ def compile_segments(
 class SegmentBackend(Backend):
     """The backend of a twin. Its graphs run on the weights of the model, in the calls of the model's blocks."""
 
-    def __init__(self, sharding: Sharding, twin: Twin, blocks: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, sharding: Sharding, twin: Twin, blocks: Sequence[nn.Module], store: HostStore | None = None
+    ) -> None:
         super().__init__(sharding)
-        self.twin, self.blocks = twin, tuple(blocks)
+        self.twin, self.blocks, self.store = twin, tuple(blocks), store
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
         self._units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
 
@@ -109,6 +122,7 @@ class SegmentBackend(Backend):
         returned = {*outputs}
         calls: list[_Call] = []
         classes: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}  # examples stay: descriptions have ids
+        last_block = max((i for i, segment in enumerate(segments) if segment.unit != ROOT), default=0)
         last_use = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
         for i, segment in enumerate(segments):
             take_snapshots(segment.graph_module, written)
@@ -118,7 +132,8 @@ class SegmentBackend(Backend):
                 if described not in classes:
                     classes[described] = self._compiled(segment.graph_module, examples, patches), examples
             done = {node for node in segment.inputs if last_use[node] == i and node not in returned}
-            calls.append(_Call(segment, classes[described][0], weights, done))
+            store = self.store if i < last_block and segment.unit != ROOT else None  # the last is read next
+            calls.append(_Call(segment, classes[described][0], weights, done, store))
         observe.count_segments(len(segments), len(classes))
 
         def run(*args: Any) -> list[Any]:
@@ -147,7 +162,8 @@ class SegmentBackend(Backend):
 class _Call:
     """A compiled segment. Called with its inputs but for weights, which it reads off the model's modules itself.
 
-    `inputs`: those. `done`: those of them that nothing behind it reads.
+    `inputs`: those. `done`: those of them that nothing behind it reads. `store`: where what the backward reads of them
+    goes; None: it stays.
     """
 
     def __init__(
@@ -156,15 +172,18 @@ class _Call:
         compiled: Callable[..., Any],
         weights: Mapping[fx.Node, tuple[nn.Module, str]],
         done: Collection[fx.Node],
+        store: HostStore | None = None,
     ) -> None:
-        self.unit, self.outputs, self._compiled = segment.unit, segment.outputs, compiled
+        self.unit, self.outputs, self._compiled, self._store = segment.unit, segment.outputs, compiled, store
         self._weights = [weights.get(node) for node in segment.inputs]
         self.inputs = [node for node in segment.inputs if node not in weights]
         self.done = [node for node in self.inputs if node in done]
 
     def __call__(self, *inputs: Any) -> Any:
         rest = iter(inputs)
-        return self._compiled(*(w[0]._parameters[w[1]] if w is not None else next(rest) for w in self._weights))
+        operands = [w[0]._parameters[w[1]] if w is not None else next(rest) for w in self._weights]
+        with nullcontext() if self._store is None else self._store.holding(inputs):
+            return self._compiled(*operands)
 
 
 def _run_segments_in(block: nn.Module) -> None:
