@@ -29,7 +29,6 @@ FLOORS = (
     {"passes.match"},
     {"passes"},
     {"calls"},
-    {"segments"},
     {"diagnose"},
     {"backend"},
     {"integrations"},
