@@ -31,6 +31,8 @@ from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.passes.plan_sites import traffic_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.passes.values.conditions import PlanConditions
+from cp_rewrite.segments.compiled import compile_once, in_order
+from cp_rewrite.segments.whole_model import equal_blocks
 
 from . import passes
 from .batch import agree
@@ -117,10 +119,13 @@ class Backend:
     def _inner(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """What runs a graph; `patches`: options of Inductor."""
+        """What runs a graph, its equal blocks compiled once; `patches`: options of Inductor."""
+        compile_one = functools.partial(self._compiled, patches=patches)
+        if (parts := equal_blocks(gm, example_inputs)) is not None:
+            return in_order(gm, compile_once(gm, parts, compile_one))
         take_snapshots(gm, written_memory(gm))
         with progress("compile"):
-            return self._compiled(gm, example_inputs, patches)
+            return compile_one(gm, example_inputs)
 
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]

@@ -98,6 +98,20 @@ def test_every_reason_has_advice() -> None:
     assert headings == [reason.name for reason in Reason]
 
 
+def test_readme_is_short_and_counts_the_models_as_the_table_does() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 650
+    table = (ROOT / "docs" / "generated" / "models.md").read_text()
+    table = table[table.index("## All text models") :]
+    outcomes = re.findall(r"^\| \w+ \| \w+ \| [^|]+ \| (right|refused|torch)", table, re.MULTILINE)
+    counts = re.findall(r"^\| [a-z ,]+ \| (\d+) \| (\d+) \| (\d+) \|$", table, re.MULTILINE)
+    assert [outcomes.count(x) for x in ("right", "refused", "torch")] == [
+        sum(map(int, n)) for n in zip(*counts, strict=True)
+    ]
+    right, of = outcomes.count("right"), len(outcomes)
+    assert f"{right} of {of} text classes" in text, f"docs/generated/models.md has {right} of {of}"
+
+
 def test_questions_are_two_clicks_from_readme() -> None:
     assert "(docs/questions.md)" in (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| (.+\?) \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text(), re.MULTILINE)

@@ -29,6 +29,7 @@ FLOORS = (
     {"passes.match"},
     {"passes"},
     {"calls"},
+    {"segments"},
     {"diagnose"},
     {"backend"},
     {"integrations"},

@@ -18,7 +18,7 @@ from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OnPieces
-from cp_rewrite.passes.values.resolution import Converted
+from cp_rewrite.passes.values.resolution import Converted, OfSums
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
@@ -198,7 +198,7 @@ def _report(state: passes.State, model: Any) -> Report:
         mask = f"{site.mask}{' (assumed)' if site.assumed else ''}"
         chosen = (None, None, ()) if decision is None else (decision.exchange_name, decision.kernel, decision.why)
         sites.append(SiteReport(line, mask, *chosen))
-    inserts = [i for i in state.locality.inserts if not state.refusals and not isinstance(i.emit, Converted)]
+    inserts = [i for i in state.locality.inserts if not state.refusals and not _is_of_sums(i.emit)]
     found = [f"{where.get(id(insert.node)) or source_line(insert.node)}\n          {insert.why}" for insert in inserts]
     ops_after, after = _op_counts(state.graph_module), graph_lines(state.graph_module)
     texts = tuple(before), tuple(after), tuple(found)
@@ -208,6 +208,11 @@ def _report(state: passes.State, model: Any) -> Report:
     ]
     target = None if state.refusals else target_of(state, needs)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), target=target)
+
+
+def _is_of_sums(emit: Any) -> bool:
+    """Whether sums over ranks are put in, which are listed as collectives."""
+    return isinstance(emit, Converted) and any(isinstance(each, OfSums) for each in emit.conversions)
 
 
 _READ, _STATES = "neighbour_rows", "state summaries"

@@ -10,13 +10,13 @@ loss                             a    a    b    b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_rewrite.backend import backend
@@ -25,6 +25,7 @@ from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
+from cp_rewrite.integrations.fsdp.offload import HostStore
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments, shard_weights
 from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
@@ -35,6 +36,7 @@ from .outputs import scaled, whole
 from .unchanged import Unchanged, refuse_copies, refuse_whole_weights
 
 DataParallel = Literal["fsdp", "ddp"]
+Offload = Literal["checkpoints", "weights"]
 
 
 def parallelize(
@@ -46,6 +48,7 @@ def parallelize(
     blocks: Sequence[nn.Module] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
+    offload: Collection[Offload] = (),
 ) -> nn.Module:
     """Shard a model's weights over a mesh (FSDP2), or copy them (DDP), and make it context-parallel: compiled, proven.
 
@@ -73,18 +76,22 @@ def parallelize(
             the model's lists of modules (its layers).
         mp_policy: FSDP's mixed precision. Inputs of blocks are not cast: `cast_forward_inputs` is for the root alone.
         reshard_after_forward: drop a block's weights after its forward, and gather them again for its backward.
+        offload: what lies on the host between its uses, with FSDP. `checkpoints`: what blocks keep of their inputs for
+            the backward, all that is kept where blocks are checkpointed. `weights`: this rank's shards, their gradients
+            and the optimizer's states, by FSDP's CPUOffloadPolicy; the mesh then needs a backend for CPU tensors too
+            (`init_process_group("cpu:gloo,cuda:nccl")`) for norms of gradients.
     Returns:
         The model itself, changed in place; with `ddp` the wrapper.
     Raises:
         TypeError, ValueError: arguments that do not fit; the message names them. RuntimeError: ranks of a group have
             other weights.
     """
-    _check(model, mesh, sharding, data_parallel)
+    _check(model, mesh, sharding, data_parallel, offload)
     agree.on_weights(sharding, dict(model.named_parameters()))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
-        if blocks or mp_policy is not None:
-            raise ValueError("blocks and mp_policy are FSDP's: leave them out, or data_parallel='fsdp'")
+        if blocks or mp_policy is not None or offload:
+            raise ValueError("blocks, mp_policy and offload are FSDP's: leave them out, or data_parallel='fsdp'")
         wrapped = _with_ddp(model, mesh, sharding)
     else:
         check_no_optimizer(model.parameters())
@@ -93,9 +100,11 @@ def parallelize(
         twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
-        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by)
+        on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
+        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host)
         # Hooks of the model itself run around its forward: not in the twin's too.
-        run = compile_segments(twin.module.forward, twin, chosen, sharding)
+        store = HostStore() if "checkpoints" in offload else None
+        run = compile_segments(twin.module.forward, twin, chosen, sharding, store)
         _replace_forward(model, run, sharding)
         refuse_whole_weights(model)
     refuse_copies(model)
@@ -183,13 +192,15 @@ def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Shardi
     model.forward = forward
 
 
-def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any) -> None:
+def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any, offload: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
         raise ValueError("the model is sharded or copied already: call parallelize on the plain model, once")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
+    if isinstance(offload, str) or not set(offload) <= set(get_args(Offload)):
+        raise ValueError(f"offload must be some of {get_args(Offload)}, as ('checkpoints',); got {offload!r}")
     _ = require_sharding(sharding).group  # raises where the mesh is a world size, for dry runs only
     if data_parallel not in get_args(DataParallel):
         raise ValueError(f"data_parallel must be one of {', '.join(get_args(DataParallel))}; got {data_parallel!r}")

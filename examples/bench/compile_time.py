@@ -6,11 +6,12 @@
 
 Every line is a process of its own. Cold: its caches are empty. Warm: the same program once more. `rest` is what the
 first step takes besides: its own work, loading of kernels, guards. `miss` and `hit` count graphs (forward and backward
-together) in AOTAutograd's cache.
+together) in AOTAutograd's cache, `GiB` is the GPU's peak.
 
 cases    plain        torch.compile of the whole model, no cp_rewrite
          blocks       torch.compile of each block, no cp_rewrite
-         whole        torch.compile(model, backend="cp_rewrite")
+         whole        torch.compile(model, backend="cp_rewrite"): equal blocks compiled once
+         uncut        the same with the graph compiled in one piece
          parallelize  cp.parallelize: FSDP2, segments of equal blocks compiled once
          apart        the same with each segment compiled by itself
          explain      a dry run: capture and passes alone
@@ -38,11 +39,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cp_rewrite as cp
 from cp_rewrite import passes
-from cp_rewrite.integrations.fsdp import sharded_forward
+from cp_rewrite.segments import compiled, whole_model
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
-COLUMNS = ("first", "capture", "passes", "AOT", "Inductor", "rest", "second", "step", "miss", "hit")
-DEPTHS = {"plain": [16], "blocks": [16], "whole": [16], "parallelize": [4, 16, 64], "apart": [16], "explain": [16, 64]}
+COLUMNS = ("first", "capture", "passes", "AOT", "Inductor", "rest", "second", "step", "miss", "hit", "GiB")
+DEPTHS = {
+    "plain": [16],
+    "blocks": [16],
+    "whole": [16, 64],
+    "uncut": [16],
+    "parallelize": [4, 16, 64],
+    "apart": [16],
+    "explain": [16, 64],
+}
 
 
 def main() -> None:
@@ -135,11 +144,13 @@ def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Cal
             module.compile()
         return lambda i: model(**batches[i]).loss.backward()
     sharding = cp.Sharding(one_rank(device), TOKENS, cp.PositionIds("position_ids"), inner=args.inner)
-    if case == "whole":
+    if case == "uncut":
+        whole_model.block_weights = lambda _: {}
+    if case in ("whole", "uncut"):
         run: Any = torch.compile(model, backend="cp_rewrite", options={"sharding": sharding}, fullgraph=True)
     else:
         if case == "apart":
-            sharded_forward.description = lambda *_: object()
+            compiled.description = lambda *_: object()
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.gpu else None
         run = cp.parallelize(model, sharding.mesh, sharding, mp_policy=half)
 
@@ -147,7 +158,7 @@ def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Cal
         with sharding.shard(batches[i], shift_labels=True) as local:
             loss = run(**local).loss
         loss.backward()
-        if case == "whole":
+        if case in ("whole", "uncut"):
             cp.sum_gradients(model.parameters(), sharding)
 
     return step
@@ -205,6 +216,7 @@ def parts(first: float) -> dict[str, float]:
     found = {"capture": capture, "passes": spent("passes"), "AOT": max(aot - inductor, 0.0), "Inductor": inductor}
     return {
         **found, "rest": first - sum(found.values()),
+        "GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else 0.0,
         "miss": cache["autograd_cache_miss"] + cache["autograd_cache_bypass"], "hit": cache["autograd_cache_hit"],
     }  # fmt: skip
 

@@ -1,97 +1,255 @@
-"""The peak of a training step beside what `python -m cp_rewrite memory` predicts.
+"""Peak memory and speed of training steps beside what `python -m cp_rewrite memory` predicts.
 
-    torchrun --nproc-per-node 1 examples/bench/memory.py --tokens 32768 --vocab 128256 --checkpointed
+    torchrun --nproc-per-node 2 examples/bench/memory.py llama-1.1b:131072:checkpointed,tile
 
-A Llama with FSDP2, bf16 over fp32 weights, AdamW, gradients accumulated over two rows of one document; three steps.
+A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
+(checkpoints there) and `host-weights`. Each is a Llama under FSDP2, bf16 over fp32 weights, AdamW, one row of packed
+documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A setting that runs
+out of memory says so; put it last.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import os
 import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import cp_rewrite as cp
 from cp_rewrite.diagnose.explain_config import explain_config
-from cp_rewrite.diagnose.forecast.fit import fit_of
+from cp_rewrite.diagnose.forecast.target import Target
+from cp_rewrite.planning.cost.memory import GIB, predict
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
+MODELS = {  # layers, width, inside of MLPs, heads, key heads, vocabulary
+    "llama-0.9b": (16, 2048, 7168, 16, 4, 320),
+    "llama-1.1b": (16, 2048, 7168, 16, 4, 128_256),
+    "llama-8b": (32, 4096, 14336, 32, 8, 128_256),
+    "tiny": (4, 128, 448, 2, 1, 8192),
+}
+OPTIONS = ("checkpointed", "tile", "host", "host-weights")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table."""
+
+    name: str
+    model: str
+    tokens: int
+    options: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Setting:
+        model, tokens, *options = text.split(":")
+        chosen = tuple(options[0].split(",")) if options else ()
+        if model not in MODELS or not set(chosen) <= set(OPTIONS):
+            raise argparse.ArgumentTypeError(f"{text}: models are {[*MODELS]}, options {OPTIONS}")
+        return cls(text, model, int(tokens), chosen)
+
+    @property
+    def offload(self) -> tuple[Any, ...]:
+        names = {"host": "checkpoints", "host-weights": "weights"}
+        return tuple(names[option] for option in self.options if option in names)
+
+    def config(self) -> LlamaConfig:
+        layers, width, inside, heads, heads_kv, vocabulary = MODELS[self.model]
+        return LlamaConfig(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=width // heads, use_cache=False,
+            max_position_embeddings=1 << 20, architectures=["LlamaForCausalLM"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """GiB at the worst moment of forward, backward and optimizer; seconds of a step; the first loss and norm."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    seconds: float
+    loss: float
+    norm: float
+
+    @property
+    def peak(self) -> float:
+        return max(self.forward, self.backward, self.optimizer)
+
+
+class WithLoss(nn.Module):
+    """A language model that returns its loss, and not its logits."""
+
+    def __init__(self, config: LlamaConfig, checkpointed: bool) -> None:
+        super().__init__()
+        lm = LlamaForCausalLM(config)
+        if checkpointed:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model, self.lm_head = lm.model, lm.lm_head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        logits = self.lm_head(h).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def main() -> None:
-    args = parse_args()
-    config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=args.mlp,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads_kv,
-        head_dim=128,
-        tie_word_embeddings=args.tied,
-        use_cache=False,
-        architectures=["LlamaForCausalLM"],
-    )
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    world = dist.get_world_size()
-    measured = measure(config, args, world)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="+", type=Setting.read)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager", "eager"])
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh("cuda" if gpu else "cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
+    lines: list[tuple[Setting, Found | str]] = []
+    for setting in args.settings:
+        lines.append((setting, measured(setting, mesh, args)))
+        if dist.get_rank() == 0:
+            print(setting.name, lines[-1][1], flush=True)
     if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
-            target = explain_config(folder, [args.tokens], world).target
-        assert target is not None
-        fit = fit_of(target, args.checkpointed)
-        print(fit)
-        peak = fit.memory.peak / 2**30
-        print(f"{args}: measured {measured:.1f} GiB, predicted {peak:.1f} ({100 * (peak / measured - 1):+.1f} %)")
+        show(lines, dist.get_world_size())
     dist.destroy_process_group()
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="of a row")
-    parser.add_argument("--vocab", type=int, default=320)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--mlp", type=int, default=7168)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--heads-kv", type=int, default=4)
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--checkpointed", action="store_true")
-    parser.add_argument("--steps", type=int, default=3)
-    return parser.parse_args()
+def measured(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found | str:
+    """What came of a setting, or why nothing did, on all ranks alike."""
+    torch._dynamo.reset()
+    gc.collect()
+    if mesh.device_type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        found, error = run(setting, mesh, args), ""
+    except torch.OutOfMemoryError as raised:
+        found, error = None, f"out of memory: {str(raised).split('. ')[1]}"
+    worst = torch.tensor([0.0] * 6 if found is None else [*asdict(found).values()])
+    failed = torch.tensor(float(found is None))
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return (error or "out of memory on another rank") if failed else Found(*worst.tolist())
 
 
-def measure(config: LlamaConfig, args: argparse.Namespace, world: int) -> float:
-    """GiB that torch allocated at most."""
-    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("cp",))
-    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    if args.checkpointed:
-        model.gradient_checkpointing_enable()
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = cp.parallelize(model.train(), mesh, sharding, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(0, args.vocab, (1, args.tokens), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "position_ids": torch.arange(args.tokens)[None], "labels": ids}
+def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
+    """The steps of a setting."""
+    device = torch.device(mesh.device_type)
+    tile = "auto" if "tile" in setting.options else None
+    sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
+    with torch.device("meta"):
+        plain = WithLoss(setting.config(), "checkpointed" in setting.options)
+    blocks = list(plain.model.layers)
+    model = cp.parallelize(plain, mesh, sharding, mp_policy=half, blocks=blocks, offload=setting.offload)
+    fill(model, setting, torch.device("cpu") if "host-weights" in setting.options else device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()  # so that its states are there in the first step
+    optimizer.zero_grad()
+    batch, times, peaks, first = make_batch(setting), list[float](), [0.0] * 3, (0.0, 0.0)
     for step in range(args.steps):
-        if step == 1:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            with sharding.shard(batch, shift_labels=True) as local:
-                loss = model(**local).loss
+        start = time.perf_counter()
+        moments: list[float] = [peak(device)]
+        with sharding.shard(batch) as local:
+            loss = model(**local)
+            moments.append(peak(device))
             loss.backward()
+        moments.append(peak(device))
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated() / 2**30
+        moments.append(peak(device))
+        first = first if step else (loss.item(), float(norm.full_tensor()))
+        peaks = [max(pair) for pair in zip(peaks, moments[1:], strict=True)]
+        times.append(time.perf_counter() - start)
+    later = sorted(times[1:]) or times
+    return Found(*peaks, later[len(later) // 2], *first)
+
+
+def peak(device: torch.device) -> float:
+    """GiB that torch allocated at most since the last call; the GPU is done with all that it was given."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated() / GIB
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def fill(model: Any, setting: Setting, where: torch.device) -> None:
+    """Memory and numbers for the weights that this rank holds, and for buffers."""
+    model.to_empty(device=where)
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for weight in model.parameters():
+            local = weight.to_local()
+            local.fill_(1.0) if weight.ndim == 1 else local.normal_(std=0.02)
+        rotary = LlamaRotaryEmbedding(setting.config())
+        for name, buffer in rotary.named_buffers():
+            model.model.rotary_emb._buffers[name] = buffer.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_batch(setting: Setting) -> dict[str, Tensor]:
+    """One row of documents of 2,000 to 16,000 tokens, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, left, positions = setting.tokens, setting.tokens, list[Tensor]()
+    while left:
+        length = min(left, int(torch.randint(min(2000, tokens), min(16000, tokens) + 1, (), generator=generator)))
+        positions.append(torch.arange(length))
+        left -= length
+    ids = torch.randint(0, MODELS[setting.model][-1], (1, tokens + 1), generator=generator)
+    return {"input_ids": ids[:, :-1], "position_ids": torch.cat(positions)[None], "labels": ids[:, 1:]}
+
+
+def show(lines: list[tuple[Setting, Found | str]], world: int) -> None:
+    """The table, with the predicted peaks."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{world} x {device}, torch {torch.__version__}")
+    print("| setting | GiB: forward, backward, optimizer | peak | predicted | s/step | tokens/s | loss | norm |")
+    print("|---|---|---|---|---|---|---|---|")
+    for setting, found in lines:
+        predicted = forecast(setting, world)
+        if isinstance(found, str):
+            print(f"| {setting.name} | {found} | – | {predicted:.1f} | – | – | – | – |", flush=True)
+            continue
+        by_moment = f"{found.forward:.1f}, {found.backward:.1f}, {found.optimizer:.1f}"
+        off = f"{100 * (predicted / found.peak - 1):+.0f} %" if found.peak else "–"
+        speed = f"{found.seconds:.3f} | {setting.tokens / found.seconds:,.0f} | {found.loss:.5f} | {found.norm:.5f}"
+        print(f"| {setting.name} | {by_moment} | {found.peak:.1f} | {predicted:.1f} ({off}) | {speed} |", flush=True)
+
+
+def forecast(setting: Setting, world: int) -> float:
+    """GiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        setting.config().save_pretrained(folder)
+        lengths = [*map(len, documents(setting))]
+        target: Target | None = explain_config(folder, lengths, world, speeds="h200").target
+    assert target is not None
+    assert target.needs is not None
+    needs = target.needs.checkpointed() if "checkpointed" in setting.options else target.needs
+    needs = replace(needs, logits=0.0) if "tile" in setting.options else needs
+    memory = predict(needs, replace(target.share(), on_host=setting.offload))
+    print(json.dumps({"setting": setting.name, **memory.parts}))
+    return memory.peak / GIB
+
+
+def documents(setting: Setting) -> list[Tensor]:
+    positions = make_batch(setting)["position_ids"][0]
+    return list(positions.tensor_split((positions == 0).nonzero().flatten()[1:].tolist()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.position import PositionGenerator
-from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.refusal import Reason, Refusal
 
 
@@ -21,8 +20,8 @@ class Findings:
     """What was found so far.
 
     `used`, `indexed`, `looked_up`, `in_turn`: nodes that make positions, or take rows of tables, as in `Events`.
-    `tables`: nodes that take the first T rows of a table, with its dim. `fill_sums`: with what leaves rows without a
-    token out of some. `outputs`, `parts`: as in `Locality`.
+    `tables`: nodes that take the first T rows of a table, with its dim. `fill_sums`, `outputs`, `parts`: as in
+    `Locality`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Findings:
         self.tables: dict[fx.Node, int] = {}
         self.looked_up: set[fx.Node] = set()
         self.in_turn: set[fx.Node] = set()
-        self.fill_sums: dict[fx.Node, tuple[Insert, ...]] = {}
+        self.fill_sums: dict[fx.Node, None] = {}
         self.padding_sums: dict[fx.Node, None] = {}
         self.outputs: list[int | None] = []
         self.axes: list[TokenAxes | None] = []
@@ -57,10 +56,6 @@ class Findings:
         if events.sums_padding:
             self.padding_sums[node] = None
 
-    def note_fill_sum(self, node: fx.Node, inserts: tuple[Insert, ...]) -> None:
-        # A region that is entered twice: what it is given may have its tokens in other dims.
-        self.fill_sums[node] = inserts if self.fill_sums.get(node, inserts) == inserts else ()
-
     def report(self, resolver: Resolver, reads: Iterable[NeighbourRead]) -> Locality:
         for node in self.used:
             if node in self.indexed:
@@ -74,10 +69,10 @@ class Findings:
             refusals=tuple(self.refusals),
             positions=(*map(PositionGenerator, self.used), *tables),
             looked_up=tuple(node for node in self.tables if node in self.looked_up),
-            inserts=(*(insert for each in self.fill_sums.values() for insert in each), *resolver.inserts),
+            inserts=tuple(resolver.inserts),
             lowered=tuple(resolver.lowered),
             reads=tuple(reads),
-            fill_sums=tuple(node for node, inserts in self.fill_sums.items() if not inserts),
+            fill_sums=tuple(self.fill_sums),
             padding_sums=tuple(self.padding_sums),
             outputs=tuple(self.outputs),
             axes=tuple(self.axes),

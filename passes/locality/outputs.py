@@ -22,9 +22,9 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     Partial,
     Rows,
 )
+from cp_rewrite.passes.locality.conversions import CONVERSIONS, PART
 from cp_rewrite.passes.locality.node.run import NodeRunner, States
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
-from cp_rewrite.passes.values.resolution import Conversion
 from cp_rewrite.refusal import Reason
 
 from .findings import Findings
@@ -35,7 +35,7 @@ class Outputs:
 
     def __init__(self, runner: NodeRunner, resolver: Resolver, findings: Findings) -> None:
         self.facts, self.extents, self.env = runner.facts, runner.facts.extents, runner.env
-        self.resolves, self.resolver, self.findings = runner.trace.resolves, resolver, findings
+        self.resolves, self.resolver, self.findings = runner.trace.ways.resolves, resolver, findings
 
     def check(self, gm: fx.GraphModule, returned: fx.Node) -> None:
         for leaf in returned.all_input_nodes:
@@ -89,7 +89,7 @@ class Outputs:
         elif state is REPLICATED and leaf.op != "placeholder" and needs_gradient(leaf):
             if self.resolves and not isinstance(self.env.get(leaf), list):
                 why = "an output that every rank computes in full is counted once"
-                return self.resolver.add_output(output, leaf, (Conversion.SHARE_OUT,), why)
+                return self.resolver.add_output(output, leaf, CONVERSIONS[REPLICATED, WHOLE], why)
             detail = "every rank computes this output in full, so its gradient would count once per rank"
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
@@ -102,7 +102,7 @@ class Outputs:
             self.findings.parts = [
                 part and leaf is not node for part, leaf in zip(self.findings.parts, given, strict=True)
             ]
-            return self.resolver.add_output(output, node, (Conversion.SUM,), f"{where} keeps it")
+            return self.resolver.add_output(output, node, CONVERSIONS[PART, WHOLE], f"{where} keeps it")
         if all(state in (REPLICATED, UNKNOWN) for state in states):
             return
         detail = f"{where} keeps what only this rank knows"

@@ -93,13 +93,10 @@ class OwnBackward:
         self._refuse_plan(call)
         if len(self.findings.refusals) > before or UNKNOWN in results + saved:
             return unknown_like(node)
-        masked = [
-            insert
-            for operand, state, gradient in zip(call.operands, operands, gradients, strict=True)
-            for insert in self._check(node, operand, state, gradient)
-        ]
-        if masked:
-            self.findings.note_fill_sum(node, tuple(dict.fromkeys(masked)))
+        for operand, state, gradient in zip(call.operands, operands, gradients, strict=True):
+            for insert in self._check(node, operand, state, gradient):
+                if not self.resolver.put(insert):  # a region that is entered twice, with its tokens in other dims
+                    self.findings.fill_sums[node] = None
         return unknown_like(node) if len(self.findings.refusals) > before else results
 
     def _gradients(self, call: _Call, results: Sequence[States], saved: Sequence[States]) -> Sequence[States]:

@@ -3,8 +3,9 @@
     walk           the nodes of a Dynamo graph, and of the nested regions in it
       node/run     one node, on the graph's own fake tensors; nodes that look alike (layers) once
         node/trace the ATen ops that run below the node
-          rules/   one op: where the tokens of its results are (`claims/`), or why it is refused
-        resolve/   ops that are not the same on a shard are made so
+          ways     one op: which of its ways (`rules/`) it goes, with operands as they are or converted (`conversions`):
+                   where the tokens of its results are (`claims/`), or why it is refused
+        resolve/   what is done to the node for that
     outputs        what the graph returns
 
 So a refusal belongs to a node, and with it to a line of the user's code. With hidden states x of (B, T, 8):
@@ -37,7 +38,6 @@ from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
 from cp_rewrite.passes.locality.neighbours.reads import Reads
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
-from cp_rewrite.passes.locality.resolve.fill_sums import without_fill
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
 from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
@@ -216,9 +216,6 @@ class _Walk:
 
     def record(self, node: fx.Node, outcome: Outcome) -> States:
         """Note of a node what its ops gave rise to."""
-        inserts = without_fill(node, self.runner) if outcome.events.sums_fill else ()
-        if outcome.events.sums_fill and not inserts and self.sharding.resolve:
-            outcome = self.runner.without_fill(node, outcome)
         events = outcome.events
         if isinstance(outcome.states, Moved):
             self.found.note(node, events)
@@ -231,7 +228,7 @@ class _Walk:
         if why is not None:
             return self.found.refuse(node, Reason.TOKEN_MIXING, why)
         if events.sums_fill:
-            self.found.note_fill_sum(node, inserts)
+            self.found.fill_sums[node] = None
         return outcome.states
 
     def visit_transformed(self, node: fx.Node) -> States:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, paste, traced
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
-from cp_rewrite.passes.values.resolution import Converted, Lowering, Ranks, Step, group_of
+from cp_rewrite.passes.values.resolution import Lowering, Ranks, Step, group_of
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
@@ -93,8 +93,8 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for number, conversions in step.converted:
-            convert = Converted(conversions, self.ranks.group, self.ranks.world_size)
-            leaves[tensors[number]] = convert(leaves[tensors[number]])
+            for convert in conversions:
+                leaves[tensors[number]] = convert(leaves[tensors[number]], self.ranks)
         return tree_unflatten(leaves, spec)
 
 

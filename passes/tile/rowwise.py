@@ -89,8 +89,8 @@ class Rowwise:
             return None
         outcome = self._runner.outcome(node)
         events = outcome.events
-        changed = (events.refusals, events.used, events.indexed, events.looked_up, events.in_turn, events.steps)
-        if any(changed) or events.moved or events.table is not None:
+        changed = (events.refusals, events.used, events.indexed, events.looked_up, events.in_turn)
+        if any(changed) or not outcome.steps.local or events.moved or events.table is not None:
             return None
         return outcome.states
 

@@ -18,37 +18,6 @@ from cp_rewrite.sharding import Sharding
 _ops: Any = torch.ops.cp_rewrite
 
 
-class Conversion(Enum):
-    """Makes another claim true of a tensor that carries no tokens; the value is the op's name."""
-
-    SUM = "sum_over_ranks"
-    """A part becomes whole."""
-    SUM_GRADIENT = "sum_gradient_over_ranks"
-    """Whole, for a use that knows a part of the gradient on each rank."""
-    SHARE_OUT = "share_out_gradient"
-    """Whole, for a use that every rank has in full."""
-    DIVIDE = "div"
-    """The whole as equal parts, for a sum with other parts."""
-
-
-@dataclass(frozen=True)
-class Converted:
-    """Puts a tensor through conversions. group: of the ranks."""
-
-    conversions: tuple[Conversion, ...]
-    group: str
-    world_size: int
-
-    def __call__(self, x: Any) -> Any:
-        for conversion in self.conversions:
-            if conversion is Conversion.DIVIDE:
-                x = torch.div(x, self.world_size)
-            else:
-                op = getattr(_ops, conversion.value).default
-                x = op(x, self.world_size if conversion is Conversion.SHARE_OUT else self.group)
-        return x
-
-
 @dataclass(frozen=True)
 class Ranks:
     """What an op that is made whole reads: of the plan, `READ` and what it names itself."""
@@ -105,6 +74,50 @@ class Ranks:
         return _ops.largest_over_ranks.default(part, count, self.group)[0]
 
 
+class OfSums(Enum):
+    """Conversions of tensors that carry no tokens; the value is the op's name."""
+
+    SUM = "sum_over_ranks"
+    """A part becomes whole."""
+    SUM_GRADIENT = "sum_gradient_over_ranks"
+    """Whole, for a use that knows a part of the gradient on each rank."""
+    SHARE_OUT = "share_out_gradient"
+    """Whole, for a use that every rank has in full."""
+    DIVIDE = "div"
+    """The whole as equal parts, for a sum with other parts."""
+
+    def __call__(self, x: Any, ranks: Ranks) -> Any:
+        if self is OfSums.DIVIDE:
+            return torch.div(x, ranks.world_size)
+        op = getattr(_ops, self.value).default
+        return op(x, ranks.world_size if self is OfSums.SHARE_OUT else ranks.group)
+
+
+Conversion = Callable[[Any, Ranks], Any]
+"""Makes another claim true of a tensor: (the tensor, `Ranks`) -> the tensor. Its attribute `reads` names what it needs
+of the plan, `why` says what it does, for the report; `local`: it moves nothing between ranks, and done twice it does no
+more."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Puts a tensor through conversions. group: of the ranks."""
+
+    conversions: tuple[Conversion, ...]
+    group: str
+    world_size: int
+
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return tuple(dict.fromkeys(key for each in self.conversions for key in getattr(each, "reads", ())))
+
+    def __call__(self, x: Any, *plan: Any) -> Any:
+        ranks = Ranks(self.group, self.world_size, dict(zip(self.reads, plan, strict=True)))
+        for conversion in self.conversions:
+            x = conversion(x, ranks)
+        return x
+
+
 Whole = Callable[[Ranks, Any, dict[str, Any]], Any]
 """Runs an ATen op over the tokens of all ranks: (ranks, the op, its arguments by name) -> its results.
 
@@ -133,6 +146,21 @@ class Step:
     reason: Reason
     detail: str
 
+    @property
+    def conversions(self) -> list[Conversion]:
+        """Of all its operands."""
+        return [conversion for _, each in self.converted for conversion in each]
+
+    @property
+    def runs(self) -> list[Any]:
+        """What is done, as its parts: conversions, and what runs in the op's place."""
+        return [*self.conversions, *([self.whole] if self.whole else [])]
+
+    @property
+    def local(self) -> bool:
+        """It only leaves out rows without a token, which may be done twice."""
+        return all(getattr(each, "local", False) for each in self.runs)
+
 
 def group_of(sharding: Sharding) -> str:
     """The group that sums run over; "" for one rank."""
@@ -155,13 +183,14 @@ class Lowering:
     @property
     def reads(self) -> tuple[PlanInput, ...]:
         """What its ops read of the plan."""
-        own = (key for step in self.steps for key in getattr(step.whole, "reads", ()))
+        own = (key for step in self.steps for each in step.runs for key in getattr(each, "reads", ()))
         return tuple(dict.fromkeys((*READ, *own)))
 
     @property
     def why(self) -> str:
         """For the report."""
         made = [f"{step.op} {getattr(step.whole, 'why', _OVER_ALL)}" for step in self.steps if step.whole]
+        made += {why: None for step in self.steps for each in step.conversions if (why := getattr(each, "why", ""))}
         return ", ".join(made) or "sums inside of it are needed whole"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cp_rewrite.passes.locality.rules import table
-from cp_rewrite.passes.locality.rules.rule import Rule, rows, same_dims
+from cp_rewrite.passes.locality.rules.rule import Rule, rows, rule, same_dims
 from tests.helpers.amount import seed
 
 from .claims import SAME, Claim, Claims, Kind
@@ -48,7 +48,7 @@ def with_rule(monkeypatch: pytest.MonkeyPatch, name: str, rule: Rule | None) -> 
 
 @pytest.mark.parametrize("claim", [Claim(Kind.ROWS, 0), Claim(Kind.ROWS, 1), Claim(Kind.ROWS, 2)], ids=str)
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch, claim: Claim) -> None:
-    with_rule(monkeypatch, "cumsum", rows("cumsum", same_dims))
+    with_rule(monkeypatch, "cumsum", rule("cumsum", rows(same_dims)))
     found = outcome(sample("cumsum([5, 5, 5], 0)"), Claims((claim,), 5))
     table.find_rule.cache_clear()
     assert found.kind == ("wrong" if claim.dim == 0 else "right"), found

@@ -14,10 +14,13 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 
 GIB = 1 << 30
+ON_DEVICE = 3
+"""Layers whose inputs are on the device where checkpoints lie on the host: the last one's, one that is read, and one on
+its way."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class Share:
         rows: local rows. expanded: KV rows that its attention reads, copies included.
         ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
         item_bytes: of an element of activations and gathered weights.
+        on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
     """
 
     rows: int
     expanded: int
     ranks: int
     item_bytes: int = 2
+    on_host: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,16 @@ def predict(needs: Needs, share: Share) -> Memory:
     blocks = sorted((layer.parameters for layer in needs.layers), reverse=True)[:2]
     gathered = item * (needs.parameters + sum(blocks))
     kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
+    if "checkpoints" in share.on_host:
+        kept -= sum(layer.enters for layer in needs.layers[:-ON_DEVICE])
     logits = round((4 + item) * rows * needs.logits)
     workspace = max((_in_layer(layer, share) for layer in needs.layers), default=0)
     at_loss = logits >= workspace
+    here = 0 if "weights" in share.on_host else 4
     return Memory(
-        weights=4 * every // share.ranks,
-        gradients=4 * trained // share.ranks,
-        optimizer=8 * trained // share.ranks,
+        weights=here * every // share.ranks,
+        gradients=here * trained // share.ranks,
+        optimizer=2 * here * trained // share.ranks,
         gathered=gathered,
         activations=round(item * rows * kept),
         workspace=0 if at_loss else workspace,
@@ -161,8 +169,10 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
     if needs.logits and predict(needs, share).at == "loss":
         needs = replace(needs, logits=0.0)
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
-    without = predict(needs, share)
-    yield "kept activations on the host (offload)", replace(without, activations=0)
+    for on_host in (("checkpoints",), ("checkpoints", "weights")):
+        if len(needs.layers) > ON_DEVICE or "weights" in on_host:
+            share = replace(share, on_host=on_host)
+            yield f"parallelize(offload={on_host})", predict(needs, share)
     times = 2
     while share.ranks * times <= max(most_ranks, 2 * share.ranks):
         more = replace(

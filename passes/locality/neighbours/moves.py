@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,18 +29,22 @@ from cp_rewrite.planning.token_reads.neighbours import Length
 ZERO, ROW = Length(), Length(0, 1)
 
 
-def moved(call: Call) -> Moved:
-    """The state of the one result of an op that moves tokens."""
-    move = _MOVES.get(call.name)
-    if move is None or len(call.outs) != 1 or "out" in call.kwargs or call.written:
-        raise Mixes(f"{call.name} of tokens in other places")
-    new = move(call)
-    if call.name not in ("convolution", "_to_copy") and call.outs[0].dtype != call.first.dtype:
-        raise Mixes(f"{call.name} of tokens in other places gives another dtype")
-    length = _length(call, call.outs[0], new.rows.token_dim)
-    if total(new.pieces) != length:
-        raise Mixes(f"{call.name} moves tokens by a number that is not known")
-    return new
+def _move(gives: Callable[[Call], Moved]) -> Callable[[Call], Moved]:
+    """The state of the one result of an op that moves tokens, where that is all it does."""
+
+    @wraps(gives)
+    def move(call: Call) -> Moved:
+        if len(call.outs) != 1 or "out" in call.kwargs or call.written:
+            raise Mixes(f"{call.name} of tokens in other places")
+        new = gives(call)
+        if call.name not in ("convolution", "_to_copy") and call.outs[0].dtype != call.first.dtype:
+            raise Mixes(f"{call.name} of tokens in other places gives another dtype")
+        length = _length(call, call.outs[0], new.rows.token_dim)
+        if total(new.pieces) != length:
+            raise Mixes(f"{call.name} moves tokens by a number that is not known")
+        return new
+
+    return move
 
 
 def follow_source(call: Call) -> None:
@@ -110,7 +115,8 @@ def _dim(call: Call, x: Moved) -> int:
     return x.rows.token_dim
 
 
-def _slice(call: Call) -> Moved:
+@_move
+def sliced(call: Call) -> Moved:
     x = _whole(call, call.first)
     dim = call.arg("dim") % call.first.ndim
     if dim != x.rows.token_dim:
@@ -125,7 +131,8 @@ def _slice(call: Call) -> Moved:
     return replace(x, pieces=take(x.pieces, start, _length(call, call.outs[0], dim)))
 
 
-def _pad(call: Call) -> Moved:
+@_move
+def padded(call: Call) -> Moved:
     x, amounts = _whole(call, call.first), call.arg("pad")
     ndim, value = call.first.ndim, call.arg("value")
     if not all(isinstance(n, int) for n in amounts) or not isinstance(value, int | float):
@@ -143,7 +150,8 @@ def _pad(call: Call) -> Moved:
     return replace(x, pieces=pieces)
 
 
-def _cat(call: Call) -> Moved:
+@_move
+def joined(call: Call) -> Moved:
     tensors: list[Tensor] = [x for x in call.arg("tensors") if x.shape != (0,)]
     first = next((_whole(call, x) for x in tensors if call.state(x) is not REPLICATED), None)
     if first is None:
@@ -170,7 +178,8 @@ def _cat(call: Call) -> Moved:
     return replace(first, pieces=tuple(pieces))
 
 
-def _roll(call: Call) -> Moved:
+@_move
+def rolled(call: Call) -> Moved:
     x, shifts, dims = _whole(call, call.first), call.arg("shifts"), call.arg("dims")
     if len(shifts) != 1 or len(dims) != 1 or not isinstance(shifts[0], int):
         raise Mixes("rolls several dims, or by a number that is not known")
@@ -182,7 +191,8 @@ def _roll(call: Call) -> Moved:
     return replace(x, pieces=(*take(x.pieces, kept, moved_last), *take(x.pieces, ZERO, kept)))
 
 
-def _flip(call: Call) -> Moved:
+@_move
+def flipped(call: Call) -> Moved:
     x = _whole(call, call.first)
     if [dim % call.first.ndim for dim in call.arg("dims")] != [x.rows.token_dim]:
         raise Mixes("turns other dims than that of the tokens round")
@@ -197,7 +207,8 @@ def _turned(piece: Piece) -> Piece:
     return piece if number else replace(piece, start=last, back=not piece.back)
 
 
-def _filled(call: Call) -> Moved:
+@_move
+def filled(call: Call) -> Moved:
     """x[:, :1] * 0, zeros_like(x[:, :1]): one number."""
     x = _whole(call, call.first)
     number: Any = {"zeros_like": 0, "ones_like": 1, "mul": 0}.get(call.name, call.arg("fill_value"))
@@ -207,20 +218,22 @@ def _filled(call: Call) -> Moved:
     return replace(x, pieces=(Piece(total(x.pieces), ZERO, number),))
 
 
-def _unchanged(call: Call) -> Moved:
+@_move
+def unchanged(call: Call) -> Moved:
     state = call.state(call.first)
     if not isinstance(state, Moved) or (call.name == "_to_copy" and not _casts_for_conv(call)):
         raise Mixes(f"{call.name} of tokens in other places")
     return state
 
 
-def _detached(call: Call) -> Moved:
+@_move
+def detached(call: Call) -> Moved:
     """Of what has no gradient anyway."""
     state = call.state(call.first)
     numbers = isinstance(state, Moved) and all(isinstance(piece.of, int | float) for piece in state.pieces)
     if call.facts.has_gradient(call.first) and not numbers:
         raise Mixes("cuts tokens in other places off from their gradient")
-    return _unchanged(call)
+    return unchanged(call)
 
 
 def _casts_for_conv(call: Call) -> bool:
@@ -228,7 +241,8 @@ def _casts_for_conv(call: Call) -> bool:
     return call.name == "_to_copy" and call.facts.node is not None and call.facts.node.target is torch.conv1d
 
 
-def _convolution(call: Call) -> Moved:
+@_move
+def convolution(call: Call) -> Moved:
     """conv1d with a stride of 1, over tokens in its last dim; whatever its padding: that is told by its length."""
     x, node = _whole(call, call.first), call.facts.node
     weight, padding, dilation = call.arg("weight"), call.arg("padding"), call.arg("dilation")
@@ -244,22 +258,3 @@ def _convolution(call: Call) -> Moved:
     zeros = (Piece(Length(padding[0]), ZERO, 0),) if padding[0] else ()
     taps = Taps(node, (*zeros, *x.pieces, *zeros), dilation[0] * (weight.shape[2] - 1) + 1)
     return replace(x, pieces=(Piece(total(taps.pieces) - Length(taps.span - 1), ZERO),), taps=taps)
-
-
-_MOVES: dict[str, Callable[[Call], Moved]] = {
-    "slice": _slice,
-    "constant_pad_nd": _pad,
-    "cat": _cat,
-    "roll": _roll,
-    "flip": _flip,
-    "mul": _filled,
-    "zeros_like": _filled,
-    "ones_like": _filled,
-    "full_like": _filled,
-    "clone": _unchanged,
-    "alias": _unchanged,
-    "_to_copy": _unchanged,
-    "detach": _detached,
-    "convolution": _convolution,
-}
-"""Op -> what its result is made of."""

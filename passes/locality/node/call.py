@@ -19,20 +19,29 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, 
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from .node_facts import NodeFacts
+from .node_facts import Events, NodeFacts
 
 
 @dataclass
 class Call:
-    """One ATen op that was run: its arguments, its results `outs`, and what is known of their tensors."""
+    """One ATen op that was run, as one of its ways sees it: its arguments, its results `outs`, what is known of them.
+
+    `claims`: of operands that are read as something else than they are, by `id`. `events`: what the way gave rise to.
+    """
 
     func: OpOverload
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     outs: Sequence[Tensor]
     facts: NodeFacts
+    claims: Mapping[int, TensorState] = field(default_factory=dict[int, TensorState])
+    events: Events = field(default_factory=Events)
     named: set[int] = field(default_factory=set[int])
     """By `id`: indices that only name the shard's rows, which its rule has taken so."""
+
+    def reading(self, claims: Mapping[int, TensorState]) -> Call:
+        """The same op, some of whose operands have other claims; nothing came of it yet."""
+        return Call(self.func, self.args, self.kwargs, self.outs, self.facts, claims)
 
     @property
     def extents(self) -> Extents:
@@ -68,7 +77,9 @@ class Call:
         return next((self.bound[name] for name in names if name in self.bound), None)
 
     def state(self, tensor: Tensor | None) -> TensorState:
-        return REPLICATED if tensor is None else self.facts.state(tensor)
+        if tensor is None:
+            return REPLICATED
+        return self.claims[id(tensor)] if id(tensor) in self.claims else self.facts.state(tensor)
 
     def rows(self, tensor: Tensor | None) -> Rows | None:
         state = self.state(tensor)
@@ -91,7 +102,7 @@ class Call:
             if rows and rows.iota is not None:
                 if rows.iota in self.facts.fixed_positions:
                     raise Mixes(self.facts.fixed_positions[rows.iota], Reason.POSITION_GENERATOR)
-                self.facts.events.used.append(rows.iota)
+                self.events.used.append(rows.iota)
 
     def walked_by(self, rows: Rows | None) -> fx.Node | None:
         """The `arange` that names the shard's rows in turn, where `rows` is still one."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import Factor, Order
 from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows, TensorState
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, TensorState
 from cp_rewrite.passes.values.resolution import Step
 from cp_rewrite.refusal import Reason
 
@@ -53,16 +53,13 @@ class Events:
     moved: bool = False
     steps: list[Step] = field(default_factory=list[Step])
 
-    def copy(self) -> Events:
-        return replace(
-            self,
-            refusals=[*self.refusals],
-            used=[*self.used],
-            indexed=[*self.indexed],
-            looked_up=[*self.looked_up],
-            in_turn=[*self.in_turn],
-            steps=[*self.steps],
-        )
+    def add(self, more: Events) -> None:
+        """What another op of the node gave rise to."""
+        for name, value in vars(more).items():
+            if isinstance(value, list):
+                getattr(self, name).extend(value)
+            elif value is not None and value is not False:
+                setattr(self, name, value)
 
 
 class NodeFacts:
@@ -77,8 +74,6 @@ class NodeFacts:
         self.extents, self.moves = extents, moves
         self.in_function = False
         """The node stands in a `torch.autograd.Function`, which can't read the plan."""
-        self.without_fill = False
-        """A sum that takes in fill is no sum over tokens: a step leaves it out."""
         self.orders = 0
         """How many sorts were seen: each is an order of its own."""
         self.fixed_positions: dict[fx.Node, str] = {}
@@ -108,9 +103,9 @@ class NodeFacts:
             self.set_state(tensor, state)
 
     @property
-    def flags(self) -> tuple[bool, ...]:
+    def flags(self) -> tuple[bool, bool]:
         """What `under` sets."""
-        return self.moves, self.in_function, self.without_fill
+        return self.moves, self.in_function
 
     @contextmanager
     def under(self, **flags: bool) -> Generator[None]:
@@ -131,31 +126,6 @@ class NodeFacts:
             state = REPLICATED
         self.states[id(tensor)] = (tensor, state)
 
-    @contextmanager
-    def as_padding(self) -> Generator[Events]:
-        """Inside, rules see what padding holds in the place of what fill holds.
-
-        Yields what they note.
-        """
-        states, events = self.states, self.events
-        self.states = {key: (x, _as_padding(state)) for key, (x, state) in states.items()}
-        self.events = Events()
-        try:
-            yield self.events
-        finally:
-            self.states, self.events = states, events
-
-    @contextmanager
-    def as_if(self, states: Mapping[int, TensorState]) -> Generator[None]:
-        """Inside, tensors have other states, by `id`."""
-        before = {number: self.states.get(number) for number in states}
-        for tensor, state in [(held[0], states[number]) for number, held in before.items() if held is not None]:
-            self.set_state(tensor, state)
-        try:
-            yield
-        finally:
-            self.states.update({number: held for number, held in before.items() if held is not None})
-
     def has_gradient(self, tensor: Tensor) -> bool:
         return id(tensor) in self._gradients and (tensor.is_floating_point() or tensor.is_complex())
 
@@ -171,7 +141,3 @@ class NodeFacts:
         """The order that the sort which runs now puts rows of `axis` into."""
         self.orders += 1
         return Order(self.orders, axis)  # type: ignore[arg-type]
-
-
-def _as_padding(state: TensorState) -> TensorState:
-    return replace(state, fill=state.padding) if isinstance(state, Rows) else state

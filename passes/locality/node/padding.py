@@ -11,9 +11,9 @@ from .call import Call
 
 
 def with_padding(
-    call: Call, new: Sequence[TensorState], again: Callable[[], Sequence[TensorState]]
+    call: Call, new: Sequence[TensorState], again: Callable[[Call], Sequence[TensorState]]
 ) -> Sequence[TensorState]:
-    """A rule's results with what padding holds in them, for which the rule is asked `again`.
+    """A rule's results with what padding holds in them, for which the rule is asked `again`, as if it were fill.
 
     labels != -100        padding 0
     logits                attended
@@ -24,9 +24,11 @@ def with_padding(
     attended = any(rows.attended for rows in operands)
     there = new
     if any(rows.fill != rows.padding for rows in operands) or (attended and any(isinstance(s, Partial) for s in new)):
-        with call.facts.as_padding() as events:
-            there = again()
-        call.facts.events.sums_padding |= attended and events.sums_fill
+        padded = call.reading(
+            {id(x): replace(rows, fill=rows.padding) if (rows := call.rows(x)) else call.state(x) for x in call.tensors}
+        )
+        there = again(padded)
+        call.events.sums_padding |= attended and padded.events.sums_fill
     paddings = [state.fill if isinstance(state, Rows) else None for state in there]
     return [
         replace(state, padding=value, attended=attended and value is None) if isinstance(state, Rows) else state
@@ -41,5 +43,5 @@ def whole_with_padding(call: Call, new: Sequence[TensorState]) -> Sequence[Tenso
     attended = any(rows.attended for rows in operands)
     target = call.rows(call.arg("target")) if call.name.startswith("nll_loss") else None
     ignored = target is not None and target.padding is not None and target.padding == call.arg("ignore_index")
-    call.facts.events.sums_padding |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
+    call.events.sums_padding |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
     return [Rows(s.dims, attended=attended) if isinstance(s, Rows) else s for s in new]

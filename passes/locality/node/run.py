@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.new_nodes import tracing
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, TensorState
-from cp_rewrite.passes.locality.resolve.attempts import NO_STEPS, Steps, on_operands
+from cp_rewrite.passes.locality.resolve.steps import NO_STEPS, Steps, on_operands
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
@@ -92,15 +92,6 @@ class NodeRunner:
             self._memo[key] = outcome
         return outcome
 
-    def without_fill(self, node: fx.Node, otherwise: Outcome) -> Outcome:
-        """The same, of a node that is taken apart so that its sums leave out fill, if it can be."""
-        if written_nodes(node) or self.facts.in_function:
-            return otherwise
-        with self.facts.under(without_fill=True):
-            found = self.outcome(node)
-        found.events.sums_padding = otherwise.events.sums_padding  # what they hold there is the op's own to ignore
-        return otherwise if found.events.refusals else found
-
     def _run(self, node: fx.Node) -> Outcome:
         operands: list[_Operand] = []
         if any(value_of(source) is None for source in node.all_input_nodes):
@@ -154,7 +145,10 @@ class NodeRunner:
         tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(value_of(node)))
         if several or not tensors or any(step.writes for step in steps):
             for step in steps:
-                self.facts.refuse(step.reason, step.detail)
+                if step.local:
+                    self.facts.events.sums_fill = True
+                else:
+                    self.facts.refuse(step.reason, step.detail)
             return NO_STEPS
         return Steps((), tuple(steps), tuple(args for args, _ in self._autocasts), tuple(steps))
 

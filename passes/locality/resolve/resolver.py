@@ -10,11 +10,11 @@ import torch.fx as fx
 
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.writes import memory_of
-from cp_rewrite.passes.locality.rules.over_ranks.without_fill import SumWithoutFill
+from cp_rewrite.passes.locality.conversions import FillRows
 from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step, group_of
 from cp_rewrite.sharding import Sharding
 
-from .attempts import NO_STEPS, Steps
+from .steps import NO_STEPS, Steps
 
 
 class Resolver:
@@ -29,9 +29,13 @@ class Resolver:
 
     def add(self, node: fx.Node, steps: Steps) -> Step | None:
         """Note what is done to a node; a step whose reason to refuse the node stands nevertheless."""
-        known = self._known.setdefault(node, steps)
+        known = self._known.get(node, steps)
+        if known == NO_STEPS and steps.local:  # rows without a token may be left out for another call, too
+            known = steps
+        self._known[node] = known
         if known is not steps:
             same = (known.operands, known.inside) == (steps.operands, steps.inside)
+            same |= known.local and steps == NO_STEPS
             return None if same else replace((steps.reasons or known.reasons)[0], detail=_REGION)
         if any(step.writes for step in steps.reasons) and not _is_alone(node):
             return next(step for step in steps.reasons if step.writes)
@@ -40,22 +44,27 @@ class Resolver:
         places: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), places.append)
         for place, conversions in steps.operands:
-            self._insert(node, places[place], conversions, f"{op_name(node)} needs it whole")
+            why = next((each.why for each in conversions if isinstance(each, FillRows)), None)
+            self._convert(node, places[place], conversions, why or f"{op_name(node)} needs it whole")
         return None
 
     def changes(self, node: fx.Node) -> bool:
         """Whether something is done to a node, beside leaving rows that fill a rank up out of its sums."""
-        steps = self._known.get(node, NO_STEPS)
-        return bool(steps.operands) or any(not isinstance(step.whole, SumWithoutFill) for step in steps.inside)
+        return not self._known.get(node, NO_STEPS).local
 
     def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
         """Convert what the graph returns."""
-        self._insert(output, leaf, conversions, why)
+        self._convert(output, leaf, conversions, why)
 
-    def _insert(self, node: fx.Node, operand: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
-        insert = Insert(node, operand, Converted(tuple(conversions), self.group, self.world_size), why)
-        if not any((i.node, i.operand) == (node, operand) for i in self.inserts):
-            self.inserts.append(insert)
+    def put(self, insert: Insert) -> bool:
+        """Put something between a node and its operand; whether nothing else stands there."""
+        there = [i for i in self.inserts if (i.node, i.operand) == (insert.node, insert.operand)]
+        self.inserts += [] if there else [insert]
+        return not there or there == [insert]
+
+    def _convert(self, node: fx.Node, operand: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
+        converted = Converted(tuple(conversions), self.group, self.world_size)
+        self.put(Insert(node, operand, converted, why, converted.reads))
 
 
 def _is_alone(node: fx.Node) -> bool:

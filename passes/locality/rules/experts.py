@@ -98,7 +98,7 @@ def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tenso
     arange = call.walked_by(written)
     if arange is None or written.dims != (perm.places,):
         return None
-    call.facts.events.indexed.append(arange)
+    call.events.indexed.append(arange)
     return Rows((perm.places,), places=perm.dims[0])
 
 

@@ -135,7 +135,7 @@ def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
         if has(axis, T):
             raise Mixes(f"indexes the token dim: {ROWS_HINT}")
         raise Mixes("indexes the batch dim while rows of the batch are cut in different orders")
-    call.facts.events.indexed.append(arange)
+    call.events.indexed.append(arange)
 
 
 def index_put(call: Call) -> TensorState:

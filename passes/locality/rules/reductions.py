@@ -81,9 +81,7 @@ def sum_over_tokens(call: Call, zero_fill: bool) -> TensorState:
     """A per-rank part of a sum; noted where fill may hold something else than 0."""
     if any(fewer(rows.dims) < 0 for rows in map(call.rows, call.tensors) if rows):
         raise Mixes(f"{call.name} adds up more tokens than the row has")
-    if call.facts.without_fill and not zero_fill:
-        raise Mixes(f"{call.name} takes in rows without a token")
-    call.facts.events.sums_fill |= not zero_fill
+    call.events.sums_fill |= not zero_fill
     return Partial()
 
 

@@ -1,4 +1,4 @@
-"""What a locality rule is: a line of `table`."""
+"""What a locality rule is: a line of `table`, the ways that some ops may go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 
 from cp_rewrite.passes.locality.claims.dims import Mixes
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows, TensorState, plain
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Whole
 from cp_rewrite.refusal import Reason
@@ -41,41 +41,55 @@ class Takes(Flag):
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What some ops do to states.
+class Alone:
+    """A way of an op: by itself, on a rank's own tokens. gives: the states of its results. takes: what it may get."""
 
-    Args:
-        ops: the ops' names, apart by spaces.
-        gives: the states of their results.
-        takes: what they may get.
-        whole: how they are made right where they run over tokens; None: they are refused there.
-    """
-
-    ops: str
     gives: Transfer
     takes: Takes = Takes.NOTHING
-    whole: Resolve | None = None
 
 
-def rows(
-    ops: str,
-    gives: RowsTransfer,
-    takes: Takes = Takes.NOTHING,
-    mixes: Mixing | None = None,
-    others: str = "",
-    whole: Resolve | None = None,
-) -> Rule:
-    """The rule of ops that work on the rows of their first tensor; arguments as of `Rule` and `on_rows`."""
-    return Rule(ops, on_rows(gives, mixes, others), takes, whole)
+@dataclass(frozen=True)
+class MovesRows:
+    """A way of an op that moves tokens: nothing runs, what the result is made of is noted."""
+
+    gives: Callable[[Call], Moved]
 
 
-def refused(ops: str, why: str, reason: Reason = Reason.TOKEN_MIXING) -> Rule:
-    """The rule of ops that are never the same on a shard."""
+@dataclass(frozen=True)
+class OverRanks:
+    """A way of an op over the tokens of all ranks. gives: the states of its results, and what runs in its place."""
+
+    gives: Resolve
+
+
+Way = Alone | MovesRows | OverRanks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """ops: their names, apart by spaces. ways: in which they may be the same on a shard as on one process, the first
+    that holds is taken."""
+
+    ops: str
+    ways: tuple[Way, ...]
+
+
+def rule(ops: str, *ways: Way) -> Rule:
+    return Rule(ops, ways)
+
+
+def rows(gives: RowsTransfer, takes: Takes = Takes.NOTHING, mixes: Mixing | None = None, others: str = "") -> Alone:
+    """The way of an op that works on the rows of its first tensor; arguments as of `Alone` and `on_rows`."""
+    return Alone(on_rows(gives, mixes, others), takes)
+
+
+def refused(why: str, reason: Reason = Reason.TOKEN_MIXING) -> Alone:
+    """Of ops that are not the same on a shard."""
 
     def gives(call: Call) -> TensorState:
         raise Mixes(f"{call.name} {why}", reason)
 
-    return Rule(ops, gives)
+    return Alone(gives)
 
 
 def on_rows(gives: RowsTransfer, mixes: Mixing | None = None, others: str = "") -> Transfer:

@@ -135,7 +135,7 @@ def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
     start, step = call.arg("start"), call.arg("step")
     if start not in (None, 0) or step not in (None, 1) or id(table) not in facts.operands or facts.in_function:
         raise Mixes(TABLE_HINT, Reason.POSITION_GENERATOR)
-    facts.events.table = dim
+    call.events.table = dim
     facts.operands[id(call.outs[0])] = call.outs[0]
     return Rows(tuple((T,) if i == dim else None for i in range(table.ndim)), table=facts.node)
 

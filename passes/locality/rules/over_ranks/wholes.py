@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def _rows_reduced(call: Call) -> Rows:
     return rows
 
 
-def elementwise_loss(call: Call) -> tuple[States, Whole]:
+def mean_loss(call: Call) -> tuple[States, Whole]:
     """mse_loss and the like with reduction="mean": a loss per token, and their mean."""
     if call.arg("reduction") != 1:
         raise Mixes("takes no mean")
@@ -68,6 +68,14 @@ def elementwise_loss(call: Call) -> tuple[States, Whole]:
     if not can_spread(rows):
         raise Mixes("loss of rows that are sorted")
     return WHOLE, MeanLoss(rows.dims)
+
+
+def summed_loss(call: Call) -> tuple[States, Whole]:
+    """mse_loss, binary_cross_entropy and the like with reduction="sum", where losses of fill are not 0."""
+    rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
+    if call.arg("reduction") != 2 or not can_spread(rows):
+        raise Mixes("takes no sum, or one of rows that are sorted")
+    return Partial(), SummedLoss(rows.dims)
 
 
 def nll_loss(call: Call) -> tuple[States, Whole]:
@@ -149,6 +157,15 @@ class MeanLoss(Mean):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         losses: Tensor = func(**{**args, "reduction": 0})
         return self.mean(ranks, _wide(losses), list(range(losses.ndim)), False).to(losses.dtype)
+
+
+@dataclass(frozen=True)
+class SummedLoss(OverTokens):
+    why: ClassVar[str] = "leaves out rows that fill a rank up"
+    local: ClassVar[bool] = True
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        return self.keep(ranks, func(**{**args, "reduction": 0}), 0).sum()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 
-from . import entries
-
 
 def embedding(call: Call) -> tuple[States, Whole]:
     table, index = call.arg("weight"), call.arg("indices")
@@ -36,7 +34,7 @@ def index_select(call: Call) -> tuple[States, Whole]:
     dim = call.arg("dim") % table.ndim
     rows = call.rows(index)
     if not _is_table(call, table) or rows is None:
-        return entries.index_select(call)
+        raise Mixes("looks up something else than the first rows of a table")
     _look_up(call, table, [index], dim)
     dims: Dims = tuple(rows.dims[0] if i == dim else None for i in range(table.ndim))
     return Rows(checked(dims)), LookedUp("index")
@@ -51,7 +49,7 @@ def index(call: Call) -> tuple[States, Whole]:
         None if numbers is None or len(given) > 1 or numbers.dtype in (torch.bool, torch.uint8) else call.rows(numbers)
     )
     if not _is_table(call, table) or numbers is None or rows is None:
-        return entries.index(call)
+        raise Mixes("looks up something else than the first rows of a table")
     _look_up(call, table, [numbers], 0)
     return Rows((*rows.dims, *[None] * (table.ndim - 1))), LookedUp("indices")
 
@@ -68,7 +66,7 @@ def _look_up(call: Call, table: Tensor, indices: Sequence[Tensor], dim: int) -> 
     if any(call.rows(i) is None and call.state(i) is not REPLICATED for i in indices):
         raise Mixes("looks up a table by sums")
     call.use_positions(*indices)
-    call.facts.events.looked_up.append(rows.table)
+    call.events.looked_up.append(rows.table)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cp_rewrite.integrations.fsdp.equal_segments import description
-from cp_rewrite.integrations.fsdp.segments import cut_graph
 from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.segments.cut import cut_graph
+from cp_rewrite.segments.equal import description
 
 D = 4
 

@@ -18,11 +18,12 @@ import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor
 
 from cp_rewrite import torch_internals
+from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import attribute_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import expression, is_parameter, memory_id
 
-from .segments import Segment
+from .cut import Segment
 
 _AS_WRITTEN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
@@ -42,7 +43,7 @@ def description(segment: Segment, examples: Sequence[Any], written: Collection[i
     """Equal for segments of one graph that one compiled function may run.
 
     Args:
-        segment: with what passes added to it, as snapshots.
+        segment: before snapshots are taken of what it writes.
         examples: what the compiler is given as its inputs.
         written: memory that any part of the whole graph writes into.
     """
@@ -60,8 +61,10 @@ def _graph(gm: fx.GraphModule, written: Collection[int]) -> Hashable:
 
 
 def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int]) -> Hashable:
-    target: Hashable = None  # inputs have places, and names of their own
-    if node.op == "get_attr":
+    target: Hashable = None
+    if node.op == "placeholder":  # it has a place, and a name of its own; snapshots are taken by these
+        target = memory_of(node) in written and (True, needs_gradient(node))
+    elif node.op == "get_attr":
         target = _held(node, written)
     elif node.op == "call_module":
         target = id(node.graph.owning_module.get_submodule(str(node.target)))  # type: ignore[union-attr]

@@ -1,0 +1,1 @@
+"""A proven graph, cut between the blocks of its model: equal segments are compiled once, and run in order."""

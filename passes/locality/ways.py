@@ -1,0 +1,233 @@
+"""Which of its ways an op goes, and how it reads its operands for that.
+
+    for each reading of the operands     as they are; by conversions, the cheapest first (`conversions.py`)
+        for each way of the op's rule    alone, as a move of rows, over the tokens of all ranks (`rules/table.py`)
+
+The first that holds is taken. A way that takes in rows without a token holds for want of a better one.
+Ways say what they give of a `Call`, and change nothing: what came of it is noted once it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cp_rewrite.batch.active import IN_DOCUMENT
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import (
+    REPLICATED,
+    UNKNOWN,
+    WHOLE,
+    Deferred,
+    GroupSizes,
+    Moved,
+    Partial,
+    Rows,
+    TensorState,
+)
+from cp_rewrite.passes.locality.node.call import Call, bound_arguments, check_gradients, check_sizes, mixes_parts
+from cp_rewrite.passes.locality.node.padding import whole_with_padding, with_padding
+from cp_rewrite.passes.locality.rules.draws import drawn
+from cp_rewrite.passes.locality.rules.picked.looked_up import LookedUp
+from cp_rewrite.passes.locality.rules.rule import Alone, MovesRows, OverRanks, Rule, States, Takes, Way
+from cp_rewrite.passes.locality.rules.table import find_rule
+from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
+from cp_rewrite.passes.values.resolution import Step, Whole
+from cp_rewrite.refusal import Reason
+from cp_rewrite.sharding import Sharding
+
+from .conversions import AS_IT_IS, FillRows, Reading, rows_filled, sums_converted
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A way that holds.
+
+    Args:
+        call: the op as it was read, with what the way gave rise to. states: of its results.
+        way, reading: how. run: what runs in the op's place; None: the op itself.
+        why: why the op is not taken as it is.
+    """
+
+    call: Call
+    states: list[TensorState]
+    way: Way
+    reading: Reading
+    run: Whole | None = None
+    why: Mixes | None = None
+
+    def step(self, place: int) -> Step | None:
+        """What is to be done to the op, which stands at this place of its node; None: nothing."""
+        if self.run is None and self.reading is AS_IT_IS:
+            return None
+        why = self.why or Mixes(FillRows.why)
+        writes = any(id(x) in self.reading.conversions for x in self.call.written)
+        return Step(place, self.call.name, self.reading.of(self.call), self.run, writes, why.reason, why.detail)
+
+
+class Ways:
+    """Picks ways. sharding: which ops the user vouches for, whether ops may run over the tokens of all ranks, and
+    whether ranks may draw random numbers of their own."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.vouched, self.resolves = frozenset(sharding.local_ops), sharding.resolve
+        self.draws = sharding.random == "per_rank"
+
+    def pick(self, call: Call) -> Taken | Mixes:
+        """The way that an op goes; else why it can't go the first of them."""
+        ways = self._ways(call)
+        found, why = self._first(call, [AS_IT_IS], ways, None)
+        if found is None:
+            readings = sums_converted(call) if self.resolves else ()
+            return self._first(call, readings, ways, why)[0] or why
+        if found.call.events.sums_fill:
+            better, _ = self._first(call, rows_filled(call), ways, None)
+            return better if better and not better.call.events.sums_fill else found
+        return found
+
+    def _ways(self, call: Call) -> Sequence[Way]:
+        """Those that are open to an op here."""
+        ways = (find_rule(call.func) or NO_RULE).ways
+        if any(isinstance(call.state(x), Moved) for x in call.tensors):
+            return [way for way in ways if isinstance(way, MovesRows)] or [MovesRows(_no_move)]
+        out = "out" in call.kwargs or vouched_name(call.func) in self.vouched
+        shut = () if call.facts.moves else (MovesRows,)
+        return [w for w in ways if not isinstance(w, shut if self.resolves and not out else (*shut, OverRanks))]
+
+    def _first(
+        self, call: Call, readings: Iterable[Reading], ways: Sequence[Way], why: Mixes | None
+    ) -> tuple[Taken | None, Mixes]:
+        """The first way that holds and leaves out rows without a token, else the first that holds; and why the first of
+        all does not, or `why`."""
+        with_fill: Taken | None = None
+        for reading in readings:
+            for way in ways:
+                tried = self._tried(call.reading(reading.claims), way, reading, why)
+                if isinstance(tried, Mixes):
+                    why = why or tried
+                elif not tried.call.events.sums_fill:
+                    return tried, why or Mixes("")
+                else:
+                    with_fill = with_fill or tried
+        return with_fill, why or Mixes("")
+
+    def _tried(self, call: Call, way: Way, reading: Reading, why: Mixes | None) -> Taken | Mixes:
+        if isinstance(way, MovesRows) and reading is not AS_IT_IS:
+            return Mixes("moves rows as they are alone")
+        try:
+            if isinstance(way, MovesRows):
+                call.events.moved = True
+                return Taken(call, [way.gives(call)], way, reading)
+            new, run = (self._alone(call, way), None) if isinstance(way, Alone) else _over_ranks(call, way)
+            states = _listed(call, new)
+            for tensor, state in zip(call.outs, states, strict=True):
+                check_sizes(call, tensor, state)
+        except Mixes as mixes:
+            return mixes
+        return Taken(call, states, way, reading, run, why)
+
+    def _alone(self, call: Call, way: Alone) -> States:
+        """The states of an op's results on a rank's own tokens, where its operands are what the way takes."""
+        states, takes = [call.state(tensor) for tensor in call.tensors], way.takes
+        if UNKNOWN in states:
+            return UNKNOWN
+        if any(isinstance(state, GroupSizes) for state in states) and Takes.GROUPS not in takes:
+            raise Mixes(f"{call.name} uses how many tokens of the shard have a value")
+        deferred = next((state for state in states if isinstance(state, Deferred)), None)
+        if deferred is not None:
+            return _after_deferred(call, deferred)
+        attention = "scaled_dot_product" in call.name
+        if attention and not all(state in (REPLICATED, WHOLE) for state in states):
+            raise Mixes(f"{call.name} is attention whose mask was not proven: call it by itself, with the mask")
+        if torch.Tag.nondeterministic_seeded in call.func.tags and not (attention and _without_dropout(call)):
+            return self._drawn(call)
+        cut = any(state is not REPLICATED for state in states)
+        vouched = cut and vouched_name(call.func) in self.vouched
+        if not vouched and Takes.SIZES not in takes:
+            call.check_numbers()
+        if not cut and (Takes.UNCUT not in takes or "out" in call.kwargs):
+            call.check_numbers()
+            return REPLICATED
+        if Takes.UNCUT not in takes and all(state in (REPLICATED, WHOLE) for state in states):
+            check_gradients(call)
+            return WHOLE
+        if Takes.SUMS not in takes and any(isinstance(state, Partial) for state in states):
+            raise mixes_parts(call)
+
+        def give(call: Call) -> Sequence[TensorState]:
+            return [vouched_state(call, out) for out in call.outs] if vouched else _listed(call, _apply(way, call))
+
+        new = give(call)
+        if vouched or Takes.POSITIONS not in takes:
+            use_lost_positions(call, new)
+        return with_padding(call, new, give)
+
+    def _drawn(self, call: Call) -> States:
+        """Random numbers: for each token its own, if that is what the user asks for."""
+        if not self.draws:
+            detail = (
+                f"{call.name} draws other random numbers on a shard: set dropout to 0, or let ranks draw their own "
+            )
+            raise Mixes(detail + "for their tokens, Sharding(random='per_rank')", Reason.DROPOUT)
+        return drawn(call)
+
+
+def _over_ranks(call: Call, way: OverRanks) -> tuple[States, Whole]:
+    new, run = way.gives(call)
+    new = _listed(call, new)
+    if not isinstance(run, LookedUp):
+        use_lost_positions(call, new)
+    if IN_DOCUMENT not in getattr(run, "reads", ()):  # such a one checks the batch's
+        new = whole_with_padding(call, new)
+    return new, run
+
+
+def _no_rule(call: Call) -> States:
+    raise Mixes(f"{vouched_name(call.func)} has no rule", Reason.NO_LOCALITY_RULE)
+
+
+def _no_move(call: Call) -> Moved:
+    raise Mixes(f"{call.name} of tokens in other places")
+
+
+NO_RULE = Rule("", (Alone(_no_rule),))
+
+
+def _apply(way: Alone, call: Call) -> States:
+    if "out" in call.kwargs:
+        raise Mixes(f"{vouched_name(call.func)} with out= has no rule", Reason.NO_LOCALITY_RULE)
+    return way.gives(call)
+
+
+def _listed(call: Call, new: States) -> list[TensorState]:
+    """A state for each result."""
+    return list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
+
+
+def _without_dropout(call: Call) -> bool:
+    return bound_arguments(call.func, call.args, call.kwargs).get("dropout_p", 0.0) == 0.0
+
+
+def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
+    """What may be done with a value that is another one on a shard: assert it, and what prepares that."""
+    if call.name in ("_assert_async", "_functional_assert_async"):
+        return REPLICATED
+    if call.name in ("logical_not", "bitwise_not", "logical_and", "bitwise_and", "clone", "detach", "alias"):
+        return deferred
+    raise Mixes(deferred.detail)
+
+
+def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
+    """Positions and places that no result holds any more went into values, so they count as used."""
+    kept = [state for state in results if isinstance(state, Rows)]
+    for tensor in call.tensors:
+        rows = call.rows(tensor)
+        if rows is None or id(tensor) in call.named:
+            continue
+        if rows.table is not None and all(state.table is not rows.table for state in kept):
+            call.events.in_turn.append(rows.table)
+        lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
+        if lost or (rows.places is not None and all(state.places is None for state in kept)):
+            call.use_positions(tensor)
