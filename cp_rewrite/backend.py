@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
+from cp_rewrite.batch.ranks import history
 from cp_rewrite.batch.steps.backward import watch_backward
-from cp_rewrite.batch.steps.graphs import enter_graph
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.agreed_inputs import AgreedInputs
@@ -262,10 +262,10 @@ def _checked(
                 unchecked.clear()
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
-        enter_graph(sharding, number)
+        call = history.note_call(sharding.group_name, number)
         out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
-        watch_backward(sharding, trained, out)
+        watch_backward(sharding, call, trained, out)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

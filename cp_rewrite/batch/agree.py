@@ -1,68 +1,25 @@
 """All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
 
-Ranks compare texts of some kind (`graph`, `batch`, …), turn by turn, through the group's store: from host to host, with
-no collective, and nothing waits for a GPU. Turns of all kinds are counted together: a rank that skips one comes to the
-next with another kind than the others, and all raise.
-
-    …/7/hash/0, 1, …     kind and digest of each rank's text of turn 7: written by each, read by all
-    …/7/text/0, 1, …     the texts themselves, only if digests differ
-
-A rank that is not there for `PATIENCE_S` is named on stderr, with the line that it is at.
-
-A batch costs four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes
-and 0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a
-sample is hashed. A file store polls every 10 ms.
+How they are compared: `ranks/turns.py`. A batch costs four round trips to the store, beside kernels of earlier batches
+that still run: 0.5 ms for 2 processes and 0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms
+per tensor on the host, of which a sample is hashed. A file store polls every 10 ms.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import re
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import store_of, timeout_of
 
-from . import heartbeat, progress
+from .ranks import history, turns
 
-PATIENCE_S = 20.0
-_CALLS = {
-    "graph": "compiles a model",
-    "batch": "enters sharding.shard(batch)",
-    "masks": "enters sharding.shard(batch)",
-    "weights": "first calls a model that it compiled, or shards one",
-    "arguments": "calls a model",
-    "gradients": "calls cp.sum_gradients",
-}
-_ADVICE = {
-    "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
-    "annotation and batch shapes",
-    "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
-    "same batch, layout and lengths",
-    "masks": "found no mask among the batch's arguments. Give every rank of the group the same batch",
-    "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
-    "rank the same seed or checkpoint",
-    "arguments": "call the model with other arguments than rank 0, and what tokens does not name is taken to be the "
-    "same on all ranks. Compute it of the whole batch, before `shard`; or give it a value per token, and name it in "
-    "tokens",
-    "gradients": "have gradients of other parameters than rank 0, so sums would mix them up. Give every parameter a "
-    "gradient on all ranks, or on none",
-}
-_ORDER = (
-    "compiled a graph of the same operations as rank 0 in another order, so compilers may order collectives otherwise. "
-    "Each process walks a Python set in an order of its own: set PYTHONHASHSEED=0 for all ranks, or keep a list"
-)
 _WHOLE = (Tensor, nn.Parameter, nn.Buffer)
-_FAILED = "failed"
 SAMPLE = 1024
 """Values that are compared of each tensor, evenly spread: another batch differs almost everywhere."""
 
@@ -75,10 +32,10 @@ def on_graph(sharding: Sharding, text: str) -> int:
         RuntimeError: on every rank, naming the ranks that differ and the first lines that do, or the ranks that did not
             come within the group's timeout.
     """
-    if talks(sharding):
+    if turns.talks(sharding):
         options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
-        _compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
-        return progress.turns(sharding.group_name)
+        turns.compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
+        return history.turns(sharding.group_name)
     return 0
 
 
@@ -87,41 +44,41 @@ def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any], note
 
     Returns: the notes of all ranks, which need not be equal. Raises as `on_graph`; `check_batches` may be off.
     """
-    if not sharding.check_batches or not talks(sharding):
+    if not sharding.check_batches or not turns.talks(sharding):
         return []
-    return _compare(sharding, "batch", describe(sharding, plan, batch), note)
+    return turns.compare(sharding, "batch", describe(sharding, plan, batch), note)
 
 
 def on_masks(sharding: Sharding) -> None:
     """Where `check_batches` is off: wait until every rank has compared its masks. Raises as `on_graph`, and what a rank
     found that told it by `on_failure`."""
-    if not sharding.check_batches and talks(sharding):
-        _compare(sharding, "masks", "")
+    if not sharding.check_batches and turns.talks(sharding):
+        turns.compare(sharding, "masks", "")
 
 
 def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
     """Compare which parameters have a gradient, one text each. Raises as `on_graph`; `check_batches` may be off."""
-    if sharding.check_batches and talks(sharding):
-        _compare(sharding, "gradients", "\n".join(shapes))
+    if sharding.check_batches and turns.talks(sharding):
+        turns.compare(sharding, "gradients", "\n".join(shapes))
 
 
 def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
     """Compare a sample of a model's weights and buffers. Raises as `on_graph`."""
-    if talks(sharding):
+    if turns.talks(sharding):
         whole = whole_weights(weights)
         prints = _fingerprints(list(whole.values()))
-        _compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
+        turns.compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
 
 
 def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
     """Compare a sample of what a model is called with beside tokens. Raises as `on_graph`."""
-    if talks(sharding):
+    if turns.talks(sharding):
         plain = {
             name: value for name, value in values.items() if type(value) is Tensor and value.layout == torch.strided
         }
         prints = dict(zip(plain, _fingerprints(list(plain.values())), strict=True)) if plain else {}
         others = {name: _fingerprint(value) for name, value in values.items() if name not in plain}
-        _compare(sharding, "arguments", "\n".join(f"{name}: {text}" for name, text in (prints | others).items()))
+        turns.compare(sharding, "arguments", "\n".join(f"{name}: {text}" for name, text in (prints | others).items()))
 
 
 def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,11 +90,8 @@ def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
     """Tell the others that this rank has no `kind`; they raise with its error instead of waiting for it."""
-    if (sharding.check_batches or kind != "batch") and talks(sharding):
-        prefix = _next_turn(sharding)[0]
-        store = store_of(sharding.group)
-        store.set(f"{prefix}/text/{sharding.rank}", f"no {kind}: {type(error).__name__}: {error}")
-        store.set(f"{prefix}/hash/{sharding.rank}", f"{_FAILED} ")
+    if (sharding.check_batches or kind != "batch") and turns.talks(sharding):
+        turns.fail(sharding, kind, f"no {kind}: {type(error).__name__}: {error}")
 
 
 def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
@@ -182,121 +136,3 @@ def _sample(x: Tensor) -> Tensor:
     """Up to about `SAMPLE` values, evenly spread, as bytes."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8)
-
-
-def talks(sharding: Sharding) -> bool:
-    """Whether the annotation has other ranks, in processes of their own."""
-    if sharding.world_size == 1 or isinstance(sharding.mesh, int):
-        return False
-    return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many
-
-
-def _next_turn(sharding: Sharding) -> tuple[str, str]:
-    """Prefix of the keys of this rank's next turn, and of the one before."""
-    turn = progress.take_turn(sharding.group_name)
-    return f"cp_rewrite/{turn}", f"cp_rewrite/{turn - 1}"
-
-
-def _compare(sharding: Sharding, kind: str, text: str, note: str = "") -> list[str]:
-    """Raise unless all ranks come with this kind and this text. Returns the notes that they bring beside it."""
-    rank, store = sharding.rank, store_of(sharding.group)
-    prefix, before = _next_turn(sharding)
-    # A text that all ranks turn out to share is never read: it is written only when digests differ.
-    mine = f"{kind} {hashlib.sha256(text.encode()).hexdigest()}"
-    store.set(f"{prefix}/hash/{rank}", f"{mine} {note}")
-    values = _read(sharding, [f"{prefix}/hash/{r}" for r in range(sharding.world_size)], kind)
-    found, notes = zip(*(value.rpartition(" ")[::2] for value in values), strict=True)
-    if found.count(mine) == len(found):
-        # All have written this turn, so all have read the one before.
-        store.delete_key(f"{before}/hash/{rank}")
-        return list(notes)
-    store.set(f"{prefix}/text/{rank}", text)
-    if _FAILED in found:
-        failed = found.index(_FAILED)
-        theirs = _read(sharding, [f"{prefix}/text/{failed}"], kind)[0]
-        raise RuntimeError(f"cp_rewrite: rank {failed} of the group brought {theirs}")
-    kinds = [value.partition(" ")[0] for value in found]
-    if len(set(kinds)) > 1:
-        raise RuntimeError(_out_of_step(kinds))
-    different = [other for other, value in enumerate(found) if value != found[0]]
-    other = different[0] if mine == found[0] else 0
-    theirs = _read(sharding, [f"{prefix}/text/{other}"], kind)[0]
-    lines = difflib.unified_diff(
-        text.splitlines(), theirs.splitlines(), f"rank {rank}", f"rank {other}", n=0, lineterm=""
-    )
-    advice = _ORDER if kind == "graph" and _without_order(text) == _without_order(theirs) else _ADVICE[kind]
-    raise RuntimeError(
-        f"cp_rewrite: ranks {different} of the group {advice}. First differences:\n"
-        + "\n".join(line[:400] for line in list(lines)[:12])
-    )
-
-
-def _out_of_step(kinds: Sequence[str]) -> str:
-    """What is said where ranks come with different kinds."""
-    ranks = {kind: [rank for rank, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
-    does = [f"rank {', '.join(map(str, which))} {_CALLS[kind]}" for kind, which in ranks.items()]
-    anew = f" Where one compiles anew, {progress.OTHER_CALL}." if "graph" in kinds else ""
-    skipped = " cp.sum_gradients is for all ranks or for none: skip a step by what is equal on all of them."
-    return (
-        f"cp_rewrite: the group's ranks are not in step: {'; '.join(does)}. Every rank must shard the same batches, "
-        f"with the same check_batches, and call the same models the same number of times."
-        + skipped * ("gradients" in kinds)
-        + anew
-    )
-
-
-def _without_order(text: str) -> list[str]:
-    """The lines of a graph, in an order of their own: each node is called by what it is made of."""
-    made_of: dict[str, str] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        head, _, body = line.partition(" = ")
-        name, _, kind = head.strip().partition(":")
-        body = re.sub(r"\b[A-Za-z_]\w*\b(?!\()", lambda match: made_of.get(match[0], match[0]), body)
-        lines.append(re.sub(r"\bS\d+\b", "S", f"{kind} = {body}"))
-        if body not in ("placeholder", "get_attr"):
-            made_of[name] = hashlib.sha256(lines[-1].encode()).hexdigest()[:16]
-    return sorted(lines)
-
-
-def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
-    """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
-    store, start = store_of(sharding.group), time.monotonic()
-    # A client that waits inside of the store prints warnings after a while.
-    while not store.check(keys) and (waited := time.monotonic() - start) < heartbeat.PERIOD_S:
-        time.sleep(min(waited / 16, 0.05))
-    _wait_on(sharding, keys, kind, start)
-    return [value.decode() for value in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
-
-
-def _wait_on(sharding: Sharding, keys: list[str], kind: str, start: float) -> None:
-    """Wait for ranks that are late: say which, and where they are; raise where they ended, or run another graph than
-    this rank, or at the group's timeout."""
-    store, group, told, met = store_of(sharding.group), sharding.group_name, False, time.monotonic()
-    while missing := [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]:
-        now = time.monotonic()
-        ended = [f"rank {r} {how}" for r in missing if (how := heartbeat.end_of(store, r))]
-        if ended or now > start + timeout_of(sharding.group).total_seconds():
-            raise RuntimeError(_absent(missing, ended, kind))
-        apart = [how for r in missing if (how := heartbeat.apart(store, group, r, kind == "graph"))]
-        met = met if apart else now
-        if now > met + 2 * heartbeat.PERIOD_S:  # two beats said so
-            raise RuntimeError(f"cp_rewrite: {'; '.join(apart)}: {progress.OTHER_CALL}")
-        if not told and now > start + PATIENCE_S:
-            told = True
-            where = [f"rank {r}{heartbeat.place_of(store, r)}" for r in missing]
-            print(
-                f"cp_rewrite: rank {sharding.rank}, which {_CALLS[kind]}, has waited {PATIENCE_S:.0f} s for "
-                f"{', '.join(where)}: it may be compiling; or a rank skipped a call, a backward or cp.sum_gradients",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        time.sleep(0.1)
-
-
-def _absent(missing: Sequence[int], ended: Sequence[str], kind: str) -> str:
-    """What is said where ranks don't come."""
-    why = f" ({'; '.join(ended)})" if ended else " within the group's timeout"
-    return (
-        f"cp_rewrite: rank {', '.join(map(str, missing))} of the group brought no {kind}{why}; every rank must shard "
-        "the same batches, with the same check_batches, and call the model the same number of times"
-    )

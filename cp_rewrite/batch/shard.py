@@ -21,7 +21,7 @@ from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import trace_transformers
 
-from . import agree, heartbeat
+from . import agree
 from .active import (
     ActivePlan,
     PackingValues,
@@ -40,6 +40,8 @@ from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shift
 from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
 from .padding import IGNORE_INDEX, check_labels, padding_tokens
+from .ranks import heartbeat
+from .ranks.turns import talks
 from .read_documents import documents_of
 from .steps import later
 from .steps.trace import note_batch
@@ -122,7 +124,7 @@ def shard(
     notes = later.due(sharding)
     later.compare(notes, agree.on_batch(sharding, plan, batch, later.text_of(notes)))
     trace_transformers()
-    if sharding.check_batches and agree.talks(sharding):
+    if sharding.check_batches and talks(sharding):
         heartbeat.watch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.batch.agree import talks
 from cp_rewrite.batch.masks.blocks import listed_blocks
+from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import DROPPED_AT, MaskMismatch
 from cp_rewrite.packing import CuSeqlens, packing_args

@@ -27,6 +27,7 @@ from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.integrations.fsdp.offload import HostStore
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments, shard_weights
+from cp_rewrite.integrations.fsdp.steps import watch_steps
 from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
@@ -102,6 +103,7 @@ def parallelize(
         divide_by = mesh.size() / sharding.world_size
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
         wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host)
+        watch_steps(model, sharding)
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
         run = compile_segments(twin.module.forward, twin, chosen, sharding, store)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch import agree
+from cp_rewrite.batch.ranks import turns
 from tests.helpers.pool import Pool
 
 
@@ -248,7 +249,7 @@ def late_on(mesh: DeviceMesh) -> str:
     printed = io.StringIO()
     with sharding.shard(batch_of([5, 11])):
         pass
-    with mock.patch.object(agree, "PATIENCE_S", 3.0), redirect_stderr(printed):
+    with mock.patch.object(turns, "PATIENCE_S", 3.0), redirect_stderr(printed):
         if mesh.get_local_rank() == mesh.size() - 1:
             time.sleep(5)
         with sharding.shard(batch_of([5, 11])):

@@ -185,7 +185,7 @@ SLIPS: dict[Callable[[Loop, int], None], str] = {
     shrunk_on_one: "changed between the backward and cp.sum_gradients by other factors",
     buffer_on_one: "differ on ranks [1] from rank 0's",
     scaled_on_one: "got another gradient on each rank of the group (1, 2)",
-    other_argument: "ranks [1] of the group ran another graph than rank 0 in a call of a batch before this one",
+    other_argument: "rank 1 runs another graph in the same call than rank 0",
     new_argument: "ranks call the model with other arguments (numbers, flags",
     kept: "zero gradients after the step",
     each_micro_batch: "adds to gradients that cp.sum_gradients has summed",

@@ -34,3 +34,43 @@ def slips_on(mesh: DeviceMesh) -> None:
 
 def test_slips_around_parallelize_are_errors(pair: Pool) -> None:
     pair.run(2, slips_on)
+
+
+def odd_step(optimizer: torch.optim.Optimizer, odd: bool, slip: str) -> None:
+    """A step in which an odd rank leaves something out; `None`: harmless, as all do the same."""
+    if not (odd and slip == "step"):
+        optimizer.step()
+    if slip.startswith("kept") and odd:
+        return
+    optimizer.zero_grad(set_to_none=slip != "kept zeros")
+
+
+def skipped_on(mesh: DeviceMesh, slip: str) -> str:
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="eager")
+    model = cp.parallelize(Model(), mesh, sharding)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    try:
+        for step in range(5):
+            batch = {"x": torch.randn(1, 7, 4, generator=torch.Generator().manual_seed(step))}
+            with sharding.shard({**batch, "position_ids": torch.arange(7)[None]}) as local:
+                loss = model(**local)
+            loss.backward()
+            odd = step == 1 and (sharding.rank == 1 or slip == "kept by all")
+            odd_step(optimizer, odd, slip)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("slip", "says"),
+    [
+        ("step", "ranks [1] of the group did not change their shards of the weights"),
+        ("kept", "gradients that ranks had before a call are not of the same steps"),
+        ("kept zeros", "gradients that ranks had before a call are not of the same steps"),
+        ("kept by all", ""),
+    ],
+)
+def test_a_rank_that_skips_a_step_or_keeps_gradients_is_named(pair: Pool, slip: str, says: str) -> None:
+    for error in pair.run(2, skipped_on, slip):
+        assert says in error if says else not error, error

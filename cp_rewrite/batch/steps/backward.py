@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cp_rewrite.batch.ranks import history
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import at_end_of_backward
 
@@ -50,31 +51,33 @@ def is_summing(sharding: Sharding) -> bool:
     return sharding.group_name in _groups
 
 
-def watch_backward(sharding: Sharding, weights: Sequence[nn.Parameter], out: Sequence[Any]) -> None:
-    """Watch the backward of a call of the compiled model, of its weights and results."""
+def watch_backward(sharding: Sharding, call: str, weights: Sequence[nn.Parameter], out: Sequence[Any]) -> None:
+    """Watch the backward of a call of the compiled model, of this name, weights and results."""
     if not watched(sharding):
         return
     for value in out:
         if isinstance(value, Tensor) and value.ndim == 0 and value.grad_fn is not None:
             value.grad_fn.register_prehook(partial(_note_factor, sharding, value.output_nr))
     backwards = _groups.get(sharding.group_name)
-    if backwards is None:
-        return
     running: list[bool] = []
 
     def begin(*_: Any) -> None:
         if not running:
             running.append(True)
-            _check_unsummed(backwards, weights)
-            backwards.count += 1
+            history.note_backward(sharding.group_name, call)
+            if backwards is not None:
+                _check_unsummed(backwards, weights)
+                backwards.count += 1
             at_end_of_backward(end)
 
     def end() -> None:
         running.clear()
-        _sample(backwards, weights)
+        if backwards is not None:
+            _sample(backwards, weights)
 
-    nodes = {value.grad_fn for value in out if isinstance(value, Tensor) and value.grad_fn is not None}
-    for node in nodes:
+    # An op in place on a view of a result passes the view's own node by.
+    bases = [value._base if value._is_view() else value for value in out if isinstance(value, Tensor)]
+    for node in {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}:
         node.register_prehook(begin)
 
 

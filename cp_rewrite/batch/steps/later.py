@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.agree import SAMPLE, talks
+from cp_rewrite.batch.agree import SAMPLE
+from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.sharding import Sharding, device_of
 
 Rule = Callable[[str, list[list[float]]], None]
@@ -61,16 +62,12 @@ def text_of(notes: Sequence[_Note]) -> str:
 
 
 def compare(notes: Sequence[_Note], texts: Sequence[str]) -> None:
-    """Apply the rules of this rank's notes to all ranks' texts. Raise where a rank has more notes than another."""
+    """Apply the rules of this rank's notes to all ranks' texts, unless one has fewer, as it left a batch with an
+    error."""
     ranks = [[list(map(float, part.split(","))) for part in text.split(";") if part] for text in texts]
-    for note, *values in zip(notes, *ranks, strict=False):
-        note.rule(note.about, values)
-    if len(counts := list(map(len, ranks))) and len(set(counts)) > 1:
-        fewer = [rank for rank, count in enumerate(counts) if count < max(counts)]
-        raise RuntimeError(
-            f"cp_rewrite: ranks {fewer} of the group called fewer models, or summed gradients less often, than others "
-            "in a batch before this one: call the same models the same number of times on every rank"
-        )
+    if len(set(map(len, ranks))) == 1:
+        for note, *values in zip(notes, *ranks, strict=True):
+            note.rule(note.about, values)
 
 
 def watched(sharding: Sharding) -> bool:

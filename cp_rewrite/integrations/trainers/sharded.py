@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from cp_rewrite.batch import agree
 from cp_rewrite.integrations.fsdp.sharded_forward import shard_weights
+from cp_rewrite.integrations.fsdp.steps import watch_steps
 from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.sharding import Sharding, device_of
 
@@ -60,6 +61,7 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
     mesh = init_device_mesh(device_of(forward.sharding).type, (world,), mesh_dim_names=("fsdp",))
     name = model._get_name()
     shard_weights(model, forward.blocks, mesh, _policy(accelerator), bool(plugin.reshard_after_forward), world)
+    watch_steps(model, forward.sharding)
     # FSDP makes a class of another name of it. By its name Trainer tells whether smoothed labels are to be shifted.
     model._get_name = lambda: name
     return model

@@ -8,45 +8,38 @@ nothing is added to a step.
 
 A process that ends says how: `done`, or the error that ended it. One that leaves a batch with an error says so at once,
 and takes it back when it cuts the next: it may live on, and others would wait for it inside a collective. That says
-nothing to ranks that left the batch with an error too. Beside its counter a rank says which graph it runs, and as which
-call since the ranks last compared something (`progress.py`): ranks that run different ones wait for each other. What is
-found goes to stderr; a process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the
-dead rank, is ended with code 1. One that waits in Python's own library (a queue, a lock, another process) waits for no
-rank, and lives on.
+nothing to ranks that left the batch with an error too. Beside its counter a rank says what it did since the ranks last
+compared something (`history.py`): ranks that did not do the same wait for each other. What is found goes to stderr; a
+process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the other rank, is ended
+with code 1. One that waits in Python's own library (a queue, a lock, another process) waits for no rank, and lives on.
 """
 
 from __future__ import annotations
 
 import atexit
-import linecache
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of
 
-from . import progress
+from . import history
+from .main_thread import Stillness, users_line
 
 PERIOD_S = 2.0
 SILENT_S = 25.0
 GRACE_S = 25.0
 _DONE = "done"
 _LEFT = "left a batch: "
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-"""The second is a folder of the first, and no part of it."""
-_LIBRARIES = tuple(str(Path(file).parent) for file in (str(torch.__file__), Path(__file__).parent, os.__file__))
+_STORE = "the process that holds the group's store, most often rank 0, died"
 
 _watched: dict[str, Heartbeat] = {}
 
@@ -68,10 +61,11 @@ def in_batch(sharding: Sharding) -> Generator[None]:
         yield
     except Exception as error:
         watched = _watched.get(sharding.group_name) if sharding.check_batches else None
-        if watched is not None and _of_network(error) and (found := watched.soon_dead()):
+        if watched is not None and _of_network(error) and (found := watched.soon()):
             raise RuntimeError(f"cp_rewrite: {found}; rank {watched.rank} waited for it in a collective") from error
         if watched is not None:
             watched.leave_batch(error)
+        history.note_error(sharding.group_name)
         raise
 
 
@@ -128,15 +122,18 @@ class Heartbeat:
         return None
 
     def apart(self) -> str | None:
-        """What is known of a rank that runs another graph than this one, in the same call."""
-        found = next((how for r in self.others if (how := apart(self.store, self._group, r))), "")
-        return f"{found}: {progress.OTHER_CALL}" if found else None
+        """How this rank and another one did not do the same since ranks last compared something."""
+        return next((how for r in self.others if (how := apart(self.store, self._group, self.rank, r))), None)
 
-    def soon_dead(self) -> str | None:
-        """The same of a rank that closed its connections, which says how it ends, or is gone, within moments."""
+    def soon(self) -> str | None:
+        """How the ranks parted, or which one died: one that closed its connections is gone, or says how it ends, within
+        moments."""
         for _ in range(30):
-            if found := self.dead():
-                return found
+            try:
+                if found := self.apart() or self.dead():
+                    return found
+            except Exception:
+                return _STORE
             time.sleep(0.1)
         return None
 
@@ -153,18 +150,19 @@ class Heartbeat:
         return time.monotonic() - seen[1] < SILENT_S
 
     def _run(self) -> None:
-        beat, main = 0, _Stillness()
+        beat, main = 0, Stillness()
         while not self._stop.wait(PERIOD_S):
             beat += 1
+            parted = None
             try:
-                self.store.set(_key("beat", self.rank), f"{beat} {progress.text(self._group)} {_users_line()}")
-                found = self.dead() or self.apart()
+                self.store.set(_key("beat", self.rank), f"{beat} {history.text(self._group)} {users_line()}")
+                found = self.dead() or (parted := self.apart())
             except Exception:  # its server is a rank's process
-                found = "the process that holds the group's store, most often rank 0, died"
+                found = _STORE
             if found is None:  # or a machine that was only slow is back
-                main = _Stillness()
+                main = Stillness()
                 continue
-            live = f" {_LEFT}" in found or progress.OTHER_CALL in found
+            live = parted or f" {_LEFT}" in found
             if not live or main.seconds() > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)
             if main.seconds() > GRACE_S:
@@ -176,7 +174,7 @@ class Heartbeat:
         error = getattr(sys, "last_value", None)
         try:
             self.store.set(_key("end", self.rank), f"failed: {type(error).__name__}: {error}" if error else _DONE)
-            found = self.dead() if error else None
+            found = self.dead() or self.apart() if error else None
         except Exception:
             found = None
         if found:
@@ -202,14 +200,10 @@ def place_of(store: Any, rank: int) -> str:
     return place and f", which is at {place}"
 
 
-def apart(store: Any, group: str, other: int, compiles: bool = False) -> str:
-    """How another rank, at its last beat, ran another graph than this one in the same call; "" where it did not.
-
-    `compiles`: this rank, in its turn, compiles a graph for its next call.
-    """
+def apart(store: Any, group: str, rank: int, other: int) -> str:
+    """How this rank and another one, by its last beat, did not do the same; "" where they did."""
     beat = _read(store, "beat", other).split(" ")
-    how = progress.apart(group, beat[1], compiles) if len(beat) > 1 else ""
-    return how and f"rank {other} of the group {how}"
+    return history.apart(group, rank, other, beat[1]) if len(beat) > 1 else ""
 
 
 def _read(store: Any, kind: str, rank: int) -> str:
@@ -219,27 +213,6 @@ def _read(store: Any, kind: str, rank: int) -> str:
 
 def _key(kind: str, rank: int) -> str:
     return f"cp_rewrite/heartbeat/{kind}/{rank}"
-
-
-def _users_line() -> str:
-    """Where the main thread is, outside of torch and of this package."""
-    frame = _main_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _waits_for_no_rank(frame: FrameType) -> bool:
-    """Whether what runs is a function of Python's standard library: collectives are torch's."""
-    file = frame.f_code.co_filename
-    return file.startswith(_STANDARD_LIBRARY[0]) and not file.startswith(_STANDARD_LIBRARY[1])
 
 
 def _runs(process: int) -> bool:
@@ -252,22 +225,3 @@ def _runs(process: int) -> bool:
         return False
     except OSError:  # another user's, or a system without /proc
         return True
-
-
-class _Stillness:
-    """How long the main thread has stood at one place of the program."""
-
-    def __init__(self) -> None:
-        self.since, self.place = time.monotonic(), self._now()
-
-    def seconds(self) -> float:
-        place = self._now()
-        if place is None or place != self.place:
-            self.since, self.place = time.monotonic(), place
-        return time.monotonic() - self.since
-
-    @staticmethod
-    def _now() -> tuple[int, int] | None:
-        """None: at no place where it could wait for a rank."""
-        frame = _main_frame()
-        return None if frame is None or _waits_for_no_rank(frame) else (id(frame), frame.f_lasti)
