@@ -13,12 +13,14 @@ from cp_rewrite.planning.routes.by_exchange import ExchangeName
 from .arguments import HashableDict, flag, whole_number
 from .capacity import Capacity
 from .masks import PackedMask
+from .packing import DocumentIds, EndOfDocument, PositionIds, StartOfDocument
 
 ExchangeAt = Literal["auto", "attention", "narrowest"]
 Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
 Inner = Literal["inductor", "aot_eager", "eager"]
 Verify = Literal["never", "first_step", "every_step"]
 Random = Literal["refused", "per_rank"]
+Rows = Literal["same", "own"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "layout": LAYOUTS,
@@ -28,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "inner": get_args(Inner),
     "verify": get_args(Verify),
     "random": get_args(Random),
+    "rows": get_args(Rows),
 }
 _OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
 _FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches", "across_documents")
@@ -42,10 +45,23 @@ def check_choices(fields: Mapping[str, Any]) -> None:
         if not isinstance(fields[name], kind | None):
             raise TypeError(f"{name} must be a cp_rewrite.{kind.__name__} or None, got {fields[name]!r}")
     _check_max_logits(fields)
+    _check_rows(fields)
     if fields["tile"] not in (None, "auto"):
         whole_number("tile, where it is not 'auto' or None,", fields["tile"])
     for name in _FLAGS:
         flag(name, fields[name])
+
+
+def _check_rows(fields: Mapping[str, Any]) -> None:
+    if fields["rows"] == "same":
+        return
+    if not isinstance(fields["packing"], PositionIds | DocumentIds | EndOfDocument | StartOfDocument):
+        raise ValueError(
+            "rows='own' are joined to one packed row: its tokens tell documents apart, by PositionIds, DocumentIds, "
+            f"EndOfDocument or StartOfDocument, and not by {fields['packing']!r}"
+        )
+    if fields["across_documents"] or fields["masks"]:
+        raise ValueError("rows='own' are joined to one row: across_documents and masks go with rows='same'")
 
 
 def _check_max_logits(fields: Mapping[str, Any]) -> None:

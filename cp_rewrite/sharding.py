@@ -21,13 +21,13 @@ from cp_rewrite.planning.routes.by_exchange import ExchangeName
 
 from .arguments import HashableDict, checked_dims, checked_ops
 from .capacity import Capacity
-from .choices import ExchangeAt, Inner, Kernel, Random, Verify, check_choices, check_mesh, checked_masks
+from .choices import ExchangeAt, Inner, Kernel, Random, Rows, Verify, check_choices, check_mesh, checked_masks
 from .masks import PackedMask
 from .packing import Packing, Spans, Tree, check_packing, check_spans
 from .torch_internals import whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
-    from cp_rewrite.batch.ahead import Batches
+    from cp_rewrite.batch.given.ahead import Batches
     from cp_rewrite.batch.shard import LocalBatch
 
 
@@ -42,6 +42,9 @@ class Sharding:
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
         packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
             StartOfDocument, Tree or PaddingMask; or WholeRows.
+        rows: `same`: every rank of the group gives `shard` the same batch. `own`: each gives rows of its own, as many
+            and as long as it has; all of them, one behind another in the order of ranks, are one packed row, whose
+            documents are spread over all ranks.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
         balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
@@ -118,6 +121,7 @@ class Sharding:
     exchange: ExchangeName = "auto"
     kernel: Kernel = "auto"
     _: KW_ONLY
+    rows: Rows = "same"
     # Layout
     balance_for: PackedMask | None = None
     chunk_size: int = 1
@@ -179,6 +183,7 @@ class Sharding:
         """`graph_key` by name, without the mesh."""
         others = (
             "mesh",
+            "rows",
             "layout",
             "balance_for",
             "check_batches",
@@ -319,7 +324,7 @@ class Sharding:
             TypeError, ValueError: `ahead` is no whole number or below 1. The loader's errors come out of the loop, a
             batch's out of its block.
         """
-        from cp_rewrite.batch.ahead import Batches  # batch/ imports this file
+        from cp_rewrite.batch.given.ahead import Batches  # batch/ imports this file
 
         how: dict[str, Any] = {
             "shift_labels": shift_labels,

@@ -276,6 +276,26 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timedelta(minutes=10) if options is None else options._timeout
 
 
+def host_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
+    """A group of the same ranks from host to host, which all of them make together under a new `name`; for one thread.
+
+    `dist.new_group` would have to be called by all processes, members or not, or that have made as many groups."""
+    store = dist.PrefixStore(name, store_of(group))
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout_of(group))
+
+
+def all_bytes(group: dist.ProcessGroupGloo, mine: bytes) -> list[bytes]:
+    """What each rank of a `host_group` gives, of whatever length but 0."""
+    size = torch.tensor([len(mine)])
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    group.allgather([sizes], [size]).wait()
+    longest = max(map(int, sizes))
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in sizes]
+    group.allgather([found], [padded]).wait()
+    return [x.numpy()[: int(n)].tobytes() for x, n in zip(found, sizes, strict=True)]
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh is a slice of, or itself."""
     return mesh._get_root_mesh()

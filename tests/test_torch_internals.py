@@ -337,6 +337,13 @@ def test_store_and_timeout() -> None:
         assert ours.timeout_of(group) == timedelta(seconds=41)
 
 
+@canary("ProcessGroupGloo on a group's store", "torch_internals.host_group and all_bytes, for batch.given.own_rows")
+def test_bytes_from_host_to_host() -> None:
+    with one_process() as group:
+        hosts = ours.host_group(group, "rows/1")
+        assert ours.all_bytes(hosts, b"abc") == [b"abc"]
+
+
 @canary("DeviceMesh._get_root_mesh", "torch_internals.root_mesh, for slices that parallelize refuses")
 def test_root_mesh() -> None:
     with one_process():

@@ -41,10 +41,9 @@ def with_true_count(
     name = plan.counted
     if name is None or COUNT not in places or name not in places:
         return args
-    labels, dim = plan.batch[name], plan.sharding.tokens[name]
-    count = count_targets(labels)
+    count = count_targets(plan.batch[name])
     if SHIFTED in places or name in moved or plan.sharding.capacity is not None:
-        if count == count_targets(labels.narrow(dim, 1, labels.shape[dim] - 1)):
+        if count == shifted(plan.batch, plan.sharding.tokens, name, plan.seams)[COUNT]:
             return args
         also = f" and {SHIFTED!r}" if SHIFTED in places else ", which it shifts" if name in moved else ""
         raise ValueError(
@@ -55,6 +54,21 @@ def with_true_count(
     mended = list(args)
     mended[places[COUNT]] = count.to(given.device, given.dtype)
     return mended
+
+
+def check_shifts(plan: ActivePlan, moved: Collection[str]) -> None:
+    """Raise where a graph shifts labels itself, and so makes the first token of a row a target of the row before.
+
+    Args:
+        plan: of the batch in flight. moved: names of the arguments whose tokens the graph shifts.
+    """
+    for name in sorted({*moved} & {*plan.labels}) if plan.seams else ():
+        labels, dim = plan.batch[name], plan.tokens[name]
+        if count_targets(labels.index_select(dim, torch.tensor(plan.seams, device=labels.device))):
+            raise ValueError(
+                f"the model shifts {name!r} over the joined row of all ranks: give the first token of each row the "
+                f"label {IGNORE_INDEX}, or let shard(batch, shift_labels=True) shift them, row by row"
+            )
 
 
 def is_label(name: str, value: Tensor, label_arg: str) -> bool:
@@ -98,8 +112,11 @@ def warn_if_shifted(labels: Tensor, name: str, tokens: Mapping[str, Tensor], dim
             return
 
 
-def shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str) -> dict[str, Tensor]:
-    """Labels one token further to the front, and how many of them are targets."""
+def shifted(
+    batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str, seams: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Labels one token further to the front, within each of the rows that begin at `seams`, and how many of them are
+    targets."""
     if label_arg not in tokens:
         raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
     if batch.get(SHIFTED) is not None:
@@ -108,4 +125,6 @@ def shifted(batch: Mapping[str, Any], tokens: Mapping[str, int], label_arg: str)
     labels, dim = batch[label_arg], tokens[label_arg]
     last = torch.full_like(labels.narrow(dim, 0, 1), IGNORE_INDEX)
     shifted = torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), last], dim)
+    if seams:
+        shifted.index_fill_(dim, torch.tensor(seams, device=shifted.device) - 1, IGNORE_INDEX)
     return {SHIFTED: shifted, COUNT: count_targets(shifted)}

@@ -26,7 +26,6 @@ from .active import (
     ActivePlan,
     PackingValues,
     activate,
-    batch_number,
     check_no_batch,
     mark_token_dim,
     number_tokens,
@@ -36,6 +35,8 @@ from .active import (
 from .active.plan import Place
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
+from .given.own_rows import Given, check_seams, join_rows
+from .given.shape import shape_of
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
@@ -71,6 +72,7 @@ def shard(
     label_arg: str = "labels",
     drop: Sequence[str] = (),
     fill: Mapping[str, float] | None = None,
+    given: Given | None = None,
     planned: BatchPlan | None = None,
     arrays: Mapping[Place, Arrays] | None = None,
 ) -> Generator[LocalBatch]:
@@ -85,7 +87,8 @@ def shard(
 
     Args:
         sharding: the annotation.
-        batch: argument name -> value, the same on every rank of the group.
+        batch: argument name -> value, the same on every rank of the group; with `rows="own"` this rank's rows, {} for
+            none. `num_items_in_batch` is then its own, too, and is summed over ranks.
         lengths: documents' lengths, (N,) or one list per row, when the packing argument is on a GPU: reading it there
             would stall the GPU. Rows may be longer than their lengths' sum; the rest is padding.
         shift_labels: shift labels by one token over the global row before the cut, as a causal language model's loss
@@ -96,7 +99,7 @@ def shard(
         drop: names of what the model does not take: it is read and cut as all else, and not handed over.
         fill: argument -> what it holds in rows without a token, where that is not 0: targets of a loss outside of the
             model with their ignore_index, which are not called labels.
-        planned, arrays: the batch's plan and tables of it, where they were made before.
+        given, planned, arrays: the group's batch, its plan and tables of it, where they were made before.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
@@ -108,13 +111,15 @@ def shard(
     start = time.perf_counter()
     if get_worker_info() is not None:  # a fork, which must not touch the group
         raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
+    given = given or given_to_all(sharding, batch, lengths)
+    batch = given.batch
     try:
         check_no_batch()
         flag("shift_labels", shift_labels)
         _check_drop(drop, batch, shift_labels)
         fill = dict.fromkeys(drop, 0) | dict(_checked_fill(fill or {}, sharding))
-        plan = planned or plan_of(sharding, batch, lengths)
-        active, values = _cut_batch(sharding, batch, plan, label_arg, shift_labels, fill, arrays or {})
+        plan = planned or plan_of(sharding, given, lengths)
+        active, values = _cut_batch(sharding, given, plan, label_arg, shift_labels, fill, arrays or {})
         if active.masks:
             agree.on_masks(sharding)
     except Exception as error:
@@ -156,7 +161,7 @@ def _checked_fill(fill: Any, sharding: Sharding) -> Mapping[str, float]:
 
 def _cut_batch(
     sharding: Sharding,
-    batch: Mapping[str, Any],
+    whole: Given,
     plan: BatchPlan,
     label_arg: str,
     shift_labels: bool,
@@ -164,9 +169,10 @@ def _cut_batch(
     arrays: Mapping[Place, Arrays],
 ) -> tuple[ActivePlan, dict[str, Any]]:
     """(the plan to make active, the values that this rank's model is called with)."""
+    batch = whole.batch
     tokens = dict(sharding.tokens) | ({SHIFTED: sharding.tokens.get(label_arg, 0)} if shift_labels else {})
     given = {name: value for name, value in batch.items() if value is not None}
-    values = dict(batch) | ((shifted(batch, sharding.tokens, label_arg) | given) if shift_labels else {})
+    values = dict(batch) | ((shifted(batch, sharding.tokens, label_arg, whole.seams) | given) if shift_labels else {})
     labels = [name for name in tokens if is_label(name, values[name], label_arg)]
     if shift_labels:
         others = {name: values[name] for name in sharding.tokens if name not in labels}
@@ -183,7 +189,7 @@ def _cut_batch(
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
     active.arrays.update(arrays)
-    active.masks = frozenset(masks)
+    active.masks, active.seams = frozenset(masks), whole.seams
     active.counted = label_arg if shift_labels and COUNT not in given else None
     active.labels, active.fill, active.spares = labels, fill, spares
     if sharding.capacity is not None:
@@ -235,58 +241,36 @@ def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) 
     return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}
 
 
+def given_to_all(sharding: Sharding, batch: Mapping[str, Any], lengths: Any = None) -> Given:
+    """The batch of the whole group: what each rank was given, or the rows of all, joined."""
+    if sharding.rows == "same":
+        return Given(batch)
+    wrong = None
+    if lengths is not None:
+        wrong = ValueError("lengths are for packing arguments on a GPU, and rows='own' travel from host to host")
+    joined = join_rows(sharding, batch, error=wrong)
+    if joined is None:
+        raise ValueError("no rank of the group has rows")
+    return joined
+
+
 def plan_of(
-    sharding: Sharding, batch: Mapping[str, Any], lengths: Sequence[int] | Sequence[Sequence[int]] | None = None
+    sharding: Sharding, given: Given, lengths: Sequence[int] | Sequence[Sequence[int]] | None = None
 ) -> BatchPlan:
     """The plan of a global batch: its shapes are checked, its documents read on the host, and laid out.
 
     Args and errors as of `shard`.
     """
-    rows, total = _shape(sharding, batch)
+    rows, total = shape_of(sharding, given.batch)
     if total > MAX_TOKENS:
         raise ValueError(f"a row may hold up to {MAX_TOKENS} tokens, the batch's have {total}: use shorter rows")
-    documents = documents_of(sharding, batch, rows, total, lengths)
-    return plan_batch(
+    documents = documents_of(sharding, given.batch, rows, total, lengths)
+    plan = plan_batch(
         documents,
         sharding.world_size,
         sharding.layout,
         sharding.balanced_mask,
         sharding.layout_options,
     )
-
-
-def _shape(sharding: Sharding, batch: Mapping[str, Any]) -> tuple[int, int]:
-    """(rows of the batch, tokens of each), which all arguments in `tokens` must share."""
-    named_values("batch", batch)
-    missing = [name for name in sharding.tokens if batch.get(name) is None]
-    if missing:
-        raise KeyError(f"tokens names {missing}, but the batch has no such tensor; it has {sorted(batch)}")
-    for name, dim in sharding.tokens.items():
-        if not isinstance(batch[name], Tensor):
-            raise TypeError(f"batch[{name!r}] must be a tensor, got {type(batch[name]).__name__}")
-        if batch_number(batch[name]) is not None:
-            raise ValueError(f"batch[{name!r}] was cut before: shard() takes the global batch, once")
-        if dim >= batch[name].ndim:
-            raise ValueError(f"tokens[{name!r}] is dim {dim}, but batch[{name!r}] has shape {tuple(batch[name].shape)}")
-    totals = {name: batch[name].shape[dim] for name, dim in sharding.tokens.items()}
-    for name, dim in sharding.tokens.items():
-        if set(totals.values()) == {1} and batch[name].shape[dim + 1 :].numel() > 1:
-            raise ValueError(
-                f"tokens[{name!r}] is dim {dim}, of which batch[{name!r}], of shape {tuple(batch[name].shape)}, has "
-                f"one entry: its token dim is {dim + 1}, if these are rows of tokens"
-            )
-    if len(set(totals.values())) > 1:
-        raise ValueError(f"token dims must have one length, got {totals}: check the dims in tokens")
-    first, dim = next(iter(sharding.tokens.items()))
-    rows = batch[first].shape[dim - 1] if dim else 1
-    other = [n for n, d in sharding.tokens.items() if rows > 1 and (d == 0 or batch[n].shape[d - 1] != rows)]
-    if other:
-        shapes = {name: tuple(batch[name].shape) for name in other}
-        raise ValueError(
-            f"batch[{first!r}] has {rows} rows, but {shapes} differ: expand them to ({rows}, T), or check the dims in "
-            "tokens"
-        )
-    total = next(iter(totals.values()))
-    if not rows or not total:
-        raise ValueError(f"the batch has {rows} rows of {total} tokens: nothing to cut")
-    return rows, total
+    check_seams(sharding, plan, given.seams)
+    return plan

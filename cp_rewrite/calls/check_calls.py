@@ -19,7 +19,7 @@ from cp_rewrite.batch.active import (
     token_axes_of,
     token_dim_of,
 )
-from cp_rewrite.batch.labels import with_true_count
+from cp_rewrite.batch.labels import check_shifts, with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.passes.check_documents import Unmasked
 from cp_rewrite.passes.graph.dynamo_internals import input_value, source_name, source_of
@@ -74,6 +74,7 @@ class CallChecks:
         if self.sums:
             plan.check_full(self.sums)
         plan.check_padding(self.readers)
+        check_shifts(plan, self.moved)
         if self.loss_outside:
             plan.check_unread(self.places)
         if self.conditions and plan.plan.fill:

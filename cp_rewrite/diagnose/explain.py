@@ -155,7 +155,7 @@ def explain(
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(f"model must be a module or a function, got {model!r}")
-    sharding = replace(require_sharding(sharding), check_batches=False)  # one rank may ask alone
+    sharding = replace(require_sharding(sharding), check_batches=False, rows="same")  # one rank may ask alone
 
     def dry_run(**batch: Any) -> Report:
         found: list[Report] = []

@@ -124,10 +124,14 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def _check_arguments(trainer: Trainer) -> None:
+def _check_arguments(trainer: ContextParallelMixin) -> None:
     """Raise for settings, of arguments or of `accelerate launch`, that deal out rows, compile or split otherwise."""
     args, parallelism = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
     wrong: dict[str, tuple[Any, str]] = {
+        "rows='own'": (
+            trainer.sharding.rows == "own",
+            "the ranks of a group get the same rows; a loop of your own can share out rows of all groups",
+        ),
         "torch_compile=True": (args.torch_compile, "the model is compiled by the sharding's own backend"),
         "parallelism_config": (
             parallelism is not None and parallelism.non_data_parallel_size > 1,

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
-from cp_rewrite.batch import ahead
 from cp_rewrite.batch.active import PlanInput, active_plan
+from cp_rewrite.batch.given import ahead
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 PACKS = [(3, 5, 8), (16,), (1, 1, 14), (7, 9), (2, 14), (4, 12)]

@@ -20,10 +20,11 @@ from .test_transformers import packed_rows
 
 
 def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
+    sharding = sharding_of(mesh, **options.pop("sharding", {}))
     with launched(mesh):
         args, model = on_cpu(TrainingArguments(**settings_of(str(folder), **options))), build_model("llama")
         with pytest.raises(ValueError, match="does not go with context parallelism") as error:
-            ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding_of(mesh))
+            ContextParallelTrainer(model, args, train_dataset=packed_rows(1), sharding=sharding)
     return str(error.value)
 
 
@@ -32,6 +33,7 @@ def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
     [
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"sharding": {"rows": "own"}}, "rows='own'"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "gradient_checkpointing=True"),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "cpu_offload"),
