@@ -84,11 +84,15 @@ class RewriteRefused(RuntimeError):
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)
         lines = "\n".join(f"  - {refusal}" for refusal in folded(self.refusals))
-        pages = ", ".join(dict.fromkeys(f"docs/refusals.md#{refusal.reason.name.lower()}" for refusal in refusals))
-        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}\nwhat to do: {pages}")
+        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}\nwhat to do: {pages_of(refusals)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RewriteRefused, (self.refusals,)
+
+
+def pages_of(refusals: Sequence[Refusal]) -> str:
+    """The headings that say what to do, each once."""
+    return ", ".join(dict.fromkeys(f"docs/refusals.md#{refusal.reason.name.lower()}" for refusal in refusals))
 
 
 def folded(refusals: Sequence[Refusal]) -> list[str]:

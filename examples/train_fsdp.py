@@ -10,6 +10,7 @@ last checkpoint is.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cp_rewrite as cp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 END = 256
 """The token behind each document; those below are bytes."""
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
@@ -115,9 +116,8 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def documents() -> Iterator[Tensor]:
     """The repository's files, again and again, as tokens."""
     files = sorted(file for pattern in ("cp_rewrite/**/*.py", "docs/**/*.md", "*.md") for file in ROOT.glob(pattern))
-    while True:
-        for file in files:
-            yield torch.tensor([*file.read_bytes(), END])
+    for file in itertools.cycle(files):
+        yield torch.tensor([*file.read_bytes(), END])
 
 
 def packed_rows(texts: Iterator[Tensor], size: int, skip: int) -> Iterator[dict[str, Tensor]]:

@@ -138,7 +138,7 @@ def train(rank: int, world_size: int, args: argparse.Namespace, name: str) -> di
                 loss = sharding.whole(compiled(**local).loss)
             loss.backward()
             cp.sum_gradients(model.parameters(), sharding)
-        result["losses"].append(float(loss))
+        result["losses"].append(loss.item())
         result["gradients"] = result["gradients"] or {n: p.grad.clone() for n, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()

@@ -146,8 +146,10 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
         exchange, why = "needed", "capacity is set"
     against = _unless_one_sided(spec, state) if exchange == "auto" or exchange in BETWEEN_GPUS else None
     if exchange == "auto":
-        choice = _cheapest(site, spec, state, one_sided=against == [])
+        choice = _cheapest(site, spec, state, one_sided=against == [] or would_be_one_sided(state))
         exchange, why = choice.exchange, choice.reason
+        if against is None:  # what carries it out is chosen between GPUs only
+            exchange = next((name for name, out in BETWEEN_GPUS.items() if out == exchange), exchange)
     carried_out = BETWEEN_GPUS.get(exchange, exchange)
     if carried_out in BETWEEN_GPUS.values() and against is not None:
         if not against:
@@ -159,7 +161,8 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, 
 def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) -> Choice:
     """The exchange that takes least for this batch, or, where it has few tokens, for a typical one."""
     sharding, batch = state.sharding, state.plan.plan
-    model = Model((spec.heads, spec.heads_kv), spec.head_dim, spec.dtype.itemsize)
+    item = min(2, spec.dtype.itemsize) if is_dry_run(state) else spec.dtype.itemsize
+    model = Model((spec.heads, spec.heads_kv), spec.head_dim, item)
     speeds = target_speeds(sharding, state.device)
     known, load = _is_known(state), load_for(site, state)
     (outer, inner), _ = sharding.grid("auto")
@@ -176,9 +179,25 @@ def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) ->
 def target_speeds(sharding: Sharding, device: torch.device) -> Device:
     """The speeds of the machine that is planned for: the annotation's, the device's, or, in a dry run without a GPU,
     those of an H200."""
-    if sharding.device_speeds is None and isinstance(sharding.mesh, int) and device.type == "cpu":
+    if sharding.device_speeds is None and _is_dry(sharding, device):
         return DEVICES["h200"]
     return sharding.device_speeds or speeds_of(device)
+
+
+def _is_dry(sharding: Sharding, device: torch.device) -> bool:
+    return isinstance(sharding.mesh, int) and device.type == "cpu"
+
+
+def is_dry_run(state: State) -> bool:
+    """Whether the graph is looked at for another machine, where its activations will be in bf16."""
+    return _is_dry(state.sharding, state.device)
+
+
+def would_be_one_sided(state: State) -> bool:
+    """Whether the GPUs that a dry run is for share one node, and so each other's memory."""
+    sharding = state.sharding
+    gpus = is_dry_run(state) and target_speeds(sharding, state.device).name != "cpu"
+    return gpus and (sharding.node_size or sharding.world_size) >= sharding.world_size
 
 
 def _is_known(state: State) -> bool:

@@ -105,9 +105,8 @@ def test_readme_is_short_and_counts_the_models_as_the_table_does() -> None:
     table = table[table.index("## All text models") :]
     outcomes = re.findall(r"^\| \w+ \| \w+ \| [^|]+ \| (right|refused|torch)", table, re.MULTILINE)
     counts = re.findall(r"^\| [a-z ,]+ \| (\d+) \| (\d+) \| (\d+) \|$", table, re.MULTILINE)
-    assert [outcomes.count(x) for x in ("right", "refused", "torch")] == [
-        sum(map(int, n)) for n in zip(*counts, strict=True)
-    ]
+    totals = [sum(map(int, column)) for column in zip(*counts, strict=True)]
+    assert [outcomes.count(verdict) for verdict in ("right", "refused", "torch")] == totals
     right, of = outcomes.count("right"), len(outcomes)
     assert f"{right} of {of} text classes" in text, f"docs/generated/models.md has {right} of {of}"
 

@@ -98,9 +98,9 @@ def kernel_findings(facts: DeviceFacts) -> Iterator[Finding]:
 
 
 def _links() -> Iterator[Finding]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not of this torch"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not in this build of torch"
     yield Finding("NCCL", nccl)
-    yield Finding("gloo", "found" if dist.is_gloo_available() else "not of this torch")
+    yield Finding("gloo", "found" if dist.is_gloo_available() else "not in this build of torch")
     count = torch.cuda.device_count()
     if count > 1:
         apart = [f"{i}-{j}" for i in range(count) for j in range(i) if not torch.cuda.can_device_access_peer(i, j)]

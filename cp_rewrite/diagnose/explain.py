@@ -20,7 +20,7 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OnPieces
 from cp_rewrite.passes.values.resolution import Converted, OfSums
 from cp_rewrite.planning.plan import Plan
-from cp_rewrite.refusal import Refusal, folded, source_line
+from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
@@ -65,7 +65,7 @@ class Collective:
 
     def __str__(self) -> str:
         what = {_READ: "neighbours", _STATES: "states    "}.get(self.op, "made whole")
-        return f"{what} {self.where}\n          {self.why} | {self.op} | {self.bytes} bytes"
+        return f"{what} {self.where}\n          {self.why} | {self.op} | {self.bytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,11 @@ class Report:
         return not self.refusals
 
     @property
+    def counts(self) -> str:
+        """How many sites and refusals there are, in words."""
+        return f"{_count(self.sites, 'attention site')}, {_count(self.refusals, 'refusal')}"
+
+    @property
     def diff(self) -> str:
         """Normalised unified diff of the graph, repeated layers folded."""
         return graph_diff(list(self.before), list(self.after))
@@ -119,14 +124,15 @@ class Report:
         reads = [x.bytes for x in self.collectives if x.op == _READ]
         states = [x.bytes for x in self.collectives if x.op == _STATES]
         sums = [x.bytes for x in self.collectives if x.op not in (_READ, _STATES) and x.bytes]
-        travels = f", {len(sums)} sums over ranks of {sum(sums)} bytes" if sums else ""
-        travels += f", {len(reads)} reads of neighbours of {sum(reads)} bytes" if reads else ""
-        travels += f", {len(states)} states of {sum(states)} bytes" if states else ""
-        lines = [f"{len(self.sites)} attention sites, {len(self.refusals)} refusals{travels}"]
+        travels = f", {_count(sums, 'sum')} over ranks of {sum(sums):,} bytes" if sums else ""
+        travels += f", {_count(reads, 'read')} of neighbours of {sum(reads):,} bytes" if reads else ""
+        travels += f", {_count(states, 'state')} of {sum(states):,} bytes" if states else ""
+        lines = [f"{self.counts}{travels}"]
         lines += _folded([str(site) for site in self.sites])
         lines += _folded([str(collective) for collective in self.collectives])
         lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
+        lines += [f"what to do {pages_of(self.refusals)}"] if self.refusals else []
         lines += [f"note      {note}" for note in self.notes]
         lines += [] if self.target is None else [str(self.target)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
@@ -259,6 +265,10 @@ def _op_counts(gm: fx.GraphModule) -> Counter[str]:
     for body in graph_modules(gm):
         counts.update(target_name(node.target) for node in body.graph.nodes if node.op.startswith("call"))
     return counts
+
+
+def _count(things: Sequence[Any], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 def _folded(entries: list[str]) -> list[str]:

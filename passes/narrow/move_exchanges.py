@@ -13,7 +13,7 @@ from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.locality.inputs import read_extents
-from cp_rewrite.passes.plan_sites import decide, load_for
+from cp_rewrite.passes.plan_sites import decide, load_for, target_speeds, would_be_one_sided
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.devices import Device, Model
@@ -25,7 +25,7 @@ from cp_rewrite.planning.cost.seconds import (
     kernel_seconds,
     needed_seconds,
 )
-from cp_rewrite.sharding import speeds_of
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
 from cp_rewrite.torch_internals import fake_mode_of
 
 from .find_cut import Costs, find_cut
@@ -61,10 +61,12 @@ def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], Way | N
     movable = _movable(decision, state)
     if movable is None:
         return decision
-    device = sharding.device_speeds or speeds_of(state.device)
+    device = target_speeds(sharding, state.device)
     load, model = load_for(site, state), _model_of(decision)
     forced = sharding.exchange_at == "narrowest"
-    before = exchange_seconds(load, device, model, sharding.node_size).get(decision.exchange_name)
+    name = decision.exchange_name
+    name = BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name
+    before = exchange_seconds(load, device, model, sharding.node_size).get(name)
     kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
     if not forced and (before is None or kernel > _GAIN * before):  # no cut takes less than the kernel
         return decision
@@ -93,7 +95,10 @@ def _movable(decision: Decision, state: State) -> Decision | None:
     if state.sharding.exchange != "auto" or not (isinstance(mesh, int) or mesh.ndim == 1):
         return None
     other = decide(decision.site, replace(state, sharding=replace(state.sharding, exchange="needed")))
-    return other if isinstance(other, Decision) else None
+    if not isinstance(other, Decision):
+        return None
+    first, *rest = other.why
+    return replace(other, why=(first.replace("asked for", "for rows that are narrower than keys and values"), *rest))
 
 
 def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:

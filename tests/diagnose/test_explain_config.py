@@ -43,6 +43,19 @@ def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.Capt
     assert "note      explained with use_cache=False, where the config says True" in out
 
 
+def test_sites_and_the_target_name_one_exchange(tmp_path: Path):
+    """Between GPUs of a node rows are written beside the kernel: a dry run without GPUs weighs that, too."""
+    transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128
+    ).save_pretrained(tmp_path)  # fmt: skip
+    report = explain_config(str(tmp_path), [100_000, 20_000, 11_072], 8)
+    assert report.target is not None
+    (attention, *_) = report.target.attention
+    assert {site.exchange for site in report.sites} == {attention.exchange}
+    assert f"predicted {1e3 * attention.seconds[attention.exchange]:.2f} ms" in str(report)
+
+
 def test_masks_in_buffers_are_read_off_what_the_model_writes_there(tmp_path: Path):
     """GPT-Neo keeps its triangles in buffers."""
     transformers.GPTNeoConfig(

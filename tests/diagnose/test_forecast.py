@@ -177,6 +177,8 @@ def test_reports_are_json_and_pages(plain: Report) -> None:
     assert values["sites"][0].keys() == {"where", "mask", "exchange", "kernel", "why"}
     (refusal,) = json.loads(json.dumps(refused.as_dict()))["refusals"]
     assert refusal["reason"] == "TOKEN_MIXING"
+    assert refusal["see"] == "docs/refusals.md#token_mixing"
+    assert str(refused).count(refusal["see"]) == 1
     assert Path(__file__).name in refusal["where"]
     page = plain.as_html("a <model>", cp.plan([13, 40, 11], 4))
     assert "<h1>a &lt;model&gt;</h1>" in page

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cp_rewrite.planning.plan import Plan
+from cp_rewrite.refusal import pages_of
 
 if TYPE_CHECKING:  # explain.py imports this file
     from cp_rewrite.diagnose.explain import Report
@@ -24,7 +25,13 @@ def as_dict(report: Report) -> dict[str, Any]:
         "ok": report.ok,
         "sites": [asdict(site) for site in report.sites],
         "refusals": [
-            {"reason": r.reason.name, "where": r.where, "detail": r.detail, "advice": r.reason.value}
+            {
+                "reason": r.reason.name,
+                "where": r.where,
+                "detail": r.detail,
+                "advice": r.reason.value,
+                "see": pages_of([r]),
+            }
             for r in report.refusals
         ],
         "collectives": [asdict(collective) for collective in report.collectives],
@@ -38,7 +45,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def as_html(report: Report, title: str, plan: Plan | None = None) -> str:
     """A page that needs nothing beside it: sites, refusals with their source, the plan's picture, the graph's diff."""
-    state = f"{len(report.sites)} attention sites, {len(report.refusals)} refusals"
+    state = report.counts
     parts = [_section("Refusals", _refusals(report))] if report.refusals else []
     parts.append(_section("Attention", _table(("where", "mask", "exchange", "kernel", "why"), _sites(report))))
     if report.target is not None:
@@ -62,7 +69,7 @@ def _refusals(report: Report) -> str:
     found: list[str] = []
     for r in report.refusals:
         texts = "".join(f"<p>{html.escape(text)}</p>" for text in (r.detail, r.reason.value, r.where))
-        found.append(f"<h3>{html.escape(r.reason.name)}</h3>{texts}{_source(r.where)}")
+        found.append(f"<h3>{r.reason.name}</h3>{texts}{_source(r.where)}<p>What to do: {pages_of([r])}</p>")
     return "\n".join(found)
 
 

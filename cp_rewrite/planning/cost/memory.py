@@ -118,7 +118,7 @@ class Memory:
 
     def __str__(self) -> str:
         sizes = {name: size / GIB for name, size in self.parts.items()}
-        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05]
+        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05] or ["each part under 0.1"]
         moment = "at the loss" if self.at == "loss" else "in the backward of a layer"
         return f"{self.peak / GIB:.1f} GiB {moment} ({', '.join(listed)})"
 
