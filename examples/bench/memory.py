@@ -177,7 +177,8 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
         peaks = [max(pair) for pair in zip(peaks, moments[1:], strict=True)]
         times.append(time.perf_counter() - start)
     later = sorted(times[1:]) or times
-    return Found(*peaks, later[len(later) // 2], *first)
+    forward, backward, stepped = peaks
+    return Found(forward, backward, stepped, later[len(later) // 2], first[0], first[1])
 
 
 def peak(device: torch.device) -> float:

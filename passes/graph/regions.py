@@ -68,6 +68,11 @@ def region_call(node: fx.Node) -> RegionCall | None:
     return RegionCall(node, body, operands) if len(operands) == count else None
 
 
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether a node calls a region that the backward computes once more."""
+    return isinstance(node.target, HigherOrderOperator) and "checkpoint" in node.target.name()
+
+
 def is_function(node: fx.Node) -> bool:
     """Whether a node calls a `torch.autograd.Function`, whose forward and backward are nested graphs."""
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"

@@ -26,6 +26,8 @@ from .rowwise import Rowwise
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 WORTH = 4
 """Run tile by tile where the widest tensor inside has this many times the bytes that come in and go out."""
+WORTH_AGAIN = 1.25
+"""The same where the backward computes all again in any case, as it does in checkpointed blocks: of usual MLPs too."""
 _Edge = tuple[Any, Any, int | None]
 
 
@@ -55,7 +57,8 @@ def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise) -> TileRegion | N
     if region is None:
         return None
     across = sum(found.row_bytes(n) or 0 for n in (*region.rows, *region.results))
-    return region if region.widest >= WORTH * across and _is_one_place(region, found) else None
+    worth = WORTH_AGAIN if found.again else WORTH
+    return region if region.widest >= worth * across and _is_one_place(region, found) else None
 
 
 def _is_tuple(node: fx.Node, found: Rowwise) -> bool:

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.graph.modes import Mode, modes_of
+from cp_rewrite.passes.graph.new_nodes import autocasts_open
 from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
+from cp_rewrite.passes.graph.regions import RegionCall, is_checkpoint
 from cp_rewrite.passes.graph.writes import memory_of, written_memory
 from cp_rewrite.passes.locality.claims.dims import Mixes, Order, T, with_fewer
 from cp_rewrite.passes.locality.claims.extents import Extents
@@ -30,26 +32,49 @@ from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator
 
 
 class Rowwise:
-    """What was found of one graph. `states`: of each node. `alone`: nodes that may run on some of the rows. `modes`,
-    `place`: of each node in the graph."""
+    """What was found of one graph, the root or the body of a region. `states`: of each node. `alone`: nodes that may
+    run on some of the rows. `modes`, `place`: of each node in the graph. `again`: the backward computes it once more.
+    """
 
-    def __init__(self, state: State, gm: fx.GraphModule, extents: Extents, mode: FakeTensorMode) -> None:
-        self.extents, self.gm = extents, gm
+    def __init__(
+        self,
+        state: State,
+        gm: fx.GraphModule,
+        extents: Extents,
+        mode: FakeTensorMode,
+        around: Rowwise | None = None,
+        call: RegionCall | None = None,
+    ) -> None:
+        """`around`, `call`: of a region, the graph that calls it, and where."""
+        self.extents, self.gm, self.mode = extents, gm, mode
+        self.again = call is not None and (is_checkpoint(call.node) or (around is not None and around.again))
         self.states: dict[fx.Node, States] = {}
         self.alone: set[fx.Node] = set()
-        self.modes: dict[fx.Node, Mode] = modes_of(gm.graph)
+        outer: Mode = ((), True) if around is None or call is None else around.modes[call.node]
+        self.modes: dict[fx.Node, Mode] = {
+            node: ((*outer[0], *autocasts), outer[1] and grad) for node, (autocasts, grad) in modes_of(gm.graph).items()
+        }
         self.place = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._proven: Mapping[fx.Node, Any] = state.locality.states
         self._written = written_memory(state.graph_module)
         self._runner = NodeRunner(Trace(extents, state.sharding), mode, self.states)
-        with self._runner.running():
-            self._walk(_plan_inputs(state))
+        plan = _plan_inputs(state)
+        for node in gm.graph.find_nodes(op="placeholder"):
+            self.states[node] = self._from_plan(node, plan[node]) if node in plan else self._as_proven(node)
+        if around is not None and call is not None:
+            self.states |= {inside: around.state_of(given) for inside, given in call.filled.items()}
+        with self._runner.running(), autocasts_open(outer[0]):
+            self._walk()
 
-    def _walk(self, plan: Mapping[fx.Node, PlanInput]) -> None:
+    def state_of(self, given: Any) -> States:
+        """The state of a node, or of a number."""
+        return self.states.get(given, UNKNOWN) if isinstance(given, fx.Node) else REPLICATED
+
+    def _walk(self) -> None:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
-                self.states[node] = self._from_plan(node, plan[node]) if node in plan else self._as_proven(node)
-            elif node.op == "get_attr":
+                continue
+            if node.op == "get_attr":
                 self.states[node] = REPLICATED
             elif node.op != "output":
                 self._visit(node)

@@ -148,9 +148,37 @@ class Autocast(Wide):
             return super().forward(*args, **batch)
 
 
-class InCheckpoint(Wide):
+class InCheckpoint(PackedModel):
+    """A block that is computed again: its MLP runs tile by tile inside, though it is no wider than usual."""
+
+    def extra(self) -> None:
+        self.up, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
     def mix(self, h: Tensor) -> Tensor:
-        return checkpoint(lambda x: x + F.gelu(x), h, use_reentrant=False)  # type: ignore[return-value]
+        return checkpoint(self.block, h, use_reentrant=False)  # type: ignore[return-value]
+
+    def block(self, h: Tensor) -> Tensor:
+        x = F.layer_norm(h, h.shape[-1:])
+        return h + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class CheckpointedAutocast(InCheckpoint):
+    """What is open around a checkpoint is open in its tiles."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float64, enabled=False):
+            return super().mix(h)
+
+
+class CheckpointedLoss(Wide):
+    """A head and its loss that are computed again."""
+
+    def forward(self, input_ids: Any, position_ids: Any, doc_ids: Any, labels: Any, num_items: Any) -> Any:
+        h = self.inputs(input_ids, position_ids)
+        h = self.attended(h, self.mask(h, doc_ids, position_ids, input_ids))
+        return checkpoint(lambda x: super(CheckpointedLoss, self).loss(self.head(x), labels, num_items), h,
+                          use_reentrant=False)  # fmt: skip
 
 
 MODELS = [
@@ -167,10 +195,12 @@ MODELS = [
     GatedMLP,
     Autocast,
     InCheckpoint,
+    CheckpointedAutocast,
+    CheckpointedLoss,
 ]
 
 
-QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants]
+QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants, InCheckpoint]
 
 
 @pytest.mark.parametrize(

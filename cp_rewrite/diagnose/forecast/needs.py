@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
 from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, value_of
-from cp_rewrite.passes.graph.regions import graph_modules, region_call
+from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
 from cp_rewrite.planning.cost.memory import Layer, Needs
 from cp_rewrite.torch_internals import hint
 
@@ -69,7 +69,7 @@ class _Graph:
                 call = region_call(node)
                 if call is not None:
                     self._operands |= call.filled
-                    if _checkpoints(node):
+                    if is_checkpoint(node):
                         self.checkpointed |= {self.path(n) for n in call.body.graph.nodes} - {""}
                 self._nodes[self.path(node)].append(node)
                 if op_name(node) in _PRODUCTS and self.size(node):
@@ -184,11 +184,6 @@ def _is_linear(node: fx.Node) -> bool:
     if op_name(node) in ("mul", "div", "truediv", "multiply"):
         return sum(map(needs_gradient, node.all_input_nodes)) < 2
     return op_name(node) in _LINEAR
-
-
-def _checkpoints(node: fx.Node) -> bool:
-    target: Any = node.target
-    return "checkpoint" in target.name()
 
 
 def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from cp_rewrite.ops.tiles.region import REGIONS, Region
 from cp_rewrite.passes.graph.new_nodes import maker, position_of
-from cp_rewrite.passes.graph.regions import attribute_of
+from cp_rewrite.passes.graph.regions import attribute_of, region_call, region_calls
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.tile.find_region import find_regions
@@ -28,6 +28,8 @@ _ops: Any = torch.ops.cp_rewrite
 _WHY = "tile by tile"
 TILE_BYTES = 2**31
 """`tile="auto"`: the widest tensor of a tile has at most so many bytes."""
+TILE_ROWS = 2**15
+"""`tile="auto"`: rows beyond which products get no faster."""
 
 
 def tile_rows(state: State) -> State:
@@ -35,15 +37,26 @@ def tile_rows(state: State) -> State:
     tile, gm = state.sharding.tile, state.graph_module
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None or tile is None else read_extents(state.tokens, mode.shape_env)
-    if tile is None or mode is None or extents is None or not isinstance(extents.batch, int):
-        return state
-    made: dict[fx.Node, fx.Node] = {}
-    for region in find_regions(Rowwise(state, gm, extents, mode)):
-        region = _after(region, made)
-        rows = tile if isinstance(tile, int) else TILE_BYTES // region.widest
-        made |= _put(region, gm, extents, mode, max(1, rows // extents.batch), state.sharding.inner)
-    gm.recompile()
+    if tile is not None and mode is not None and extents is not None and isinstance(extents.batch, int):
+        _tile_graph(Rowwise(state, gm, extents, mode), state, region_calls(gm))
     return state
+
+
+def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[fx.Node]]) -> None:
+    """Tile a graph, and the bodies of the regions that it alone calls, once each."""
+    extents, mode = found.extents, found.mode
+    for node in [*found.gm.graph.nodes]:
+        call = region_call(node)
+        if call is not None and len(calls[call.body.graph]) == 1:
+            _tile_graph(Rowwise(state, call.body, extents, mode, found, call), state, calls)
+    made: dict[fx.Node, fx.Node] = {}
+    tile, batch = state.sharding.tile, extents.batch
+    assert isinstance(batch, int)
+    for region in find_regions(found):
+        region = _after(region, made)
+        rows = tile if isinstance(tile, int) else min(TILE_ROWS, TILE_BYTES // region.widest)
+        made |= _put(region, found.gm, extents, mode, max(1, rows // batch), state.sharding.inner)
+    found.gm.recompile()
 
 
 def _after(region: TileRegion, made: Mapping[fx.Node, fx.Node]) -> TileRegion:
