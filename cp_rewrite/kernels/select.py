@@ -162,7 +162,7 @@ def load(name: str) -> Any:
 def device_facts(device: torch.device) -> DeviceFacts:
     """The facts of this machine."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    libraries = ("flash_attn.cute", "flash_attn_interface")
+    libraries = ("flash_attn.cute", "flash_attn_interface", "fla.ops.cp")
     modules = frozenset(name for name in libraries if _importable(name))
     features = frozenset[str](load("fa3").features() if "flash_attn_interface" in modules else ())
     return DeviceFacts(capability, modules, features)

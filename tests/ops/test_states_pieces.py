@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.ops.states import pieces
+from cp_rewrite.ops.states import fold
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.options import LayoutOptions
@@ -148,7 +148,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, kind: str, plan: BatchPlan, read: S
     dout = torch.randn_like(expected_of(kind, plan, read, inputs))
     ranks = Ranks(plan.world_size)
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "all_to_all_rows", ranks.exchange)
+        patch.setattr(fold, "all_to_all_rows", ranks.exchange)
         group = "played" if plan.world_size > 1 else ""
         results = ranks.run(lambda rank: on_rank(kind, plan, read, inputs, dout, group, rank))
     check(kind, plan, read, results, inputs, dout)

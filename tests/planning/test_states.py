@@ -10,6 +10,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_rows, level_major
+from cp_rewrite.planning.token_reads.runs import run_tables
 from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
 
 
@@ -45,6 +46,20 @@ def test_chunks_hold_every_row_once_and_none_of_no_sequence(layout: str) -> None
             assert tables["chunk_levels"].sum() * CHUNK == len(rows)
             assert set(tables) == {tensor.name for tensor in STATES}
             assert all(len(table) >= 2 for table in tables.values())
+
+
+def test_runs_take_in_every_row_and_know_which_are_cut() -> None:
+    plan = plan_batch([Documents.from_lengths([5, 20, 5], 31)], 3, "contiguous")
+    tables = [state_tables(plan, States(True), rank) for rank in range(3)]
+    assert [table["runs"].tolist() for table in tables] == [
+        [[0, 5, -1, -1], [5, 11, -1, 0]],
+        [[0, 11, 0, 0], [11, 11, -2, -2]],
+        [[0, 3, 0, -1], [3, 8, -1, -1], [8, 11, -2, -2]],
+    ]
+    assert [table["run_states"].tolist() for table in tables] == [[2, 0], [0, 2], [0, 2, 2]]
+    assert [table["run_offsets"].tolist() for table in tables] == [[0, 5, 11], [0, 11, 11], [0, 3, 8, 11]]
+    long = run_tables(np.array([70]), np.array([130]), np.array([-1]), np.array([-1]), 200, 0)
+    assert long["run_chunks"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
 
 
 def test_levels_are_ordered_by_number_and_then_by_chain() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.ops.all_to_all import all_to_all_rows
+from cp_rewrite.kernels.states.select import runs_by_kernels
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK
 from cp_rewrite.planning.token_reads.states import STATES
 
+from . import by_kernels
+from .fold import fold
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, state_shapes, to_rows, wide
 from .maps import Maps, Read, compose, run_chains
 
@@ -86,10 +88,12 @@ def selective_scan_on_pieces(
 
 def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Three:
     t = _named(tables)
+    if runs_by_kernels(kind, inputs):
+        return by_kernels.forward(kind, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     own = _summaries(maps, t)
     with nvtx("states"):
-        entries = _fold(own, t, "", group)
+        entries = fold(own, t, "", group)
     states, _ = _run(maps, t, entries)
     return _out(read, states, inputs[0], t).to(out_dtype(kind, inputs[0].dtype)), entries, own.move
 
@@ -104,32 +108,6 @@ def _summaries(maps: Maps, t: SimpleNamespace) -> Maps:
     missing = t.cut_pieces.numel() - found.add.shape[0]
     rest = [x.new_zeros(missing, *x.shape[1:]) for x in (found.move, found.add)]
     return Maps(torch.cat([found.move, rest[0]]), torch.cat([found.add, rest[1]]), maps.dense)
-
-
-def _fold(own: Maps, t: SimpleNamespace, way: str, group: str) -> Tensor:
-    """(N, *state) what enters each cut piece, from in front (`way` "") or from behind ("_back").
-
-    Args:
-        own: (N) maps of this rank's cut pieces.
-    """
-    known = own
-    send_rows, order, levels, place = (
-        getattr(t, name + way) for name in ("send_summaries", "fold_order", "fold_levels", "fold_place")
-    )
-    if group:
-        send, recv = getattr(t, "splits" + way).tolist()
-        packed = torch.cat([own.move.flatten(1), own.add.flatten(1)], 1)
-        received = all_to_all_rows(packed.index_select(0, send_rows[: sum(send)]), recv, send, group)
-        move, add = received.split([own.move[0].numel(), own.add[0].numel()], 1)
-        known = Maps(
-            torch.cat([own.move, move.unflatten(1, own.move.shape[1:])]),
-            torch.cat([own.add, add.unflatten(1, own.add.shape[1:])]),
-            own.dense,
-        )
-    counts = levels.tolist()
-    before, ends = run_chains(known.take(order), counts, known.zeros(counts[0]))
-    found = torch.cat([known.zeros(1), before, ends])
-    return found.index_select(0, place + 1)
 
 
 def _run(maps: Maps, t: SimpleNamespace, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,12 +148,14 @@ def states_on_pieces_backward(
         entries, moves: what the op gave. kind: its name without `_on_pieces`.
     """
     t, how = _named(tables), Options(scale, l2norm)
+    if runs_by_kernels(kind, inputs):
+        return by_kernels.backward(kind, dout, entries, moves, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     out, of_entries = _vjp(lambda entered: _out(read, _run(maps, t, entered)[0], inputs[0], t), entries)
     dout = dout.to(out.dtype)
     (d_entries,) = of_entries(dout)
     with nvtx("states_backward"):
-        d_ends = _fold(Maps(moves.mT if maps.dense else moves, d_entries, maps.dense), t, "_back", group)
+        d_ends = fold(Maps(moves.mT if maps.dense else moves, d_entries, maps.dense), t, "_back", group)
 
     def again(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         maps, read = chunk_maps(kind, leaves, t.chunk_rows, CHUNK, how)

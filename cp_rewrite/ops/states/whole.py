@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
+from cp_rewrite.kernels.states.select import runs_by_kernels
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts, chunk_rows
 
+from . import by_kernels
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, to_rows
 from .maps import run_chains
 
@@ -70,7 +72,10 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offse
 
 
 def _whole(kind: str, inputs: list[Tensor], offsets: Tensor | None, how: Options) -> Tensor:
-    out = _run(kind, inputs, *_chunk_tables(inputs[0], offsets), how)
+    bounds = _bounds(inputs[0], offsets)
+    if runs_by_kernels(kind, inputs):
+        return by_kernels.whole(kind, inputs, bounds, how)
+    out = _run(kind, inputs, *_chunk_tables(inputs[0], bounds), how)
     return out.to(out_dtype(kind, inputs[0].dtype))
 
 
@@ -82,17 +87,22 @@ def _run(kind: str, inputs: Sequence[Tensor], rows: Tensor, levels: list[int], h
     return to_rows(read(states), rows, shape[0] * shape[1]).unflatten(0, shape)
 
 
-def _chunk_tables(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, list[int]]:
-    """`chunk_rows` of the sequences of x (B, T, …).
+def _bounds(x: Tensor, offsets: Tensor | None) -> np.ndarray:
+    """(D + 1,) int64 of the sequences of x (B, T, …).
 
     Raises:
         ValueError: offsets that do not ascend from 0, or go beyond the rows.
     """
     count = x.shape[0] * x.shape[1]
     bounds = np.arange(x.shape[0] + 1) * x.shape[1] if offsets is None else offsets.cpu().numpy().astype(np.int64)
-    starts, lengths = bounds[:-1], np.diff(bounds)
-    if bounds[0] or (lengths < 0).any() or bounds[-1] > count:
+    if bounds[0] or (np.diff(bounds) < 0).any() or bounds[-1] > count:
         raise ValueError(f"offsets must ascend from 0 up to at most {count} rows, got {bounds[:8].tolist()}…")
+    return bounds
+
+
+def _chunk_tables(x: Tensor, bounds: np.ndarray) -> tuple[Tensor, list[int]]:
+    """`chunk_rows` of sequences of x."""
+    starts, lengths = bounds[:-1], np.diff(bounds)
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     order = np.argsort(-chunk_counts(lengths), kind="stable")
     rows, levels = chunk_rows(starts[order], lengths[order])
@@ -104,8 +114,11 @@ def states_backward(
     dout: Tensor, inputs: list[Tensor], offsets: Tensor | None, kind: str, scale: float, l2norm: bool
 ) -> list[Tensor]:
     """Gradients of all inputs of a recurrence, computed again from them. Args: kind: the op's name."""
-    rows, levels = _chunk_tables(inputs[0], offsets)
-    out, vjp = _vjp(lambda *leaves: _run(kind, leaves, rows, levels, Options(scale, l2norm)), *inputs)
+    bounds, how = _bounds(inputs[0], offsets), Options(scale, l2norm)
+    if runs_by_kernels(kind, inputs):
+        return by_kernels.whole_backward(kind, dout, inputs, bounds, how)
+    rows, levels = _chunk_tables(inputs[0], bounds)
+    out, vjp = _vjp(lambda *leaves: _run(kind, leaves, rows, levels, how), *inputs)
     return [x.contiguous() for x in vjp(dout.to(out.dtype))]
 
 

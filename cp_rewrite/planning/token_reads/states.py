@@ -29,6 +29,7 @@ from cp_rewrite.planning.routes.route import Arrays, PlanTensor, row_index
 from cp_rewrite.planning.schedule import at_least
 
 from .chunks import CHUNK, chunk_counts, chunk_rows, level_major
+from .runs import RUNS, run_tables
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ STATES = (
         for way in ("", "_back")
         for name in ("send_summaries", "splits", "fold_order", "fold_levels", "fold_place")
     ),
+    *RUNS,
 )
-"""What an op over states reads of the plan, in order."""
+"""What an op over states reads of the plan, in order. The reference reads chunks, kernels read runs."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def state_tables(plan: BatchPlan, read: States, rank: int, capacity: Capacity | 
         fold_levels: int64, steps of each level.
         fold_place: (N,) int32 into cat(F states before each step, states at the ends of chains): what enters each cut
             piece; -1: zero.
+        runs, run_offsets, run_chunks, run_states: see `runs.py`.
     Raises:
         ValueError: a capacity; a token of no document stands before one of a document, against `apart`.
     """
@@ -121,6 +124,9 @@ def state_tables(plan: BatchPlan, read: States, rank: int, capacity: Capacity | 
         "summed_chunks": row_index(before[level] + ends[chain]),
         "summed_levels": at_least(summed_levels, 2, 0),
     }
+    entered, left = (np.where(where, number, -1)[mine] for where in (late, early))
+    count = len(plan.rows) * plan.local_size
+    tables |= run_tables(pieces.row[mine], pieces.length[mine], entered, left, count, size)
     tables |= _fold(pieces, number, size, rank, plan.world_size)
     back = _fold(pieces.back(), number[::-1], size, rank, plan.world_size)
     return tables | {f"{name}_back": array for name, array in back.items()}

@@ -1,0 +1,154 @@
+"""Delta rules by kernels of fla: a decay of each head (`gated_delta_rule`) or of each channel (`kimi_delta`).
+
+Shapes: R rows, Hk heads of queries and keys, H heads, K and V head dims, E runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
+from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
+from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
+from fla.ops.cp.chunk_bwd import chunk_cp_bwd_dh
+from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
+from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
+from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
+from fla.ops.utils import chunk_local_cumsum
+from fla.ops.utils.constant import RCP_LN2
+from torch import Tensor
+
+from .chunk_gradients import chunk_gradients
+from .runs import CHUNK, Runs
+
+
+class Delta:
+    """A gated delta rule over packed runs.
+
+    Args:
+        inputs: q, k, v, g, beta of `ops/states/whole.py`, of (1, R) rows. scale, l2norm: as there.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool) -> None:
+        q, k, v, g, beta = (x.contiguous() for x in inputs)
+        self.runs, self.scale, self.inputs = runs, scale, inputs
+        self.norms: tuple[Tensor, Tensor] | None = None
+        if l2norm:
+            (q, q_norm), (k, k_norm) = l2norm_fwd(q), l2norm_fwd(k)
+            self.norms = q_norm, k_norm
+        self.q, self.k, self.v, self.beta = q, k, v, beta.float()
+        self.g = chunk_local_cumsum(g.float(), scale=RCP_LN2, **runs.packed)
+        self.factor()
+
+    def factor(self) -> None:
+        """The WY form of all chunks, as arguments of the kernels that pass states."""
+        w, u, self.A = chunk_gated_delta_rule_fwd_intra(
+            k=self.k, v=self.v, g=self.g, beta=self.beta, **self.runs.packed
+        )
+        self.moved: dict[str, Any] = {"k": self.k, "w": w, "g": self.g}
+        self.u, self.asked = u, self.q
+
+    def summary(self, run: int) -> tuple[Tensor, Tensor]:
+        """(H, K, K) what moves the state that enters a run, and (H, K, V) what the run adds, in fp32."""
+        return self._maps(chunk_cp_fwd_h, run, u=self.u)
+
+    def _maps(self, kernel: Any, run: int, **more: Any) -> tuple[Tensor, Tensor]:
+        heads, values = self.v.shape[2:]
+        channels = self.k.shape[-1]
+        found = self.k.new_empty(heads, channels, values + channels, dtype=torch.float32)
+        kernel(**self.moved, **more, cu_seqlens=self.runs.alone(run), chunk_size=CHUNK, **{_MAPS[kernel]: found})
+        add, move = found.split([values, channels], -1)
+        return move, add
+
+    def out(self, states: Tensor | None) -> Tensor:
+        """(1, R, H, V). states: (E, H, K, V) fp32, what enters each run; None: 0."""
+        h, v, _ = chunk_gated_delta_rule_fwd_h(**self.moved, u=self.u, initial_state=states, **self.runs.packed)
+        return self.read(h, v)
+
+    def read(self, h: Tensor, v: Tensor) -> Tensor:
+        """Results, from states before chunks and corrected values."""
+        return chunk_fwd_o(q=self.q, k=self.k, v=v, h=h, g=self.g, scale=self.scale, **self.runs.packed)
+
+    def begin_backward(self, dout: Tensor, states: Tensor | None) -> None:
+        """What gradients need of what entered the runs."""
+        self.do = dout
+        self.h, self.v_new, _ = chunk_gated_delta_rule_fwd_h(
+            **self.moved, u=self.u, initial_state=states, **self.runs.packed
+        )
+        self.dv = self.inside()
+
+    def inside(self) -> Tensor:
+        """(1, R, H, V): gradients of corrected values, of results in the same chunk."""
+        return chunk_bwd_dv_local(q=self.q, k=self.k, g=self.g, do=self.do, scale=self.scale, **self.runs.packed)
+
+    def of_entry(self, run: int) -> Tensor:
+        """(H, K, V): the gradient of the state that enters a run, of its own results alone."""
+        return self._maps(chunk_cp_bwd_dh, run, q=self.asked, do=self.do, dv=self.dv, scale=self.scale)[1]
+
+    def gradients(self, ends: Tensor | None) -> list[Tensor]:
+        """Of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
+        dh, _, dv = chunk_gated_delta_rule_bwd_dhu(
+            **self.moved, q=self.asked, do=self.do, dv=self.dv, dht=ends, scale=self.scale, **self.runs.packed
+        )
+        dq, dk, dv, db, dg = self.of_chunks(dh, dv)
+        dq, dk = (x.unflatten(2, (like.shape[2], -1)).sum(3) for x, like in ((dq, self.q), (dk, self.k)))
+        dg = chunk_local_cumsum(dg, reverse=True, **self.runs.packed)
+        if self.norms is not None:
+            dq, dk = (
+                l2norm_bwd(x, norm, dx) for x, norm, dx in zip((self.q, self.k), self.norms, (dq, dk), strict=True)
+            )
+        return [x.to(like.dtype) for x, like in zip((dq, dk, dv, dg, db), self.inputs, strict=True)]
+
+    def of_chunks(self, dh: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q and k with H heads, of v, beta and of the sums of decays, from those of states and corrected
+        values."""
+        dq, dk, dw, dg = chunk_gradients(
+            self.q, self.k, self.v_new, self.g, self.h, self.do, dh, dv, self.runs, self.scale
+        )
+        packed = {"cu_seqlens": self.runs.offsets, "chunk_indices": self.runs.chunks}
+        groups = self.v.shape[2] // self.k.shape[2]
+        wy_dk, dv, db, wy_dg = prepare_wy_repr_bwd(
+            k=self.k, v=self.v, beta=self.beta, g=self.g, A=self.A, dw=dw, du=dv, **packed
+        )
+        return dq, dk.unflatten(2, (-1, groups)).sum(3) + wy_dk, dv, db, dg + wy_dg
+
+
+class Kimi(Delta):
+    """The same with a decay of each channel."""
+
+    def factor(self) -> None:
+        w, u, asked, k, self.A_qk, self.A = chunk_kda_fwd_intra(
+            q=self.q, k=self.k, v=self.v, gk=self.g, beta=self.beta, scale=self.scale, disable_recompute=True,
+            **self.runs.packed,
+        )  # fmt: skip
+        self.moved = {"k": k, "w": w, "gk": self.g}
+        self.u, self.asked = u, asked
+
+    def read(self, h: Tensor, v: Tensor) -> Tensor:
+        return chunk_gla_fwd_o_gk(q=self.q, v=v, g=self.g, A=self.A_qk, h=h, scale=self.scale, **self.runs.packed)
+
+    def inside(self) -> Tensor:
+        self.d_weights, dv = chunk_kda_bwd_dAv(
+            q=self.q, k=self.k, v=self.v_new, do=self.do, A=self.A_qk, scale=self.scale, **self.runs.packed
+        )
+        return dv
+
+    def of_chunks(self, dh: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+        dq, dk, dv, db, dg, dA = chunk_kda_bwd_wy_dqkg_fused(
+            q=self.q, k=self.k, v=self.v, v_new=self.v_new, g=self.g, beta=self.beta, A=self.A, h=self.h, do=self.do,
+            dh=dh, dv=dv, scale=self.scale, **self.runs.packed,
+        )  # fmt: skip
+        dq, dk, db, dg = chunk_kda_bwd_intra(
+            q=self.q, k=self.k, g=self.g, beta=self.beta, dAqk=self.d_weights, dAkk=dA, dq=dq, dk=dk, db=db, dg=dg,
+            **self.runs.packed,
+        )  # fmt: skip
+        return dq, dk, dv, db, dg
+
+
+_MAPS = {chunk_cp_fwd_h: "hm", chunk_cp_bwd_dh: "dhm"}
+"""Of functions that give maps (H, K, V + K): the argument that they write to."""

@@ -1,0 +1,213 @@
+"""Recurrent states on the pieces of ranks: delta rules and SSD, beside one GPU and fla's own context parallelism.
+
+    torchrun --nproc-per-node 2 examples/bench/states.py [--kinds gated_delta_rule,ssd] [--heads 32,64] [--tokens 32768]
+    torchrun --nproc-per-node 2 examples/bench/states.py --group     a group of layers of Qwen3-Next
+    torchrun --nproc-per-node 2 examples/bench/states.py --tiny      on CPUs, by the reference: that it runs
+
+Forward and backward of the states of one layer, K = V = 128 (SSD: heads of 64, states of 128), bf16. Ideal: all tokens
+on one GPU, divided by the ranks. `balanced` is the layout that attention has. fla's CP needs contiguous slices of the
+row, for which layers of attention would have to change the layout and change it back: that is not timed. Each is called
+in turns with one GPU; medians, and of each call the slowest rank.
+
+fla refuses one of its kernels on Hopper with Triton 3.4 to 3.7.0, whose gradients are wrong there. Its CP is timed with
+it all the same: in time nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from attention import in_turns
+from packs import Pack, draw
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_rewrite as cp
+from cp_rewrite.ops.states import whole
+from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+
+ops: Any = torch.ops.cp_rewrite
+KINDS = ("gated_delta_rule", "kimi_delta", "ssd")
+assert whole
+
+
+class Problem:
+    """Inputs of one layer's states on this rank's device, the same on all ranks."""
+
+    def __init__(self, kind: str, pack: Pack, heads: int, dim: int, device: str) -> None:
+        self.kind, self.pack, self.device, self.dim = kind, pack, device, dim
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(1, pack.tokens, *shape, generator=generator, device=device)
+
+        if kind == "ssd":
+            rate = -torch.linspace(0.5, 4.0, heads, device=device)
+            half = [normal(heads, dim // 2), normal(8, dim), normal(8, dim)]
+            x, write, look = (t.to(dtype) for t in half)
+            self.inputs = [x, 0.2 * F.softplus(normal(heads)), rate, write, look]
+        else:
+            decay = -0.1 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
+            q, k, v = (normal(heads, dim).to(dtype) for _ in range(3))
+            self.inputs = [q, k, v, decay, normal(heads).sigmoid().to(dtype)]
+        self.dout = torch.randn_like(self.inputs[0])
+        self.how: tuple[Any, ...] = () if kind == "ssd" else (dim**-0.5, True)
+        self.offsets = torch.tensor([0, *accumulate(pack.lengths)], dtype=torch.int32, device=device)
+
+    def step(self, run: Callable[[Sequence[Tensor]], Tensor], rows: Any = slice(None)) -> Callable[[], list[Tensor]]:
+        """Forward and backward on some rows: gives the gradients."""
+        leaves = [(x if x.ndim < 2 else x[:, rows].contiguous()).clone().requires_grad_() for x in self.inputs]
+        dout = self.dout[:, rows].contiguous()
+
+        def both() -> list[Tensor]:
+            out = run(leaves)
+            return list(torch.autograd.grad(out, leaves, dout.to(out.dtype)))
+
+        return both
+
+    def one_gpu(self) -> Callable[[], list[Tensor]]:
+        op = getattr(ops, self.kind)
+        return self.step(lambda x: op(*x, self.offsets, *self.how))
+
+    def on_pieces(self, layout: str, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+        """By the op of this package, on the rank's rows of a layout."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        plan = plan_batch([self.pack.documents], size, layout, self.pack.mask)
+        arrays = state_tables(plan, States(resets=True), rank)
+        tables = [torch.from_numpy(arrays[t.name]).to("cpu" if t.on_host else self.device) for t in STATES]
+        rows = torch.from_numpy(plan.filled_indices(rank)[0]).to(self.device)
+        op = getattr(ops, f"{self.kind}_on_pieces")
+        return self.step(lambda x: op(*x, tables, *self.how, group.group_name)[0], rows)
+
+    def by_fla(self, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+        """By fla's context parallelism, on the rank's slice of the row."""
+        import fla.ops.common.chunk_o as chunk_o
+        from fla.ops.cp import build_cp_context
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
+
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+        run = {"gated_delta_rule": chunk_gated_delta_rule, "kimi_delta": chunk_kda}[self.kind]
+        context = build_cp_context(self.offsets, group)
+        mine = self.pack.tokens // dist.get_world_size()
+        rows = slice(dist.get_rank() * mine, (dist.get_rank() + 1) * mine)
+        scale, norm = self.how
+        return self.step(lambda x: run(*x, scale=scale, use_qk_l2norm_in_kernel=norm, cp_context=context)[0], rows)
+
+
+def measure(problem: Problem, group: dist.ProcessGroup, repeats: int) -> None:
+    """Prints the lines of a table."""
+    alone, ranks = problem.one_gpu(), dist.get_world_size()
+    ways = {layout: partial(problem.on_pieces, layout, group) for layout in ("balanced", "contiguous", "dual_chunk")}
+    if problem.kind != "ssd" and importlib.util.find_spec("fla") and problem.device == "cuda":
+        ways["fla's CP"] = partial(problem.by_fla, group)
+    for name, made in ways.items():
+        step = made()
+        for _ in range(2):  # Triton tunes its kernels
+            step()
+            alone()
+        if problem.device == "cuda":
+            mine, ideal = in_turns(step, alone, repeats)
+            cells = f"{mine:.2f} | {ideal:.2f} | {100 * ideal / ranks / mine:.0f}"
+        else:
+            cells = "– | – | –"
+        if dist.get_rank() == 0:
+            heads = problem.inputs[1].shape[2]
+            print(f"| {problem.kind} | {heads} | {problem.pack.name} | {name} | {cells} |", flush=True)
+
+
+class Group(nn.Module):
+    """Layers of Qwen3-Next: three of gated delta rules and one of attention, with MLPs as wide as the experts of a
+    token."""
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__()
+        from transformers import Qwen3NextConfig, Qwen3NextModel
+
+        small: dict[str, Any] = dict(
+            hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+        )  # fmt: skip
+        config = Qwen3NextConfig(
+            num_hidden_layers=4, mlp_only_layers=[0, 1, 2, 3], vocab_size=1024, attn_implementation="sdpa",
+            **(small if tiny else {"intermediate_size": 5632}),
+        )  # fmt: skip
+        self.model = Qwen3NextModel(config)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        states = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return states.float().square().sum()
+
+
+def measure_group(pack: Pack, device: str, repeats: int) -> None:
+    """Prints a line: the step of the group on all GPUs, and on one."""
+    size, tiny = dist.get_world_size(), device == "cpu"
+    dtype = torch.float32 if tiny else torch.bfloat16
+    position_ids = torch.cat([torch.arange(length) for length in pack.lengths]).to(device)[None]
+    batch = {"input_ids": torch.randint(0, 1024, (1, pack.tokens), device=device), "position_ids": position_ids}
+    dist.broadcast(batch["input_ids"], 0)
+    steps: list[Callable[[], object]] = []
+    meshes = (
+        init_device_mesh(device, (1, size), mesh_dim_names=("dp", "cp")),
+        init_device_mesh(device, (size, 1), mesh_dim_names=("dp", "cp")),
+    )
+    for mesh in meshes:
+        torch.manual_seed(0)
+        model = Group(tiny).to(device, dtype)
+        sharding = cp.Sharding(mesh["cp"], {"input_ids": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+        compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+
+        def step(sharding: Any = sharding, compiled: Any = compiled) -> None:
+            with sharding.shard(batch) as local:
+                compiled(**local).backward()
+
+        step()
+        step()
+        steps.append(step)
+    mine, ideal = (0.0, 0.0) if tiny else in_turns(steps[0], steps[1], repeats)
+    if dist.get_rank() == 0:
+        share = "–" if tiny else f"{100 * ideal / size / mine:.0f}"
+        print(f"| Qwen3-Next, 3 + 1 layers | {pack.name} | {mine:.1f} | {ideal:.1f} | {share} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--heads", default="32,64")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--group", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    device = "cpu" if args.tiny else "cuda"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if args.tiny else "cpu:gloo,cuda:nccl")
+    tokens, dim = (192, 8) if args.tiny else (args.tokens, 128)
+    lengths = (100, 1, 91) if args.tiny else draw("web_mix", tokens, 176)
+    found = [Pack(f"{len(lengths)} documents", lengths), Pack("one document", (tokens,))]
+    if args.group:
+        for pack in found:
+            measure_group(pack, device, args.repeats)
+    else:
+        assert dist.group.WORLD is not None
+        for kind in args.kinds.split(","):
+            for heads in (8,) if args.tiny else map(int, args.heads.split(",")):
+                for pack in found:
+                    measure(Problem(kind, pack, heads, dim, device), dist.group.WORLD, args.repeats)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

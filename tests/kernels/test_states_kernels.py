@@ -1,0 +1,141 @@
+"""Recurrences by kernels: when they run, and beside the reference in fp32, whole and on the pieces of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.kernels.states import select
+from cp_rewrite.ops.states import fold
+from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from tests.ops.test_states_pieces import Ranks
+
+ops: Any = torch.ops.cp_rewrite
+HOPPER = DeviceFacts((9, 0), frozenset({"fla.ops.cp"}))
+HALF = torch.bfloat16
+
+
+def test_kernels_say_every_reason_why_they_cannot_run() -> None:
+    for kind in ("gated_delta_rule", "kimi_delta", "ssd"):
+        assert not select.reasons(kind, HALF, 128, HOPPER)
+    found = "; ".join(select.reasons("selective_scan", torch.float32, 512, DeviceFacts(None)))
+    for part in ("no kernel of selective_scan", "got float32", "got 512", "CUDA GPU", "fla-core"):
+        assert part in found
+
+
+def draw(kind: str, rows: int, tokens: int, heads: int, dim: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, tokens, *shape, generator=generator, device="cuda")
+
+    if kind == "ssd":
+        rate = -torch.linspace(0.5, 4.0, heads, device="cuda")
+        found = [normal(heads, 64), 0.2 * F.softplus(normal(heads)), rate, normal(2, dim), normal(2, dim)]
+        return [found[0].to(HALF), found[1], rate, *(x.to(HALF) for x in found[3:])]
+    shared = heads // 2 if kind == "gated_delta_rule" else heads
+    decay = -0.1 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
+    q, k, v = (normal(n, dim).to(HALF) for n in (shared, shared, heads))
+    return [q, k, v, decay, normal(heads).sigmoid().to(HALF)]
+
+
+def options_of(kind: str, dim: int) -> tuple[float, bool] | tuple[()]:
+    return () if kind == "ssd" else (dim**-0.5, True)
+
+
+def differentiated(run: Any, inputs: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    """The result and the gradients of all inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = run(leaves)
+    out.backward(dout.to(out.dtype))
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """By relative norms: of the result, and of each gradient."""
+    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, expected, strict=True)]
+    print(f"{name:<44}", " ".join(f"{error:.1e}" for error in errors))
+    assert all(torch.isfinite(x).all() for x in found)
+    assert max(errors) < 2e-2
+
+
+def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], dout: Tensor, dim: int) -> list[Tensor]:
+    """All ranks' rows of the result and of gradients, put together. One rank at a time runs: Triton tunes."""
+    ranks, turn = Ranks(plan.world_size), threading.RLock()
+
+    def exchange(*args: Any) -> Tensor:
+        turn.release()
+        try:
+            return ranks.exchange(*args)
+        finally:
+            turn.acquire()
+
+    def work(rank: int) -> list[Tensor]:
+        with turn, torch.device("cuda"):
+            place = torch.from_numpy(plan.filled_indices(rank))
+            row = torch.arange(len(plan.rows))[:, None]
+            local = [x if x.ndim < 2 else x[row, place] for x in (*inputs, dout)]
+            arrays = state_tables(plan, read, rank)
+            tables = [torch.from_numpy(arrays[x.name]) for x in STATES]
+            tables = [t if x.on_host else t.cuda() for t, x in zip(tables, STATES, strict=True)]
+            op, group = getattr(ops, f"{kind}_on_pieces"), "played" if plan.world_size > 1 else ""
+            out, entries, moves = op(*local[:-1], tables, *options_of(kind, dim), group)
+            # Not by autograd: it runs the backwards of all ranks in the one thread of their device.
+            how = options_of(kind, dim) or (1.0, False)
+            back = ops.states_on_pieces_backward
+            return [out, *back(local[-1].to(out.dtype), entries, moves, local[:-1], tables, kind, *how, group)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fold, "all_to_all_rows", exchange)
+        found = ranks.run(work)
+    total = [torch.zeros(x.shape, device="cuda") for x in (dout, *inputs)]
+    for rank, results in enumerate(found):
+        held = plan.local_indices(rank)
+        row, at = (torch.from_numpy(x).cuda() for x in np.nonzero(held >= 0))
+        token = torch.from_numpy(held[held >= 0]).cuda()
+        for whole, part in zip(total, results, strict=True):
+            if part.ndim < 2:
+                whole += part
+            else:
+                whole[row, token] += part[row, at]
+    return total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs fla-core")
+@pytest.mark.parametrize("kind", list(select.CLASSES))
+@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize(
+    "lengths", [[1, 700, 1, 1, 63, 65, 300, 128, 1], [1260], [1] * 1260], ids=["odd", "one", "ones"]
+)
+def test_kernels_give_what_the_reference_gives(kind: str, layout: str, lengths: tuple[int, ...]) -> None:
+    heads, dim = 4, 128
+    rows = [Documents.from_lengths(lengths, 1271), Documents.from_lengths([1266], 1271)]
+    inputs = draw(kind, 2, 1271, heads, dim)
+    dout = torch.randn_like(inputs[0 if kind == "ssd" else 2])
+    for read in (States(True), States(False, True)):
+        plan = plan_batch(rows, 3, layout)
+        assert select.runs_by_kernels(kind, inputs)
+        found = on_pieces(kind, plan, read, inputs, dout, dim)
+        # The reference, in fp32, on the same numbers.
+        expected = on_pieces(kind, plan, read, [x.float() for x in inputs], dout.float(), dim)
+        compare(f"{kind} {layout} {'documents' if read.resets else 'rows'}", found, expected)
+    offsets = torch.tensor([0, 1, 700, 701, 1271, 2000], dtype=torch.int32, device="cuda")
+    for where in (None, offsets):
+        op, how = getattr(ops, kind), options_of(kind, dim)
+        found, expected = (
+            differentiated(lambda x, where=where, op=op, how=how: op(*x, where, *how), given, dout)
+            for given in (inputs, [x.float() for x in inputs])
+        )
+        compare(f"{kind} whole", found, expected)
