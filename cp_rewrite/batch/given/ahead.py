@@ -19,8 +19,8 @@ from typing import Any
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.batch.active import last_plan
 from cp_rewrite.batch.active.plan import Place, arrays_of
-from cp_rewrite.batch.agree import talks
 from cp_rewrite.batch.notes import Block
+from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.batch.shard import given_to_all, plan_of, shard
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.routes.route import Arrays

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.arguments import named_values
-from cp_rewrite.batch.agree import talks
 from cp_rewrite.batch.labels import COUNT
+from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.packing import PositionIds
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
