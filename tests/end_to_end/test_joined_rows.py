@@ -67,7 +67,7 @@ def train_alone() -> Recorded:
         losses: list[float] = []
         for micro in micros:
             found = [model(**batch, num_items_in_batch=torch.tensor(count)).loss for batch in micro]
-            sum(found).backward()
+            torch.stack(found).sum().backward()
             losses.append(sum(loss.item() for loss in found))
         return losses
 
@@ -246,9 +246,9 @@ def test_what_does_not_go_together(pool: Pool, case: str, messages: list[str]) -
     ],
 )
 def test_annotations_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
-    packing = cp.PositionIds("position_ids")
+    given: dict[str, Any] = {"packing": cp.PositionIds("position_ids"), "rows": "own", **options}
     with pytest.raises(ValueError, match=message):
-        cp.Sharding(2, TOKENS, **{"packing": packing, "rows": "own", **options})
+        cp.Sharding(2, TOKENS, **given)
 
 
 def test_rows_of_one_process_are_joined_too() -> None:
