@@ -114,6 +114,11 @@ LOSSES: dict[str, Loss] = {
     "amax": lambda m, x, y: x.amax((0, 1)).sum() + x.min() + x.relu().flatten(0, 1).amin(0).sum(),
     "max_of_each": lambda m, x, y: losses(x, y).sum() / 9 * x.detach().flatten(0, 1).max(0).values.exp().sum(),
     "logsumexp": lambda m, x, y: x.logsumexp((1, 2)).sum() + x.logsumexp(1).mean(),
+    "product": lambda m, x, y: (1 + x / 9).prod(1).sum() + x.tanh()[..., 0].prod() + (y > -1).prod(1).sum(),
+    "products_of_zeros": lambda m, x, y: (
+        ((x > 0.5).any(-1) * (x[..., 0] + 1)).prod() + (x + 1).relu().flatten(0, 1).prod(0).sum()
+    ),
+    "aminmax": lambda m, x, y: sum(a.sum() for a in x.aminmax(dim=1)) + (lambda a: a[1] - a[0])(x.relu().aminmax()),
     "whitened": lambda m, x, y: (whitened(losses(x, y)) * losses(x, y).detach()).mean(),
     "mean_on_tokens": lambda m, x, y: (losses(x, y) - F.cross_entropy(*flat(x, y))).square().sum() / 10,
     "batch_of_means": lambda m, x, y: ((x - x.mean((0, 1))).square().mean((0, 1)) + 1).log().sum(),
@@ -139,6 +144,12 @@ MIXES: dict[str, Mix] = {
     "any_and_all": lambda m, h: (
         h * (1 + (h > 2.5).any(1)[:, None]) + h.sin() * ((h > -9).all().double() + (h > 0).all((0, 1)))
     ),
+    "softmax_over_tokens": lambda m, h: (
+        h + 3 * h * h.softmax(1) - (h[..., :4].flatten(0, 1) * 2).softmax(0).view(*h.shape[:2], 4).sum(-1, keepdim=True)
+    ),
+    "log_softmax_over_tokens": lambda m, h: h + (h * 3).log_softmax(1) / 9 * m.scale,
+    "softmax_of_fewer": lambda m, h: h + (h[:, :-2].softmax(1) * h[:, :-2]).sum(1, keepdim=True),
+    "attention_pool": lambda m, h: h + (m.router(h).softmax(1).mT @ h).mean(1, keepdim=True),
     "own_expert": lambda m, h: h * (1 + F.one_hot((h[..., 0] > 0).long(), 2).sum((0, 1)))[(h[..., 0] > 0).long(), None],
 }
 CASES = (*LOSSES, *MIXES)

@@ -21,7 +21,7 @@ MISSING = frozenset(
     "nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.interpolate.nearest narrow "
     "split "
     # Reductions over tokens that have no way over all ranks, of numbers that happen to be the same.
-    "masked.norm norm prod "
+    "masked.norm norm "
     # A product of three tensors, two of which have tokens in a dim that others lack.
     "nn.functional.bilinear".split()
 )

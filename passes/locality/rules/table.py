@@ -36,7 +36,8 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import recurrences, scans, wholes
+from .over_ranks import losses as over_losses
+from .over_ranks import normalized, recurrences, scans, wholes
 from .over_ranks.counted import counted
 from .picked import entries as picked
 from .picked import first, looked_up, segments
@@ -106,7 +107,13 @@ CAST = rule("_to_copy", Alone(cast, SUMS | UNCUT | GROUPS), MovesRows(moves.unch
 
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
 MIXED_DIMS = (
-    rule("_softmax _log_softmax _safe_softmax softmax log_softmax glu", rows(same_dims, mixes=over("runs over"))),
+    rule("glu", rows(same_dims, mixes=over("runs over"))),
+    # over tokens -> the same dims
+    rule(
+        "_softmax _log_softmax _safe_softmax softmax log_softmax",
+        rows(same_dims, mixes=over("runs over")),
+        OverRanks(normalized.softmax),
+    ),
     # over tokens -> the same dims: each rank runs over its own, and what it reached at ends of pieces is exchanged
     rule("cumprod cummax cummin logcumsumexp", rows(same_dims, mixes=over("runs over")), OverRanks(scans.scanned)),
     rule("argsort topk", rows(same_dims, mixes=over("runs over"))),
@@ -129,23 +136,23 @@ MIXED_DIMS = (
 # Dims are reduced. Over features -> the other dims. A plain sum over all tokens -> a per-rank part of the whole sum.
 SUMMED = (
     rule("sum nansum count_nonzero", Alone(reductions.reduce, SUMS)),
-    rule("mean amax amin logsumexp max min", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
+    rule("mean amax amin logsumexp max min aminmax prod", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
     rule(
         "var std var_mean std_mean norm linalg_vector_norm", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)
     ),
     # over tokens: the place in the whole row
     rule("argmax argmin", Alone(reductions.reduce), OverRanks(first.largest_place)),
     rule("any all", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
-    rule("prod aminmax median mode kthvalue", Alone(reductions.reduce, SUMS)),
+    rule("median mode kthvalue", Alone(reductions.reduce, SUMS)),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     rule("mm addmm bmm baddbmm mv addmv dot addbmm", Alone(reductions.product)),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
-    rule("nll_loss_forward nll_loss2d_forward", Alone(losses.nll_loss), OverRanks(wholes.nll_loss)),
+    rule("nll_loss_forward nll_loss2d_forward", Alone(losses.nll_loss), OverRanks(over_losses.nll_loss)),
     rule(
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
         Alone(losses.elementwise_loss, SUMS),
-        OverRanks(wholes.mean_loss),
-        OverRanks(wholes.summed_loss),
+        OverRanks(over_losses.mean_loss),
+        OverRanks(over_losses.summed_loss),
     ),
     # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
     rule("cp_rewrite::token_mean", Alone(losses.token_mean, SUMS)),

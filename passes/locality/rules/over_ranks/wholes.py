@@ -3,7 +3,7 @@
     mean      sum of parts / all tokens
     var, std  parts of squared distances from the mean of all
     amax      the largest of parts
-    nll_loss  sum of parts of losses / sum of parts of weights
+    prod      the product of parts
 
 Each function names what an op gives where its first tensor has its tokens in a dim that it reduces. The classes run it:
 they are called with `Ranks`, the op and its arguments.
@@ -13,20 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_rewrite.batch.active import PlanInput
-from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, broadcast, checked, fewer, with_fewer
+from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.locality.rules.losses import nll_rows
 from cp_rewrite.passes.locality.rules.picked.first import LargestPlace
 from cp_rewrite.passes.locality.rules.rule import States, given_dims
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
 
 _aten: Any = torch.ops.aten
 
@@ -36,7 +35,7 @@ def reduced(call: Call) -> tuple[States, Whole]:
     runs = _REDUCED.get(call.name)
     if runs is None:
         raise Mixes(f"{call.name} over tokens is not put together from parts")
-    rows = _rows_reduced(call)
+    rows = rows_reduced(call)
     if call.name in ("max", "min") and len(call.outs) > 1:
         if call.facts.has_gradient(call.first):
             raise Mixes("which of equal entries gets the gradient depends on their order")
@@ -46,44 +45,19 @@ def reduced(call: Call) -> tuple[States, Whole]:
     if call.name in ("any", "all"):
         return WHOLE, AnyOrAll(rows.dims)
     power = call.arg("ord", "p")
-    if call.first.dtype in (torch.bool, torch.uint8) or not (power is None or 1 <= power or power == -torch.inf):
+    numbers = call.name == "prod" or call.first.dtype not in (torch.bool, torch.uint8)
+    if not numbers or not (power is None or 1 <= power or power == -torch.inf):
         raise Mixes(f"{call.name} of such values is not put together from parts")
     return WHOLE, runs(rows.dims)
 
 
-def _rows_reduced(call: Call) -> Rows:
+def rows_reduced(call: Call) -> Rows:
     rows, dims = call.rows(call.first), given_dims(call)
     if rows is None or rows.token_dim not in dims or not can_spread(rows):
         raise Mixes(f"{call.name} of something else than rows of tokens")
     if any(call.state(x) is not REPLICATED for x in call.tensors[1:]):
         raise Mixes(f"{call.name} by tokens")
     return rows
-
-
-def mean_loss(call: Call) -> tuple[States, Whole]:
-    """mse_loss and the like with reduction="mean": a loss per token, and their mean."""
-    if call.arg("reduction") != 1:
-        raise Mixes("takes no mean")
-    rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
-    if not can_spread(rows):
-        raise Mixes("loss of rows that are sorted")
-    return WHOLE, MeanLoss(rows.dims)
-
-
-def summed_loss(call: Call) -> tuple[States, Whole]:
-    """mse_loss, binary_cross_entropy and the like with reduction="sum", where losses of fill are not 0."""
-    rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
-    if call.arg("reduction") != 2 or not can_spread(rows):
-        raise Mixes("takes no sum, or one of rows that are sorted")
-    return Partial(), SummedLoss(rows.dims)
-
-
-def nll_loss(call: Call) -> tuple[States, Whole]:
-    """cross_entropy with reduction="mean". Targets of rows without a token are ignored."""
-    rows, _ = nll_rows(call)
-    if call.arg("reduction") != 1 or not can_spread(rows):
-        raise Mixes("takes no mean of losses, or one of rows that are sorted")
-    return [WHOLE, WHOLE], MeanNLL(rows.dims)
 
 
 def bincount(call: Call) -> tuple[States, Whole]:
@@ -135,7 +109,7 @@ def _given(args: dict[str, Any]) -> list[int]:
     return _dims(args["self"], args.get("dim"))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """Sums of 16-bit floats run in fp32, as torch's own do inside."""
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -145,27 +119,11 @@ class Mean(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, dims = args["self"], _given(args)
         dtype = args.get("dtype") or x.dtype
-        return self.mean(ranks, _wide(x.to(dtype)), dims, bool(args.get("keepdim"))).to(dtype)
+        return self.mean(ranks, wide(x.to(dtype)), dims, bool(args.get("keepdim"))).to(dtype)
 
     def mean(self, ranks: Ranks, x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
         total = ranks.sum(self.keep(ranks, x, 0).sum(dims, keepdim=keepdim))
         return total / self.count(ranks, x, dims)
-
-
-@dataclass(frozen=True)
-class MeanLoss(Mean):
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        losses: Tensor = func(**{**args, "reduction": 0})
-        return self.mean(ranks, _wide(losses), list(range(losses.ndim)), False).to(losses.dtype)
-
-
-@dataclass(frozen=True)
-class SummedLoss(OverTokens):
-    why: ClassVar[str] = "leaves out rows that fill a rank up"
-    local: ClassVar[bool] = True
-
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        return self.keep(ranks, func(**{**args, "reduction": 0}), 0).sum()
 
 
 @dataclass(frozen=True)
@@ -174,14 +132,14 @@ class Variance(Mean):
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Any:
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
-        wide, name = _wide(x), func._schema.name
+        x_wide, name = wide(x), func._schema.name
         correction = args["correction"] if args.get("correction") is not None else int(args.get("unbiased", True))
         # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean.
-        away = wide - self.mean(ranks, wide, dims, True).detach()
+        away = x_wide - self.mean(ranks, x_wide, dims, True).detach()
         total = ranks.sum(self.keep(ranks, away * away, 0).sum(dims, keepdim=keepdim))
         found = total / (self.count(ranks, x, dims) - correction).clamp(min=0)
         found = (_root(found) if "std" in name else found).to(x.dtype)
-        return (found, self.mean(ranks, wide, dims, keepdim).to(x.dtype)) if "mean" in name else found
+        return (found, self.mean(ranks, x_wide, dims, keepdim).to(x.dtype)) if "mean" in name else found
 
 
 @dataclass(frozen=True)
@@ -191,7 +149,7 @@ class Norm(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, power = args["self"], args.get("ord", args.get("p"))
         size, power = x.to(args.get("dtype") or x.dtype).abs(), 2 if power is None else power
-        dtype, size = size.dtype, _wide(size)
+        dtype, size = size.dtype, wide(size)
         if abs(power) == torch.inf:
             extreme = _aten.amax.default if power > 0 else _aten.amin.default
             return Largest(self.dims)(ranks, extreme, {**args, "self": size}).to(dtype)
@@ -246,25 +204,38 @@ class AnyOrAll(OverTokens):
 
 
 @dataclass(frozen=True)
-class LogSumExp(OverTokens):
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
-        x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
-        part = self.keep(ranks, _wide(x), -torch.inf).logsumexp(dims, keepdim=keepdim)
-        largest = ranks.largest(part.detach(), torch.ones_like(part))
-        largest = torch.where(largest.isfinite(), largest, 0.0)  # of nothing but -inf: exp gives 0, not nan
-        total = ranks.sum((part - largest).exp())
-        return (torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + largest).to(x.dtype)
+class LeastAndLargest(OverTokens):
+    """aminmax."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        found = Largest(self.dims)
+        return found(ranks, _aten.amin.default, args), found(ranks, _aten.amax.default, args)
 
 
 @dataclass(frozen=True)
-class MeanNLL(OverTokens):
-    """The sum of losses over the sum of the targets' weights."""
+class Product(OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x: Tensor = args["self"]
+        dtype = args.get("dtype") or (x.dtype if x.is_floating_point() else torch.int64)
+        part: Tensor = func(**{**args, "self": self.keep(ranks, wide(x.to(dtype)), 1), "dtype": None})
+        product, *others = ranks.rows_of_ranks(part.reshape(1, -1)).unbind(0)
+        for other in others:  # not by prod, whose gradient divides
+            product = product * other
+        return OfSums.SHARE_OUT(product.view(part.shape), ranks).to(dtype)
 
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        target = self.keep(ranks, args["target"], args["ignore_index"])
-        losses, weights = func(**{**args, "target": target, "reduction": 2})
-        total, count = ranks.sum(torch.stack([losses, weights.to(losses.dtype)])).unbind()
-        return total / count, count.detach()
+
+@dataclass(frozen=True)
+class LogSumExp(OverTokens):
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x = args["self"]
+        return self.total(ranks, wide(x), _given(args), bool(args.get("keepdim"))).to(x.dtype)
+
+    def total(self, ranks: Ranks, x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+        part = self.keep(ranks, x, -torch.inf).logsumexp(dims, keepdim=keepdim)
+        largest = ranks.largest(part.detach(), torch.ones_like(part))
+        largest = torch.where(largest.isfinite(), largest, 0.0)  # of nothing but -inf: exp gives 0, not nan
+        total = ranks.sum((part - largest).exp())
+        return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + largest
 
 
 @dataclass(frozen=True)
@@ -291,6 +262,8 @@ _REDUCED: dict[str, Any] = {
     "max": Largest,
     "min": Largest,
     "logsumexp": LogSumExp,
+    "aminmax": LeastAndLargest,
+    "prod": Product,
     "any": AnyOrAll,
     "all": AnyOrAll,
     "norm": Norm,
