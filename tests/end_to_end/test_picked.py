@@ -42,6 +42,11 @@ def by_document(x: Tensor, b: Batch) -> Tensor:
     return x.new_zeros(b["ends"].numel(), *x.shape[2:]).index_add(0, ids(b).flatten(), x.flatten(0, 1))
 
 
+def columns(b: Batch, x: Tensor) -> Tensor:
+    """(B * T, …) the document of each entry."""
+    return b["doc_ids"].flatten()[:, None].expand(-1, x.shape[-1])
+
+
 def last_of_mask(x: Tensor, b: Batch) -> Tensor:
     """As transformers classifies sequences."""
     mask = (b["input_ids"] != 3).to(torch.int32)
@@ -121,6 +126,25 @@ LOSSES: dict[str, Loss] = {
     ),
     "reduced": lambda m, x, b: (
         x.new_zeros(4).scatter_reduce(0, b["doc_ids"].flatten(), token_losses(x, b).flatten(), "sum").sin().sum()
+    ),
+    "means_of_documents": lambda m, x, b: (
+        x.new_zeros(4, VOCAB).scatter_reduce(0, columns(b, x), x.flatten(0, 1), "mean").sin().sum()
+        + m.score.bias.new_ones(5, VOCAB)
+        .scatter_reduce(0, columns(b, x), x.flatten(0, 1), "mean", include_self=False)[3:]
+        .exp()
+        .sum()
+    ),
+    "largest_of_documents": lambda m, x, b: (
+        x.new_zeros(5, VOCAB).scatter_reduce(0, columns(b, x), x.flatten(0, 1).relu(), "amax").sin().sum()
+        + m.table[:5, :VOCAB]
+        .scatter_reduce(0, columns(b, x), x.flatten(0, 1).round(), "amin", include_self=False)
+        .sin()
+        .sum()
+        + m.table[5:10, :VOCAB].round().scatter_reduce(0, columns(b, x), x.flatten(0, 1).round(), "amax").sin().sum()
+        + torch.zeros(4, dtype=torch.long)
+        .scatter_reduce(0, b["doc_ids"].flatten(), b["input_ids"].flatten(), "amax")
+        .sum()
+        / 9
     ),
     "in_place": added_in_place,
     "dpo": dpo,

@@ -37,10 +37,10 @@ from cp_rewrite.torch_internals import OpOverload
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
 from .over_ranks import losses as over_losses
-from .over_ranks import normalized, recurrences, scans, wholes
+from .over_ranks import normalized, recurrences, scans, segments, wholes
 from .over_ranks.counted import counted
 from .picked import entries as picked
-from .picked import first, looked_up, segments
+from .picked import first, looked_up
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
 
@@ -168,8 +168,9 @@ INDEXED = (
     rule("scatter", Alone(indexing.gather)),
     # the same; or token rows at places that all ranks know -> whole
     rule("gather", Alone(indexing.gather), OverRanks(picked.gather)),
-    # the same; or token rows are added up in a tensor without tokens -> a per-rank part
-    rule("scatter_add scatter_reduce", Alone(indexing.gather), OverRanks(segments.added)),
+    # the same; or token rows are added up in a tensor without tokens -> a per-rank part; reduced in one -> whole
+    rule("scatter_add", Alone(indexing.gather), OverRanks(segments.added)),
+    rule("scatter_reduce", Alone(indexing.gather), OverRanks(segments.added), OverRanks(segments.reduced)),
     # sorted rows are added to their tokens; or token rows are added up in a tensor without tokens -> a per-rank part
     rule("index_add", Alone(indexing.index_add), OverRanks(segments.added)),
     # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
