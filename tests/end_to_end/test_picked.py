@@ -104,6 +104,15 @@ LOSSES: dict[str, Loss] = {
     "last_but_one": lambda m, x, b: x.select(1, x.shape[1] - 2).sin().sum(),
     "first": lambda m, x, b: F.cross_entropy(m.score(x[:, 0].tanh()), b["classes"]),
     "slice": lambda m, x, b: (x[:, :2] * x[:, -2:]).sum(),
+    "middle": lambda m, x, b: (
+        x[:, x.shape[1] // 2 - 1 : x.shape[1] // 2 + 2].exp().sum()
+        + x.narrow(1, x.shape[1] // 3, 2).sin().sum()
+        + x.select(1, x.shape[1] // 2).sum()
+    ),
+    "flat_of_the_first_row": lambda m, x, b: (
+        x.flatten(0, 1)[x.shape[1] - 1 : x.shape[1]].exp().sum() + x.flatten(0, 1)[-2].sin().sum()
+    ),
+    "every_other_of_the_first": lambda m, x, b: x[:, 1:6:2].exp().sum() + x[:, -5:-1:3].sin().sum(),
     "last_of_documents": lambda m, x, b: x[row_of(x)[:, None], b["ends"]].square().sum(),
     "same_of_rows": lambda m, x, b: x[:, b["picks"]].sin().sum() + x.mT[:, :, b["picks"][:2]].cos().sum(),
     "index_select": lambda m, x, b: x.index_select(1, b["picks"]).square().sum(),

@@ -53,6 +53,8 @@ RIGHT: dict[str, Factor] = {
     "sum_less": lambda h, i, t: (h > 0).sum() - t,
     "sum_clamped": lambda h, i, t: (h > 0).sum().int().clamp(max=t),
     "sum_times": lambda h, i, t: h.sum() * (3 / (2 * t - 1)),
+    "larger": lambda h, i, t: i / torch.sym_max(t, 14),
+    "smaller_in_python": lambda h, i, t: i / min(t, 14),
     "without_the_last": lambda h, i, t: h.masked_fill((i == t - 1)[:, None], 0),
 }
 REFUSED: dict[str, Factor] = {

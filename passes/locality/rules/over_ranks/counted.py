@@ -5,49 +5,27 @@ x.sum() / x.shape[1]      index == x.shape[1] - 1      x.shape[1] - index      i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
-from sympy.core.function import Application
 from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.elementwise import pointwise
 from cp_rewrite.passes.locality.rules.rule import States
+from cp_rewrite.passes.locality.rules.token_counts import counted_number, of_row
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-
-
-def _wide(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) else float(x)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "FloorDiv": lambda a, b: a // b,
-    "PythonMod": lambda a, b: a % b,
-    "Mod": lambda a, b: a % b,
-    "IntTrueDiv": lambda a, b: _wide(a) / _wide(b),
-    "FloatTrueDiv": lambda a, b: a / b,
-    "FloatPow": lambda a, b: a**b,
-    "ToFloat": _wide,
-    "OpaqueUnaryFn_sqrt": lambda a: _wide(a).sqrt(),
-    "OpaqueUnaryFn_log": lambda a: _wide(a).log(),
-}
-"""What Python's numbers are made with, by torch's names, as functions of numbers and tensors of no dims."""
 
 
 def counted(call: Call) -> tuple[States, Whole]:
     """Pointwise ops of a tensor and such a number; of `clamp` both bounds may be such."""
-    found = {name: call.extents.size(value) for name, value in call.bound.items() if call.extents.counts_tokens(value)}
+    found = {name: value for name, value in call.bound.items() if call.extents.counts_tokens(value)}
     if not found or call.written or not found.keys() <= {"other", "min", "max"}:
         raise Mixes(f"{call.name} takes a number made from the token count")
-    for expr in found.values():
-        functions = {f.func.__name__ for f in expr.atoms(Application)}  # type: ignore[union-attr]
-        if expr.free_symbols != {call.extents.tokens} or functions - _FUNCTIONS.keys():  # type: ignore[union-attr]
-            raise Mixes("the number is made from the token count in a way that is not followed")
+    found = {name: counted_number(call, value) for name, value in found.items()}
     return pointwise(call), Counted(call.extents.tokens, tuple(found.items()), call.outs[0].dtype)
 
 
@@ -64,7 +42,7 @@ class Counted:
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # these hold few numbers of tokens
         given = {name: value for name, value in args.items() if name != "self"}
         for name, expr in self.numbers:
-            number: Tensor = sympy.lambdify([self.tokens], expr, [_FUNCTIONS])(ranks.row_tokens.select(0, 0))
+            number: Tensor = of_row(expr, self.tokens, ranks.row_tokens)
             kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
             given[name] = number.to(kind) if number.is_floating_point() else number
         if "clamp" in func._schema.name:  # which takes two tensors, or two numbers

@@ -22,26 +22,30 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Ro
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
+from cp_rewrite.passes.locality.rules.token_counts import counted_number, of_row
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-from cp_rewrite.planning.token_reads.neighbours import Length
 
 _aten: Any = torch.ops.aten
 
 
 def select(call: Call) -> tuple[States, Whole]:
-    """x[:, 3], x[:, -1], x[:, x.shape[1] - 1]."""
+    """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    place = _place(call, call.arg("index"))
-    return WHOLE, Picked(rows.dims, rows.attended, dim, (place, place + Length(1), 1))
+    place = counted_number(call, call.arg("index"))
+    return WHOLE, Picked(rows.dims, rows.attended, dim, Places(place, 1, 1, call.extents.tokens))
 
 
 def slice_(call: Call) -> tuple[States, Whole]:
     """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    first, end = _place(call, call.arg("start") or 0), _end(call, call.arg("end"))
-    if first.rows != end.rows or not isinstance(call.sizes(call.outs[0])[dim], int):
+    first, end, tokens = counted_number(call, call.arg("start") or 0), call.arg("end"), call.sizes(call.first)[dim]
+    last = end is None or (isinstance(end, int) and end >= torch.iinfo(torch.int64).max)
+    end = tokens if last else counted_number(call, end)
+    first, end = (n + tokens if isinstance(n, int) and n < 0 else n for n in (first, end))
+    count, step = call.sizes(call.outs[0])[dim], call.arg("step") or 1
+    if not isinstance(count, int) or count != -((first - end) // step):
         raise Mixes("slice of as many tokens as the shard happens to have")
-    return WHOLE, Picked(rows.dims, rows.attended, dim, (first, end, call.arg("step") or 1))
+    return WHOLE, Picked(rows.dims, rows.attended, dim, Places(first, count, step, call.extents.tokens))
 
 
 def index_select(call: Call) -> tuple[States, Whole]:
@@ -71,21 +75,6 @@ def index(call: Call) -> tuple[States, Whole]:
     return WHOLE, Indexed(rows.dims, rows.attended, dim)
 
 
-def _place(call: Call, number: Any) -> Length:
-    """The place in the whole row that a number of the graph says: 3, -1, or the shard's tokens minus 1."""
-    found = call.extents.by_rows(number)
-    if found is None or found[0] not in (0, 1):
-        raise Mixes("a place that is made from the number of tokens in another way")
-    rows, constant = found
-    return Length(constant, 1 if constant < 0 else rows)
-
-
-def _end(call: Call, end: Any) -> Length:
-    """Where a slice ends. One to the end of the row ends nowhere, or at the largest number there is."""
-    last = end is None or (isinstance(end, int) and end >= torch.iinfo(torch.int64).max)
-    return Length(0, 1) if last else _place(call, end)
-
-
 def _rows_at(call: Call, dim: int) -> tuple[Rows, int]:
     """The rows that an op picks from, and the dim, where that is the tokens' own."""
     rows, dim = rows_along(call, dim)
@@ -103,18 +92,35 @@ def _check_known(call: Call, indices: Sequence[Tensor | None]) -> None:
 
 
 @dataclass(frozen=True)
+class Places:
+    """`count` places from `first` on, each by `step`. first: a number, or an expression in the symbol `tokens`; below 0
+    it counts from the end."""
+
+    first: Any
+    count: int
+    step: int
+    tokens: Any
+
+    def of(self, row_tokens: Tensor, length: Tensor) -> Tensor:
+        """(count,) int64, of a row of (1,) tokens and a dim of (1,) `length`."""
+        first = of_row(self.first, self.tokens, row_tokens)
+        places = torch.arange(self.count, device=row_tokens.device) * self.step + first
+        return torch.where(places < 0, places + length, places)
+
+
+@dataclass(frozen=True)
 class Picked:
     """Entries of one dim, at the op's index, or at `places`.
 
     Args:
         dims: of the tensor that tokens are picked from. attended: tokens of no document may not be picked.
-        dim: of its tokens. places: (first, end, step) of places.
+        dim: of its tokens. places: where the op's arguments say which.
     """
 
     dims: Dims
     attended: bool
     dim: int
-    places: tuple[Length, Length, int] | None = None
+    places: Places | None = None
     why: ClassVar[str] = "of tokens, from the ranks that have them"
 
     @property
@@ -125,10 +131,8 @@ class Picked:
         x: Tensor = args["self"]
         if self.places is None:
             return self.along(ranks, x, args["index"].reshape(-1))
-        tokens = ranks.row_tokens * ranks.has_token.shape[0] if self.is_flat else ranks.row_tokens
-        first, end, step = self.places
-        counted = torch.arange(first.constant, end.constant, step, device=tokens.device)
-        found = self.along(ranks, x, counted + tokens if first.rows else counted)
+        length = ranks.row_tokens * ranks.has_token.shape[0] if self.is_flat else ranks.row_tokens
+        found = self.along(ranks, x, self.places.of(ranks.row_tokens, length))
         return found.squeeze(self.dim) if "index" in args else found
 
     @property
