@@ -32,6 +32,9 @@ class Resolved(PackedModel):
         self.weights = torch.nn.Parameter(torch.rand(VOCAB) + 0.5, requires_grad=False)
         self.pool = torch.nn.Parameter(torch.randn(VOCAB, WIDTH))
         self.router = torch.nn.Linear(WIDTH, 4)
+        self.norms = torch.nn.ModuleList(
+            [torch.nn.BatchNorm1d(WIDTH), torch.nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False)]
+        )
         self.load: Tensor
         self.register_buffer("load", torch.zeros(4))
 
@@ -136,7 +139,10 @@ def balanced(m: Resolved, h: Tensor) -> Tensor:
 
 MIXES: dict[str, Mix] = {
     "centered": lambda m, h: h - h.mean(1, keepdim=True),
-    "batch_norm": lambda m, h: (h - h.mean((0, 1))) * torch.rsqrt(h.var((0, 1), unbiased=False) + 1e-5) * m.scale,
+    "batch_norm": lambda m, h: h + m.norms[0](h.mT).mT * h.sin() + m.norms[1](h.flatten(0, 1)).view_as(h) / 3,
+    "batch_norm_by_hand": lambda m, h: (
+        (h - h.mean((0, 1))) * torch.rsqrt(h.var((0, 1), unbiased=False) + 1e-5) * m.scale
+    ),
     "global_scale": lambda m, h: h / h.detach().abs().amax(),
     "squashed_by_norm": lambda m, h: h * (3 / (h.square().sum().sqrt() + 1e-6)).clamp(max=1.0),
     "context_vector": lambda m, h: h + m.out(h.mean(1, keepdim=True)).tanh(),
@@ -178,14 +184,14 @@ def sharded_step(
         found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
     cp.sum_gradients(model.parameters(), sharding)
     grads = {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
-    return found, grads | {"load": model.load.numpy()}
+    return found, grads | {key: x.numpy() for key, x in model.named_buffers()}
 
 
 def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
     batch = packed_batch(rows, tokens)
     model = Resolved(names).double()
     expected = step(model, batch)
-    tensors = {key: p.grad for key, p in model.named_parameters() if p.grad is not None} | {"load": model.load}
+    tensors = {key: p.grad for key, p in model.named_parameters() if p.grad is not None} | dict(model.named_buffers())
     results = pool.run(ranks, sharded_step, names, batch, layout)
     found = {name: [losses[name] for losses, _ in results] for name in expected}
     found = {name: [sum(parts)] if name in PARTS else parts for name, parts in found.items()}
@@ -199,7 +205,7 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 @pytest.mark.parametrize(
     "names",
     [
-        ["count_divides", "sum_of_losses", "amax", "load_balanced"],
+        ["count_divides", "sum_of_losses", "amax", "load_balanced", "softmax_over_tokens", "batch_norm", "product"],
         *(pytest.param(names, marks=pytest.mark.slow) for names in TOGETHER),
     ],
 )

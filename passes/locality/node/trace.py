@@ -63,22 +63,22 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         call = Call(func, args, kwargs, outs, self.facts)
         self.seen.add(func._schema.name)
         self.uses.update(map(id, call.tensors))
-        states = self._states(call)
+        states, written = self._states(call)
         self.place += call.name not in COPIES
         before = {id(tensor): self.facts.state(tensor) for tensor in call.tensors}
         self.facts.hand_down_gradients(call.tensors, outs)
         for tensor, state in zip(outs, states, strict=True):
             self.facts.set_state(tensor, state)
         if func._schema.is_mutable:
-            self._write(call, states, before)
+            self._write(call, written or join_written(call), before)
         return out
 
-    def _states(self, call: Call) -> list[TensorState]:
-        """The states of an op's results, by the way that it goes; what that is, is noted."""
+    def _states(self, call: Call) -> tuple[list[TensorState], TensorState | None]:
+        """The states of an op's results, by the way that it goes, and of what it writes into; the way is noted."""
         taken = self.ways.pick(call)
         if isinstance(taken, Mixes):
             self.facts.refuse(taken.reason, taken.detail)
-            return [UNKNOWN] * len(call.outs)
+            return [UNKNOWN] * len(call.outs), UNKNOWN if call.outs else None
         self.facts.events.add(taken.call.events)
         step = taken.step(self.place)
         if step is not None:
@@ -86,15 +86,15 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             self.taken[self.place] = call.tensors
         elif isinstance(taken.way, Alone):
             follow_source(call)
-        return taken.states
+        return taken.states, getattr(taken.run, "written", taken.states[0] if taken.states else None)
 
-    def _write(self, call: Call, states: Sequence[TensorState], old: Mapping[int, TensorState]) -> None:
-        """An op that writes into its arguments gives them, and what shares their memory, its result's state.
+    def _write(self, call: Call, new: TensorState, old: Mapping[int, TensorState]) -> None:
+        """An op that writes into its arguments gives them, and what shares their memory, the state `new`.
 
         `old`: the states of the arguments before the op.
         """
         for tensor in call.written:
-            self._write_tensor(tensor, states[0] if states else join_written(call), old)
+            self._write_tensor(tensor, new, old)
             self.written.append(tensor)
 
     def _write_tensor(self, tensor: Tensor, new: TensorState, old: Mapping[int, TensorState]) -> None:

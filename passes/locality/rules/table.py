@@ -129,8 +129,13 @@ MIXED_DIMS = (
     # tokens in dim 0 -> the same dims
     rule("native_group_norm instance_norm", Alone(reductions.leading_norm, SIZES)),
     # running statistics, and no tokens in dim 1, the channels -> the same dims
-    rule("native_batch_norm _native_batch_norm_legit _batch_norm_with_update", Alone(reductions.batch_norm)),
     rule("_native_batch_norm_legit_no_training _batch_norm_no_update", Alone(reductions.batch_norm)),
+    # the same; in training: statistics of the tokens of all ranks
+    rule(
+        "native_batch_norm _native_batch_norm_legit _batch_norm_with_update",
+        Alone(reductions.batch_norm),
+        OverRanks(normalized.batch_norm),
+    ),
 )
 
 # Dims are reduced. Over features -> the other dims. A plain sum over all tokens -> a per-rank part of the whole sum.

@@ -1,6 +1,7 @@
-"""What each token gets of a number over all tokens of the row: softmax and log_softmax over tokens.
+"""What each token gets of a number over all tokens of the row.
 
     x.softmax(1)    exp(x - logsumexp of all ranks)
+    batch_norm      (x - mean) / sqrt(var), of the tokens of all ranks; running statistics are of these, too
 
 The number is whole, and tokens of all ranks read it: its gradient is summed over them.
 """
@@ -8,17 +9,19 @@ The number is whole, and tokens of all ranks read it: its gradient is summed ove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.claims.tensor_state import Rows
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
+from cp_rewrite.passes.locality.rules.spread import can_spread
 from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
 
-from .wholes import LogSumExp, rows_reduced, wide
+from .wholes import LogSumExp, Mean, rows_reduced, wide
 
 
 def softmax(call: Call) -> tuple[States, Whole]:
@@ -27,6 +30,19 @@ def softmax(call: Call) -> tuple[States, Whole]:
     call.use_positions(call.first)
     call.events.sums_padding |= rows.attended
     return Rows(rows.dims), Softmax(rows.dims, call.outs[0].dtype)
+
+
+def batch_norm(call: Call) -> tuple[States, Whole]:
+    """batch_norm in training: statistics over tokens, with channels in dim 1."""
+    rows = call.rows(call.first)
+    trains = call.arg("training") or call.name == "_batch_norm_with_update"
+    if rows is None or not trains or not can_spread(rows) or rows.dims[1] is not None:
+        raise Mixes(f"{call.name} of something else than rows of tokens with channels in dim 1")
+    if any(call.state(x) is not REPLICATED for x in call.tensors[1:]):
+        raise Mixes(f"{call.name} by tokens")
+    call.use_positions(call.first)
+    call.events.sums_padding |= rows.attended
+    return [Rows(rows.dims), *[WHOLE] * (len(call.outs) - 1)], BatchNorm(rows.dims)
 
 
 @dataclass(frozen=True)
@@ -43,3 +59,27 @@ class Softmax(LogSumExp):
         if "safe" in name:  # 0 where all are -inf
             found = torch.where(total == -torch.inf, 0.0, found)
         return found.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class BatchNorm(Mean):
+    written: ClassVar[TensorState] = REPLICATED
+    """Running statistics are the same on all ranks."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        x, like = wide(args["input"]), [-1, *[1] * (args["input"].ndim - 2)]
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        mean = self.mean(ranks, x, dims, False)
+        # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean.
+        away = x - mean.detach().view(like)
+        variance = self.mean(ranks, away * away, dims, False)
+        root = (variance + args["eps"]).rsqrt()
+        found = (x - OfSums.SUM_GRADIENT(mean, ranks).view(like)) * OfSums.SUM_GRADIENT(root, ranks).view(like)
+        found = found if args["weight"] is None else found * args["weight"].view(like)
+        found = found if args["bias"] is None else found + args["bias"].view(like)
+        if args.get("running_mean") is not None:
+            count = self.count(ranks, x, dims)
+            news = {"running_mean": mean, "running_var": variance * count / (count - 1)}
+            for name, new in news.items():
+                args[name].copy_(args[name].lerp(new.detach().to(args[name].dtype), args["momentum"]))
+        return found.to(args["input"].dtype), mean.detach(), root.detach()
