@@ -83,7 +83,7 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
 
     def work(rank: int) -> list[Tensor]:
         with turn, torch.device("cuda"):
-            place = torch.from_numpy(plan.filled_indices(rank))
+            place = torch.from_numpy(plan.filled_indices(rank)).cuda()
             row = torch.arange(len(plan.rows))[:, None]
             local = [x if x.ndim < 2 else x[row, place] for x in (*inputs, dout)]
             arrays = state_tables(plan, read, rank)
