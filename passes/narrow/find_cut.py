@@ -26,7 +26,7 @@ from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.values.cut import Cut, TokenRows
 from cp_rewrite.passes.values.site import Site
 
-from .read_way import Step, Way, nodes_before
+from .read_way import Step, ReadWay, nodes_before
 
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 _UNIT = 1e-15
@@ -43,7 +43,7 @@ class Costs:
     written: float
 
 
-def find_cut(site: Site, way: Way, costs: Costs) -> Cut | None:
+def find_cut(site: Site, way: ReadWay, costs: Costs) -> Cut | None:
     """The cheapest cut before a site's keys and values; None: at these themselves."""
     wanted = [site.key, site.value]
     steps = nodes_before(way, wanted)
@@ -66,7 +66,7 @@ def find_cut(site: Site, way: Way, costs: Costs) -> Cut | None:
     return Cut(tuple(ordered), tuple(nodes), _numbers(nodes, way), way.mode[0], *sizes)
 
 
-def _numbers(nodes: list[fx.Node], way: Way) -> dict[fx.Node, Any]:
+def _numbers(nodes: list[fx.Node], way: ReadWay) -> dict[fx.Node, Any]:
     """What nodes read that is no tensor."""
     found = {source: value_of(source) for node in nodes for source in node.all_input_nodes}
     plain = {n: x for n, x in found.items() if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}

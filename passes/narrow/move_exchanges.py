@@ -29,7 +29,7 @@ from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
 from cp_rewrite.torch_internals import fake_mode_of
 
 from .find_cut import Costs, find_cut
-from .read_way import GraphOrder, Way
+from .read_way import GraphOrder, ReadWay
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
@@ -47,16 +47,16 @@ def move_exchanges(state: State) -> State:
     changed, order_of = frozenset((*state.locality.changed(), *(site.node for site in state.sites))), cache(GraphOrder)
     outside_autocast = cache(partial(_outside_autocast, root=state.graph_module))
 
-    def way_to(node: fx.Node) -> Way | None:
+    def way_to(node: fx.Node) -> ReadWay | None:
         """None: nothing can be computed again where an autocast is open around the graph."""
         if not outside_autocast(node.graph):
             return None
-        return Way(node, order_of(node.graph), state.locality.states, extents, changed)
+        return ReadWay(node, order_of(node.graph), state.locality.states, extents, changed)
 
     return replace(state, decisions=tuple(_moved(decision, state, way_to) for decision in state.decisions))
 
 
-def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], Way | None]) -> Decision:
+def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], ReadWay | None]) -> Decision:
     site, sharding = decision.site, state.sharding
     movable = _movable(decision, state)
     if movable is None:

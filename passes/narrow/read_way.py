@@ -73,7 +73,7 @@ class GraphOrder:
                     self.written_at.setdefault(memory, number)
 
 
-class Way:
+class ReadWay:
     """Steps on the way to some nodes of one graph.
 
     Args:
@@ -193,7 +193,7 @@ def _is_plain(state: Rows) -> bool:
     return state.iota is None and state.places is None and not state.key and not ordered
 
 
-def nodes_before(way: Way, wanted: Sequence[fx.Node]) -> dict[fx.Node, Step]:
+def nodes_before(way: ReadWay, wanted: Sequence[fx.Node]) -> dict[fx.Node, Step]:
     """Steps from `wanted` back to where nothing can be computed again; the nearest first, `MOST_NODES` at most."""
     found: dict[fx.Node, Step] = {}
     pending = list(wanted)
