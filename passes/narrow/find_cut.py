@@ -26,7 +26,7 @@ from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.values.cut import Cut, TokenRows
 from cp_rewrite.passes.values.site import Site
 
-from .read_way import Step, ReadWay, nodes_before
+from .read_way import ReadWay, Step, nodes_before
 
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 _UNIT = 1e-15
