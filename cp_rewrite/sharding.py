@@ -63,7 +63,7 @@ class Sharding:
             what is predicted to take less time.
         keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
         ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
-            None: as `torchrun` placed them; all, where it did not start them.
+            None: `LOCAL_WORLD_SIZE` under `torchrun`, else the whole group.
         speeds: of the device and its links, for predicted times: `h200`, `h100`, `a100`, `cpu`, a file that
             `python -m cp_rewrite calibrate` wrote, or a Device. None: `exchange="auto"` goes by the GPU's name, and
             `balanced` plans for an H200.
