@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,33 @@ def test_artifacts_reach_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -
 def test_the_hash_covers_all_sources() -> None:
     root = Path(observe.__file__).parent.parent
     assert (root / "passes" / "rewrite" / "rewrite_sites.py").exists()
-    with observe.cache_key(sharding_of()):
-        tag = torch.compiler.config.cache_key_tag
-    with observe.cache_key(sharding_of(keep_kv=True)):
-        assert torch.compiler.config.cache_key_tag != tag
+    assert re.fullmatch("[0-9a-f]{16}", observe.source_hash())
+
+
+OTHERS: dict[str, Any] = {
+    "tokens": {"x": 1, "pos": 1, "labels": 1}, "packing": cp.DocumentIds("pos"), "exchange": "all_gather",
+    "kernel": "reference", "exchange_at": "attention", "keep_kv": True, "ranks_per_node": 1, "speeds": "h200",
+    "capacity": cp.Capacity(documents=8, pieces=8, rows=64), "deterministic": True, "inner": "aot_eager", "tile": 64,
+    "strict": False, "resolve": False, "random": "per_rank", "assume_mask": cp.PackedMask(), "across_documents": True,
+    "spans": cp.Spans("x"), "masks": {"mask": None}, "local_ops": ("my::op",), "verify": "first_step",
+    "max_logits": True, "block_tokens": {"hidden_states": 1},
+}  # fmt: skip
+"""By field that a compiled graph depends on: a value beside the usual one."""
+
+
+def tag_of(sharding: cp.Sharding) -> str:
+    with observe.cache_key(sharding):
+        return str(torch.compiler.config.cache_key_tag)
+
+
+def test_caches_tell_annotations_and_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = sharding_of()
+    assert OTHERS.keys() == usual.graph_options.keys()
+    found = [tag_of(usual), tag_of(sharding_of(2)), *(tag_of(replace(usual, **{k: v})) for k, v in OTHERS.items())]
+    assert len({*found}) == len(found)
+    assert tag_of(usual) == found[0]
+    monkeypatch.setattr(observe, "source_hash", lambda: "of other sources")
+    assert tag_of(usual) not in found
     assert torch.compiler.config.cache_key_tag == ""
 
 
@@ -150,6 +174,8 @@ def test_a_changed_backward_is_no_stale_hit(monkeypatch: pytest.MonkeyPatch) -> 
             stale = run(inner="inductor")
             assert hits() == before + 1  # this is what the hash is for
             assert torch.equal(stale, first)
+            assert torch.equal(run(inner="inductor", verify="first_step"), 2 * first)  # another annotation
+            assert hits() == before + 1
             monkeypatch.setattr(observe, "source_hash", lambda: "of other sources")
             assert torch.equal(run(inner="inductor"), 2 * first)
             assert hits() == before + 1
