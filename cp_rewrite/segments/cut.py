@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,12 +30,19 @@ _CROSSES = (Tensor, SymInt, SymFloat, SymBool, int, float, bool)
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of nodes that is one unit's. `inputs`: nodes before it. `outputs`: nodes of it that are read behind it."""
+    """A run of nodes that is one unit's. `inputs`: nodes before it. `outputs`: nodes of it that are read behind it.
+    `graph`: a copy of them, in a graph of their own."""
 
     unit: int
-    graph_module: fx.GraphModule
+    graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+
+    @cached_property
+    def graph_module(self) -> fx.GraphModule:
+        """Made where it is compiled: its code takes longer to write than its graph to compare."""
+        assert self.graph.owning_module is not None
+        return fx.GraphModule(self.graph.owning_module, self.graph)
 
 
 def cut_graph(gm: fx.GraphModule, units: Mapping[fx.Node, int]) -> list[Segment]:
@@ -151,14 +159,14 @@ def _segment(gm: fx.GraphModule, unit: int, run: Sequence[fx.Node], computed: Se
     read = [n for node in nodes for n in node.all_input_nodes if n not in inside]
     inputs = dict.fromkeys([*sizes, *(n for n in read if n.op != "get_attr")])
     outputs = [node for node in run if any(user not in inside for user in node.users)]
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(gm), dict[fx.Node, fx.Node]()
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta["example_value"] = value_of(node)
     for node in dict.fromkeys([*(n for n in read if n.op == "get_attr"), *nodes]):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return Segment(unit, fx.GraphModule(gm, graph), tuple(inputs), tuple(outputs))
+    return Segment(unit, graph, tuple(inputs), tuple(outputs))
 
 
 def examples_of(segment: Segment, given: Mapping[fx.Node, Any], mode: Any) -> list[Any]:

@@ -51,11 +51,11 @@ def description(segment: Segment, examples: Sequence[Any], written: Collection[i
     aliases = tuple(memory.index(found) for found in memory)
     storages = [memory_id(x) if _is_plain(x) else id(x) for x in examples]
     shared = tuple(storages.index(found) for found in storages)
-    return _graph(segment.graph_module, written), tuple(map(_input, examples)), aliases, shared
+    return _graph(segment.graph, written), tuple(map(_input, examples)), aliases, shared
 
 
-def _graph(gm: fx.GraphModule, written: Collection[int]) -> Hashable:
-    nodes = list(gm.graph.nodes)
+def _graph(graph: fx.Graph, written: Collection[int]) -> Hashable:
+    nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     return tuple(_node(node, place, written) for node in nodes)
 
@@ -80,7 +80,7 @@ def _held(node: fx.Node, written: Collection[int]) -> Hashable:
     """What a get_attr node reads: nested graphs and small tensors that nothing writes by what they are."""
     value = attribute_of(node)
     if isinstance(value, fx.GraphModule):
-        return _graph(value, written)
+        return _graph(value.graph, written)
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
         small = value.numel() * value.element_size() <= _SMALL and not value.requires_grad
         if small and memory_of(node) not in written and memory_id(value) not in written:
