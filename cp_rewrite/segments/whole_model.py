@@ -57,4 +57,5 @@ def _writes_across(gm: fx.GraphModule, segments: Sequence[Segment]) -> bool:
     another has of it."""
     crossing = {node for segment in segments for node in segment.inputs if node.op != "placeholder"}
     crossing |= {node for node in gm.graph.find_nodes(op="placeholder") if needs_gradient(node)}
-    return any(memory_of(node) in written_memory(gm) for node in crossing)
+    written = written_memory(gm)
+    return any(memory_of(node) in written for node in crossing)
