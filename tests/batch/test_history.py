@@ -119,13 +119,13 @@ SLIPS: dict[str, Callable[[Step, bool], None]] = {
 
 
 def train(rank: int, port: int, slip: str) -> None:
-    """Two good steps, then one in which rank 1 does something else; "late": in which it comes a minute late."""
+    """Two good steps, then one in which rank 1 does something else; "late": in which it comes 40 s late."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     step = Step(rank)
     for number in range(4):
         if slip == "late":
             if rank and number == 2:
-                hold = time.monotonic() + 65
+                hold = time.monotonic() + 40
                 while time.monotonic() < hold:
                     torch.linalg.eigvals(torch.eye(900))
             step.run("01")
@@ -152,15 +152,14 @@ def ended(slip: str, fsdp: bool) -> tuple[list[int], list[str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True], ids=["whole weights", "FSDP"])
-@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize(("slip", "fsdp"), [("once more", True), ("another model", True), ("no backward", False)])
 def test_a_rank_that_does_something_else_is_named(slip: str, fsdp: bool) -> None:
     codes, errors, seconds = ended(slip, fsdp)
     assert 0 not in codes
     assert seconds < 110
     said = "skipped the backward of call" if slip == "no backward" else "call"
     named = all(said in error and history.OTHER_STEP in error for error in errors)
-    # Of collectives that meet by chance with other sizes gloo ends the process itself.
+    # Where collectives meet by chance with other sizes gloo ends the process itself.
     assert named or any("Is there a distributed collective mismatch" in error for error in errors), errors
 
 
