@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", type=Setting.read)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--predict", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager", "eager"])
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -123,7 +124,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(setting.name, lines[-1][1], flush=True)
     if dist.get_rank() == 0:
-        show(lines, dist.get_world_size())
+        show(lines, dist.get_world_size(), args.predict)
     dist.destroy_process_group()
 
 
@@ -147,6 +148,7 @@ def measured(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Fo
 def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
     """The steps of a setting."""
     device = torch.device(mesh.device_type)
+    before = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0  # what earlier settings left
     tile = "auto" if "tile" in setting.options else None
     sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
@@ -177,7 +179,7 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
         peaks = [max(pair) for pair in zip(peaks, moments[1:], strict=True)]
         times.append(time.perf_counter() - start)
     later = sorted(times[1:]) or times
-    forward, backward, stepped = peaks
+    forward, backward, stepped = (found - before for found in peaks)
     return Found(forward, backward, stepped, later[len(later) // 2], first[0], first[1])
 
 
@@ -216,14 +218,14 @@ def make_batch(setting: Setting) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1], "position_ids": torch.cat(positions)[None], "labels": ids[:, 1:]}
 
 
-def show(lines: list[tuple[Setting, Found | str]], world: int) -> None:
+def show(lines: list[tuple[Setting, Found | str]], world: int, predicts: bool) -> None:
     """The table, with the predicted peaks."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{world} x {device}, torch {torch.__version__}")
     print("| setting | GiB: forward, backward, optimizer | peak | predicted | s/step | tokens/s | loss | norm |")
     print("|---|---|---|---|---|---|---|---|")
     for setting, found in lines:
-        predicted = forecast(setting, world)
+        predicted = forecast(setting, world) if predicts else 0.0
         if isinstance(found, str):
             print(f"| {setting.name} | {found} | – | {predicted:.1f} | – | – | – | – |", flush=True)
             continue
@@ -242,8 +244,8 @@ def forecast(setting: Setting, world: int) -> float:
     assert target is not None
     assert target.needs is not None
     needs = target.needs.checkpointed() if "checkpointed" in setting.options else target.needs
-    needs = replace(needs, logits=0.0) if "tile" in setting.options else needs
-    memory = predict(needs, replace(target.share(), on_host=setting.offload))
+    tiled, offload = "tile" in setting.options, setting.offload
+    memory = predict(needs, replace(target.share(), tiled=tiled, on_host=offload, accumulated=False))
     print(json.dumps({"setting": setting.name, **memory.parts}))
     return memory.peak / GIB
 

@@ -20,14 +20,13 @@ from cp_rewrite.passes.graph.modes import Mode
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows
 from cp_rewrite.passes.values.tile_region import TileRegion
+from cp_rewrite.planning.cost.memory import WORTH_AGAIN
 
 from .rowwise import Rowwise
 
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 WORTH = 4
 """Run tile by tile where the widest tensor inside has this many times the bytes that come in and go out."""
-WORTH_AGAIN = 1.25
-"""The same where the backward computes all again in any case, as it does in checkpointed blocks: of usual MLPs too."""
 _Edge = tuple[Any, Any, int | None]
 
 

@@ -133,7 +133,20 @@ MEASURED = (
     (128_256, 65_536, True, 2, 34.7),
     (128_256, 131_072, True, 2, 60.5),
 )
-"""(vocabulary, tokens of a row, checkpointed, H200s, GiB per GPU): docs/guides/memory.md."""
+"""(vocabulary, tokens of a row, checkpointed, H200s, GiB per GPU), gradients accumulated: docs/guides/memory.md."""
+ONCE: tuple[tuple[str, int, dict[str, Any], float], ...] = (
+    ("1.1b", 131_072, {"tiled": True}, 20.5),
+    ("1.1b", 131_072, {"tiled": True, "on_host": ("checkpoints",)}, 18.6),
+    ("0.9b", 131_072, {}, 16.1),
+    ("8b", 262_144, {"tiled": True}, 108.5),
+    ("8b", 524_288, {"tiled": True, "on_host": ("checkpoints",)}, 120.9),
+)
+"""(model, tokens, what `Share` has, GiB per GPU), checkpointed, 2 H200, no accumulation; of tiles, heads alone."""
+
+
+EIGHT = {"enters": 4096.0, "kept": 69632.0, "before_attention": 18432.0, "widest": 14336.0, "queries": 4096.0,
+         "keys": 2048.0}  # fmt: skip
+"""Sizes of a layer of Llama-3-8B, as `needs_of` reads them off its graph."""
 
 
 @pytest.mark.long
@@ -147,6 +160,15 @@ def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
     assert len(large.layers) == 16
     assert large.all_parameters == pytest.approx(1.135e9, rel=0.001)
     small = replace(large, parameters=2 * 320 * 2048, trained=2 * 320 * 2048, logits=320)
+    wide = replace(large.layers[0], parameters=218_112_000, trained=218_112_000, **EIGHT)
+    eight = Needs((wide,) * 32, 2 * 128_256 * 4096, 2 * 128_256 * 4096, 4096, 128_256)
+    for name, tokens, given, measured in ONCE:
+        model = {"1.1b": replace(large, parameters=525_336_576, trained=525_336_576), "0.9b": small, "8b": eight}[
+            name
+        ].checkpointed()
+        model = replace(model, layers=tuple(replace(layer, wide=0.0) for layer in model.layers))
+        share = Share(tokens // 2, tokens // 2, 2, accumulated=False, **given)
+        assert predict(model, share).peak / GIB == pytest.approx(measured, rel=0.1), (name, tokens, given)
     for vocabulary, tokens, checkpointed, ranks, measured in MEASURED:
         model = large if vocabulary > 320 else small
         model = model.checkpointed() if checkpointed else model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cp_rewrite.planning.cost.memory import GIB, Memory, options, predict
@@ -47,8 +48,16 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit_of(target: Target, checkpointed: bool = False, data_parallel: int = 1) -> Fit:
-    """The peak on a target, with every layer checkpointed or as the model has them.
+def fit_of(
+    target: Target,
+    checkpointed: bool = False,
+    data_parallel: int = 1,
+    *,
+    tiled: bool = False,
+    offload: Collection[str] = (),
+) -> Fit:
+    """The peak on a target, with every layer checkpointed or as the model has them. `tiled`, `offload`: as `Share` has
+    them.
 
     Raises:
         ValueError: the target is of a function, which has no weights.
@@ -56,7 +65,7 @@ def fit_of(target: Target, checkpointed: bool = False, data_parallel: int = 1) -
     if target.needs is None:
         raise ValueError("memory is predicted of a module, whose weights are known")
     needs = target.needs.checkpointed() if checkpointed else target.needs
-    share = target.share(data_parallel)
+    share = replace(target.share(data_parallel), tiled=tiled, on_host=offload)
     room = target.device_bytes
     tried: list[tuple[str, Memory]] = []
     for what, memory in options(needs, share):

@@ -21,7 +21,7 @@ from torch import SymInt, Tensor, nn
 
 from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
-from cp_rewrite.planning.cost.memory import Layer, Needs
+from cp_rewrite.planning.cost.memory import WORTH_AGAIN, Layer, Needs
 from cp_rewrite.torch_internals import hint
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
@@ -136,6 +136,7 @@ class _Graph:
             "kept": enters + sum(map(self.size, kept)),
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
+            "wide": sum(size for size in map(self.size, kept) if size >= 2 * WORTH_AGAIN * enters),
             "queries": queries,
             "keys": keys,
         }

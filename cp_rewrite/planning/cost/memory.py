@@ -7,20 +7,32 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
     activations                 b R × the elements per token that the backward reads, of every layer; of a
                                 checkpointed layer those that enter it
     and the larger of
-      the loss                  (4 + b) R × logits per token: in b bytes, and an fp32 copy or gradient
+      the loss                  (4 + b) R × logits per token: in b bytes, and an fp32 copy or gradient; with tiles
+                                those of a tile, and the gradients of the hidden states and of the head
       a layer's backward        its elements again where it is checkpointed, and the gradients of its two widest tensors
-                                and of what enters it; or of attention, with the keys of other ranks
+                                and of what enters it; or of attention, with the keys of other ranks. With tiles no more
+                                of its wide tensors than a tile holds
+
+Without gradients of an earlier micro-batch, those of a layer come as its activations go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 GIB = 1 << 30
 ON_DEVICE = 3
 """Layers whose inputs are on the device where checkpoints lie on the host: the last one's, one that is read, and one on
 its way."""
+WORTH_AGAIN = 1.25
+"""In checkpointed blocks, whose backward computes all again in any case: run tile by tile where the widest tensor
+inside has this many times the bytes that come in and go out. Usual MLPs have."""
+TILE_BYTES = 2**31
+"""`tile="auto"`: the widest tensor of a tile has at most so many bytes."""
+TILE_ROWS = 2**15
+"""`tile="auto"`: rows beyond which products get no faster."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Layer:
         parameters: that are gathered together. trained: of these, those that have gradients.
         enters: elements that come in. kept: elements that its backward reads, those among them.
         before_attention: of `kept`, those that are still there when attention's backward runs.
-        widest: elements of its widest tensor.
+        widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold.
         queries, keys: elements of attention's queries, and of its keys and values; 0 without attention.
         checkpointed: what it keeps is computed again in the backward.
     """
@@ -44,6 +56,7 @@ class Layer:
     widest: float
     queries: float = 0.0
     keys: float = 0.0
+    wide: float = 0.0
     checkpointed: bool = False
 
 
@@ -81,6 +94,8 @@ class Share:
         ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
         item_bytes: of an element of activations and gathered weights.
         on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
+        tiled: `Sharding(tile="auto")`, and a model that returns its loss alone.
+        accumulated: gradients of an earlier micro-batch are there.
     """
 
     rows: int
@@ -88,6 +103,8 @@ class Share:
     ranks: int
     item_bytes: int = 2
     on_host: Collection[str] = ()
+    tiled: bool = False
+    accumulated: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,28 +142,46 @@ class Memory:
 
 def predict(needs: Needs, share: Share) -> Memory:
     """The worst moment of a step: at the loss, or in the backward of the layer that needs most."""
-    item, rows = share.item_bytes, share.rows
-    every = needs.all_parameters
     trained = needs.trained + sum(layer.trained for layer in needs.layers)
-    blocks = sorted((layer.parameters for layer in needs.layers), reverse=True)[:2]
-    gathered = item * (needs.parameters + sum(blocks))
-    kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
-    if "checkpoints" in share.on_host:
-        kept -= sum(layer.enters for layer in needs.layers[:-ON_DEVICE])
-    logits = round((4 + item) * rows * needs.logits)
-    workspace = max((_in_layer(layer, share) for layer in needs.layers), default=0)
-    at_loss = logits >= workspace
     here = 0 if "weights" in share.on_host else 4
-    return Memory(
-        weights=here * every // share.ranks,
-        gradients=here * trained // share.ranks,
-        optimizer=2 * here * trained // share.ranks,
-        gathered=gathered,
-        activations=round(item * rows * kept),
-        workspace=0 if at_loss else workspace,
-        logits=logits if at_loss else 0,
-        at="loss" if at_loss else "layer",
-    )
+    blocks = sorted((layer.parameters for layer in needs.layers), reverse=True)[:2]
+    always = {
+        "weights": here * needs.all_parameters // share.ranks,
+        "optimizer": 2 * here * trained // share.ranks,
+        "gathered": share.item_bytes * (needs.parameters + sum(blocks)),
+    }
+    gradients = here * trained // share.ranks if share.accumulated else 0
+    kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
+    away = needs.layers[:-ON_DEVICE] if "checkpoints" in share.on_host else ()
+    kept -= sum(layer.enters for layer in away)
+    activations = share.item_bytes * share.rows * kept
+    loss: dict[str, Any] = {"logits": round(_at_loss(needs, share)), "workspace": 0, "at": "loss"}
+    moments = [Memory(**always, gradients=gradients, activations=round(activations), **loss)]
+    gradients += _head(needs, share)  # whole until the backward ends
+    for i, layer in reversed([*enumerate(needs.layers)]):
+        now: dict[str, Any] = {"workspace": _in_layer(layer, share), "logits": 0, "at": "layer"}
+        moments.append(Memory(**always, gradients=gradients, activations=round(activations), **now))
+        if i >= len(away):
+            activations -= share.item_bytes * share.rows * (layer.enters if layer.checkpointed else layer.kept)
+            activations += share.item_bytes * share.rows * layer.enters if away else 0
+        gradients += 0 if share.accumulated else here * layer.trained // share.ranks
+    return max(moments, key=lambda memory: memory.peak)
+
+
+def _at_loss(needs: Needs, share: Share) -> float:
+    """Bytes of all logits and their gradients, or of a tile's, with gradients of hidden states and head."""
+    item, logits = share.item_bytes, needs.logits
+    if not share.tiled or not logits:
+        return (4 + item) * share.rows * logits
+    rows = min(share.rows, TILE_ROWS, TILE_BYTES / (4 * logits))
+    hidden = needs.layers[-1].enters if needs.layers else 0.0
+    # The head's gradient is summed in fp32.
+    return (4 + item) * rows * logits + item * share.rows * hidden + _head(needs, share) * (4 + item) / item
+
+
+def _head(needs: Needs, share: Share) -> int:
+    """Bytes of the gradient of the weight that makes the logits."""
+    return round(share.item_bytes * needs.logits * needs.layers[-1].enters) if needs.layers and needs.trained else 0
 
 
 def _in_layer(layer: Layer, share: Share) -> int:
@@ -154,10 +189,14 @@ def _in_layer(layer: Layer, share: Share) -> int:
     item, rows = share.item_bytes, share.rows
     again = layer.kept - layer.enters if layer.checkpointed else 0.0
     gone = layer.kept - layer.before_attention
-    wide = item * rows * (again + 2 * layer.widest + layer.enters)
     # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32.
     attention = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
-    return round(max(wide, attention + item * rows * (again - gone)))
+    attention += item * rows * (again - gone)
+    if not (share.tiled and layer.checkpointed and layer.wide):
+        return round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
+    tile = min(rows, TILE_ROWS, TILE_BYTES / (item * layer.widest))
+    inside = item * tile * (layer.wide + 2 * layer.widest) + (4 + item) * layer.parameters
+    return round(max(item * rows * (again - layer.wide + 2 * layer.enters) + inside, attention))
 
 
 def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:
@@ -166,8 +205,8 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield "gradient checkpointing of the layers", predict(needs, share)
-    if needs.logits and predict(needs, share).at == "loss":
-        needs = replace(needs, logits=0.0)
+    if not share.tiled and predict(needs, replace(share, tiled=True)).peak < predict(needs, share).peak:
+        share = replace(share, tiled=True)
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
         if len(needs.layers) > ON_DEVICE or "weights" in on_host:

@@ -20,16 +20,13 @@ from cp_rewrite.passes.tile.find_region import find_regions
 from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.tile_region import TileRegion
+from cp_rewrite.planning.cost.memory import TILE_BYTES, TILE_ROWS
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
 from .body import order_of, traced_region
 
 _ops: Any = torch.ops.cp_rewrite
 _WHY = "tile by tile"
-TILE_BYTES = 2**31
-"""`tile="auto"`: the widest tensor of a tile has at most so many bytes."""
-TILE_ROWS = 2**15
-"""`tile="auto"`: rows beyond which products get no faster."""
 
 
 def tile_rows(state: State) -> State:
