@@ -254,3 +254,24 @@ def test_what_generates_is_refused(tmp_path: Path) -> None:
         args = on_cpu(GRPOConfig(**settings_of(str(tmp_path), **options)))
         with pytest.raises(ValueError, match=r"GRPO, RLOO.* does not go"):
             Mine(model, reward_funcs=len, args=args, sharding=sharding, **extras)
+
+
+def test_a_trainer_of_rewards_is_refused(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer  # type: ignore[import-not-found]
+
+    class Mine(ContextParallelMixin, RewardTrainer):
+        pass
+
+    pairs = Dataset.from_dict({"chosen": ["w3 w4"], "rejected": ["w5"]})
+    config: Any = build_model("llama").config
+    config.num_labels = 1
+    model, sharding = (
+        AutoModelForSequenceClassification.from_config(config),
+        cp.Sharding(2, TOKENS, cp.PositionIds("position_ids")),
+    )
+    with launched(None):
+        args = on_cpu(RewardConfig(**settings_of(str(tmp_path))))
+        with pytest.raises(ValueError, match="a trainer of rewards does not go with context parallelism"):
+            Mine(model, args=args, sharding=sharding, train_dataset=pairs, processing_class=tokenizer())
