@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.states.select import runs_by_kernels
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK
 from cp_rewrite.planning.token_reads.states import STATES
@@ -23,6 +22,7 @@ from . import by_kernels
 from .fold import fold
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, state_shapes, to_rows, wide
 from .maps import Maps, Read, compose, run_chains
+from .trial import kernels_are_right
 
 _ops: Any = torch.ops.cp_rewrite
 _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
@@ -88,7 +88,7 @@ def selective_scan_on_pieces(
 
 def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Three:
     t = _named(tables)
-    if runs_by_kernels(kind, inputs):
+    if kernels_are_right(kind, inputs):
         return by_kernels.forward(kind, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     own = _summaries(maps, t)
@@ -148,7 +148,7 @@ def states_on_pieces_backward(
         entries, moves: what the op gave. kind: its name without `_on_pieces`.
     """
     t, how = _named(tables), Options(scale, l2norm)
-    if runs_by_kernels(kind, inputs):
+    if kernels_are_right(kind, inputs):
         return by_kernels.backward(kind, dout, entries, moves, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     out, of_entries = _vjp(lambda entered: _out(read, _run(maps, t, entered)[0], inputs[0], t), entries)

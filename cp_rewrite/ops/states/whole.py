@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from cp_rewrite.kernels.states.select import runs_by_kernels
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts, chunk_rows
 
 from . import by_kernels
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, to_rows
 from .maps import run_chains
+from .trial import kernels_are_right
 
 _ops: Any = torch.ops.cp_rewrite
 _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
@@ -73,7 +73,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offse
 
 def _whole(kind: str, inputs: list[Tensor], offsets: Tensor | None, how: Options) -> Tensor:
     bounds = _bounds(inputs[0], offsets)
-    if runs_by_kernels(kind, inputs):
+    if kernels_are_right(kind, inputs):
         return by_kernels.whole(kind, inputs, bounds, how)
     out = _run(kind, inputs, *_chunk_tables(inputs[0], bounds), how)
     return out.to(out_dtype(kind, inputs[0].dtype))
@@ -115,7 +115,7 @@ def states_backward(
 ) -> list[Tensor]:
     """Gradients of all inputs of a recurrence, computed again from them. Args: kind: the op's name."""
     bounds, how = _bounds(inputs[0], offsets), Options(scale, l2norm)
-    if runs_by_kernels(kind, inputs):
+    if kernels_are_right(kind, inputs):
         return by_kernels.whole_backward(kind, dout, inputs, bounds, how)
     rows, levels = _chunk_tables(inputs[0], bounds)
     out, vjp = _vjp(lambda *leaves: _run(kind, leaves, rows, levels, how), *inputs)

@@ -1,0 +1,92 @@
+"""Kernels are tried on a few tokens before they are trusted: once for each shape, beside the reference in fp32.
+
+Compilers of kernels have given wrong gradients without an error (Triton 3.4 to 3.7.0 on Hopper). A rank that falls back
+to the reference alone exchanges the same summaries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_rewrite.documents import Documents
+from cp_rewrite.kernels.states.select import runs_by_kernels
+from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.layouts.token_order import TokenOrder
+from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+
+from . import by_kernels
+from .kinds import INPUTS, Options
+
+_ops: Any = torch.ops.cp_rewrite
+_LIMIT = 3e-2
+"""Relative norm of a difference in half precision; what is wrong differs by more than a tenth."""
+_ROWS = 200
+
+
+def kernels_are_right(kind: str, inputs: Sequence[Tensor]) -> bool:
+    """Whether a recurrence of such inputs has kernels here that give what the reference gives."""
+    if not runs_by_kernels(kind, inputs):
+        return False
+    shapes = tuple(tuple(x.shape[x.ndim > 2 and 2 :]) for x in inputs)
+    return _agree(kind, tuple(x.dtype for x in inputs), shapes, inputs[0].device)
+
+
+@cache
+def _agree(kind: str, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], device: Any) -> bool:
+    errors = _errors(kind, dtypes, shapes, device)
+    right = max(errors) < _LIMIT
+    if not right:
+        warnings.warn(
+            f"kernels of {kind} differ from the reference by {max(errors):.1e} on this GPU: the reference runs, which "
+            "is slower. Another version of triton or fla-core may be right",
+            stacklevel=2,
+        )
+    return right
+
+
+def _errors(kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any) -> list[float]:
+    """Relative norms of differences of results, states, and all gradients, on a row in two pieces, the later first."""
+    inputs = _draw(kind, dtypes, shapes, device)
+    order = TokenOrder(_ROWS, (np.array([[101, _ROWS], [0, 101]]),))
+    plan = BatchPlan((Documents.from_lengths([30, _ROWS - 30]),), (order,), 1)
+    arrays = state_tables(plan, States(resets=True), 0)
+    tables = [torch.from_numpy(arrays[x.name]).to("cpu" if x.on_host else device) for x in STATES]
+    named = SimpleNamespace(**{x.name: table for x, table in zip(STATES, tables, strict=True)})
+    how = Options(0.1, True) if INPUTS[kind][0] == "q" else Options()
+    given = [how.scale, how.l2norm] if INPUTS[kind][0] == "q" else []
+    wide = [x.float() for x in inputs]
+    expected = getattr(_ops, f"{kind}_on_pieces")(*wide, tables, *given, "")
+    dout = torch.randn(expected[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    dout = dout.to(inputs[0].dtype)
+    back = _ops.states_on_pieces_backward
+    expected = [*expected, *back(dout.float(), *expected[1:], wide, tables, kind, how.scale, how.l2norm, "")]
+    found = by_kernels.forward(kind, inputs, named, how, "")
+    found = [*found, *by_kernels.backward(kind, dout, *found[1:], inputs, named, how, "")]
+    pairs = zip(found, expected, strict=True)
+    errors = [float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs]
+    return [error if error == error else float("inf") for error in errors]
+
+
+def _draw(kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    found: list[Tensor] = []
+    for name, dtype, shape in zip(INPUTS[kind], dtypes, shapes, strict=True):
+        rows = () if name == "A" else (1, _ROWS)
+        x = torch.randn(*rows, *shape, generator=generator, device=device)
+        if name in ("g", "A"):
+            x = -0.1 * F.softplus(x)
+        elif name == "dt":
+            x = 0.2 * F.softplus(x)
+        elif name == "beta":
+            x = x.sigmoid()
+        found.append(x.to(dtype))
+    return found
