@@ -30,6 +30,14 @@ BLACKWELL = DeviceFacts((10, 0), ALL)
 HOPPER = DeviceFacts((9, 0), ALL, frozenset({"fa3_backward"}))
 
 
+def test_facts_for_attention_import_no_library_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(select, "_importable", asked.append)
+    device_facts.__wrapped__(torch.device("cpu"))
+    assert asked
+    assert {*asked} == ALL
+
+
 def test_order_on_hopper() -> None:
     assert choose_kernel(SPEC, HOPPER).kernel == "fa3+fa4"
     assert choose_kernel(SPEC, dataclasses.replace(HOPPER, modules=ALL - {"flash_attn_interface"})).kernel == "fa4"

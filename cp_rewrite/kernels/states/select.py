@@ -12,15 +12,15 @@ from torch import Tensor
 
 from cp_rewrite.kernels.select import DeviceFacts, device_facts
 
+_LIBRARY = "fla.ops.cp"
 CLASSES = {"gated_delta_rule": "delta.Delta", "kimi_delta": "delta.Kimi", "ssd": "ssd.Ssd"}
 """Of each recurrence that has kernels, the class of this package that calls them."""
 
 
 def runs_by_kernels(kind: str, inputs: Sequence[Tensor]) -> bool:
     """Whether a recurrence of these inputs has kernels here."""
-    return not reasons(
-        kind, inputs[0].dtype, inputs[1 if kind != "ssd" else 3].shape[-1], device_facts(inputs[0].device)
-    )
+    facts = device_facts(inputs[0].device, (_LIBRARY,))
+    return not reasons(kind, inputs[0].dtype, inputs[1 if kind != "ssd" else 3].shape[-1], facts)
 
 
 def reasons(kind: str, dtype: torch.dtype, channels: int, facts: DeviceFacts) -> list[str]:
@@ -34,7 +34,7 @@ def reasons(kind: str, dtype: torch.dtype, channels: int, facts: DeviceFacts) ->
         found.append(f"at most 256 channels of keys, got {channels}")
     if facts.major < 8:
         found.append("needs a CUDA GPU of compute capability 8.0 or newer")
-    return found + facts.missing("fla.ops.cp", "pip install fla-core")
+    return found + facts.missing(_LIBRARY, "pip install fla-core")
 
 
 @cache
