@@ -69,16 +69,13 @@ class BatchNorm(Mean):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         x, like = wide(args["input"]), [-1, *[1] * (args["input"].ndim - 2)]
         dims = [dim for dim in range(x.ndim) if dim != 1]
-        mean = self.mean(ranks, x, dims, False)
-        # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean.
-        away = x - mean.detach().view(like)
-        variance = self.mean(ranks, away * away, dims, False)
+        mean, count = self.mean(ranks, x, dims, False), self.count(ranks, x, dims)
+        variance = self.squares(ranks, x, mean.view(like), dims, False) / count
         root = (variance + args["eps"]).rsqrt()
         found = (x - OfSums.SUM_GRADIENT(mean, ranks).view(like)) * OfSums.SUM_GRADIENT(root, ranks).view(like)
         found = found if args["weight"] is None else found * args["weight"].view(like)
         found = found if args["bias"] is None else found + args["bias"].view(like)
         if args.get("running_mean") is not None:
-            count = self.count(ranks, x, dims)
             news = {"running_mean": mean, "running_var": variance * count / (count - 1)}
             for name, new in news.items():
                 args[name].copy_(args[name].lerp(new.detach().to(args[name].dtype), args["momentum"]))

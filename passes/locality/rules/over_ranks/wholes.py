@@ -125,6 +125,12 @@ class Mean(OverTokens):
         total = ranks.sum(self.keep(ranks, x, 0).sum(dims, keepdim=keepdim))
         return total / self.count(ranks, x, dims)
 
+    def squares(self, ranks: Ranks, x: Tensor, mean: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+        """The sum of squared distances from the mean, which has the reduced dims."""
+        # The distances add up to 0 over all ranks: no gradient of the sum goes by way of the mean.
+        away = x - mean.detach()
+        return ranks.sum(self.keep(ranks, away * away, 0).sum(dims, keepdim=keepdim))
+
 
 @dataclass(frozen=True)
 class Variance(Mean):
@@ -134,12 +140,10 @@ class Variance(Mean):
         x, dims, keepdim = args["self"], _given(args), bool(args.get("keepdim"))
         x_wide, name = wide(x), func._schema.name
         correction = args["correction"] if args.get("correction") is not None else int(args.get("unbiased", True))
-        # The distances add up to 0 over all ranks: no gradient of the variance goes by way of the mean.
-        away = x_wide - self.mean(ranks, x_wide, dims, True).detach()
-        total = ranks.sum(self.keep(ranks, away * away, 0).sum(dims, keepdim=keepdim))
-        found = total / (self.count(ranks, x, dims) - correction).clamp(min=0)
+        mean, count = self.mean(ranks, x_wide, dims, True), self.count(ranks, x, dims)
+        found = self.squares(ranks, x_wide, mean, dims, keepdim) / (count - correction).clamp(min=0)
         found = (_root(found) if "std" in name else found).to(x.dtype)
-        return (found, self.mean(ranks, x_wide, dims, keepdim).to(x.dtype)) if "mean" in name else found
+        return (found, (mean if keepdim else mean.squeeze(dims)).to(x.dtype)) if "mean" in name else found
 
 
 @dataclass(frozen=True)
