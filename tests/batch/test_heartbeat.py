@@ -110,24 +110,27 @@ def test_a_killed_rank_is_named_and_the_other_ends(stage: str) -> None:
     assert ") died; rank 0 can't go on without it" in errors, errors
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_and_lives_on_is_named_and_the_other_ends() -> None:
-    ranks = start("error")
+def end_of_rank_0(stage: str) -> tuple[int | None, str]:
+    """(exit code, errors) of rank 0, beside a rank 1 that lives on."""
+    ranks = start(stage)
     errors = ranks[0].communicate(timeout=300)[1]
     ranks[1].kill()
     ranks[1].wait()
-    assert ranks[0].returncode not in (0, None)
+    return ranks[0].returncode, errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_and_lives_on_is_named_and_the_other_ends() -> None:
+    code, errors = end_of_rank_0("error")
+    assert code not in (0, None)
     assert ") left a batch: IndexError: an id that one rank alone has; rank 0 can't go on" in errors, errors
 
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_no_rank_lives_on() -> None:
     """The other rank left the batch; this one waits in a queue, as a worker that gets its next task does."""
-    ranks = start("wait")
-    errors = ranks[0].communicate(timeout=300)[1]
-    ranks[1].kill()
-    ranks[1].wait()
-    assert ranks[0].returncode == 3, errors
+    code, errors = end_of_rank_0("wait")
+    assert code == 3, errors
 
 
 @pytest.mark.slow
