@@ -13,6 +13,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
-from train_fsdp import TOKENS, on_gpus, packed_rows, resume, save, start, train_step
+from train_fsdp import TOKENS, on_gpus, own_part, packed_rows, planned, resume, save, start, targets, train_step
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cp_rewrite as cp
@@ -37,31 +38,29 @@ HELD_OUT = 20
 
 def main() -> None:
     args = parse_args()
-    mesh = start(args.cp)
-    sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner)
+    mesh = start()
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=args.inner)
     model = load(args.folder, mesh, sharding, args.checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     state = {"step": 0}
     resume(model, optimizer, state, args.out)
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    groups, group = mesh["dp"].size(), mesh["dp"].get_local_rank()
-    each = args.accumulation * groups
-    rows = packed_rows(documents(args, tokenizer, held_out=False), args.tokens, skip=state["step"] * each)
+    given = state["step"] * args.accumulation * args.rows
+    rows = packed_rows(documents(args, tokenizer, held_out=False), args.tokens, skip=given)
     eval_rows = packed_rows(documents(args, tokenizer, held_out=True), args.tokens, skip=0)
-    held_out = [next(eval_rows) for _ in range(args.eval_rows * groups)][group::groups]
+    held_out = [own_part(eval_rows, args.rows) for _ in range(args.eval_batches)]
     bar = tqdm(total=args.steps, initial=state["step"], disable=dist.get_rank() > 0)
-    while state["step"] < args.steps:
-        optimizer.param_groups[0]["lr"] = args.lr * share_of_rate(state["step"], args.warmup, args.steps)
-        # Every group of context-parallel ranks takes other rows; the ranks of a group take the same.
-        batches = [next(rows) for _ in range(each)][group::groups]
-        loss, norm, imbalance = train_step(model, optimizer, sharding, mesh, batches)
-        state["step"] += 1
-        bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.2f}, imbalance {imbalance:.3f}")
-        bar.update()
-        if state["step"] % args.save_every == 0 or state["step"] == args.steps:
-            save(model, optimizer, state, args.out)
+    with closing(planned(sharding, rows, args)) as blocks:
+        while state["step"] < args.steps:
+            optimizer.param_groups[0]["lr"] = args.lr * share_of_rate(state["step"], args.warmup, args.steps)
+            loss, norm, imbalance = train_step(model, optimizer, itertools.islice(blocks, args.accumulation))
+            state["step"] += 1
+            bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.2f}, imbalance {imbalance:.3f}")
+            bar.update()
+            if state["step"] % args.save_every == 0 or state["step"] == args.steps:
+                save(model, optimizer, state, args.out)
     bar.close()
-    loss = evaluate(model, sharding, mesh, held_out)
+    loss = evaluate(model, sharding, held_out)
     if dist.get_rank() == 0:
         print(f"step {state['step']}: loss of held-out text {loss:.6f}")
     export(model, args.folder, args.out / "final")
@@ -74,15 +73,15 @@ def parse_args() -> argparse.Namespace:
     data = "folder of *.txt and *.md, of `Dataset.save_to_disk`, or the name of a data set on the hub"
     parser.add_argument("--data", required=True, help=data)
     parser.add_argument("--column", default="text", help="of a data set: what holds the text")
-    parser.add_argument("--cp", type=int, help="ranks that share a row; all, unless given")
+    parser.add_argument("--rows", type=int, default=1, help="packed rows of a batch, which all ranks share")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--accumulation", type=int, default=1, help="rows of each group for one optimizer step")
+    parser.add_argument("--accumulation", type=int, default=1, help="batches of an optimizer step")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per packed row")
     parser.add_argument("--lr", type=float, default=1e-5, help="the largest rate: after --warmup, before a cosine")
     parser.add_argument("--warmup", type=int, default=10, help="steps")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
-    parser.add_argument("--eval-rows", type=int, default=4, help="packed rows of held-out documents, for each group")
+    parser.add_argument("--eval-batches", type=int, default=4, help="of held-out documents")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints to resume from")
     parser.add_argument("--out", type=Path, default=Path("out/train_checkpoint"))
     parser.add_argument(
@@ -147,18 +146,15 @@ def share_of_rate(step: int, warmup: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: Any, sharding: cp.Sharding, mesh: DeviceMesh, rows: list[dict[str, Tensor]]) -> float:
-    """The mean loss over all targets of all groups' rows."""
-    count = torch.stack([(row["labels"][:, 1:] != -100).sum() for row in rows]).sum().to(mesh.device_type)
-    dist.all_reduce(count, group=mesh["dp"].get_group())
-    total = torch.zeros((), device=mesh.device_type)
+def evaluate(model: Any, sharding: cp.Sharding, batches: list[dict[str, Tensor]]) -> float:
+    """The mean loss over all targets of all ranks."""
+    total, count = 0.0, targets(batches)
     model.eval()
-    for row in rows:
-        with sharding.shard({**row, "num_items_in_batch": count}, shift_labels=True) as local:
-            total += model(**local).loss
+    for batch in batches:
+        with sharding.shard({**batch, "num_items_in_batch": count}, shift_labels=True) as local:
+            total += float(model(**local).loss)
     model.train()
-    dist.all_reduce(total, group=mesh["dp"].get_group())
-    return float(total)
+    return total
 
 
 def export(model: Any, source: str, folder: Path) -> None:

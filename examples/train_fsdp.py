@@ -1,10 +1,10 @@
 """Train a Llama on packed text with FSDP2 and context parallelism: accumulation, clipping, checkpoints, resume.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py                    # two processes on a CPU, a tiny model
-    torchrun --nproc-per-node 8 examples/train_fsdp.py --cp 4 --width 2048 --layers 16 --tokens 131072
+    torchrun --nproc-per-node 8 examples/train_fsdp.py --rows 2 --width 2048 --layers 16 --tokens 131072
 
-The text is this repository's own, its bytes are the tokens. Run it again with the same --out and it goes on where its
-last checkpoint is.
+All ranks share all rows: a short document is one rank's, a long one is cut. The text is this repository's own, its
+bytes are the tokens. Run it again with the same --out and it goes on where its last checkpoint is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +38,26 @@ TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 
 def main() -> None:
     args = parse_args()
-    mesh = start(args.cp)
-    sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner)
+    mesh = start()
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=args.inner)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mesh.device_type == "cuda" else None
     model = cp.parallelize(make_model(args), mesh, sharding, mp_policy=half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     state = {"step": 0}
     resume(model, optimizer, state, args.out)
-    groups, group = mesh["dp"].size(), mesh["dp"].get_local_rank()
-    rows = packed_rows(documents(), args.tokens, skip=state["step"] * args.accumulation * groups)
+    rows = packed_rows(documents(), args.tokens, skip=state["step"] * args.accumulation * args.rows)
     loss = float("nan")
     bar = tqdm(total=args.steps, initial=state["step"], disable=dist.get_rank() > 0)
-    while state["step"] < args.steps:
-        start_time = time.perf_counter()
-        # Every group of context-parallel ranks takes other rows; the ranks of a group take the same.
-        batches = [[next(rows) for _ in range(groups)][group] for _ in range(args.accumulation)]
-        loss, norm, imbalance = train_step(model, optimizer, sharding, mesh, batches)
-        state["step"] += 1
-        rate = args.tokens * args.accumulation * groups / (time.perf_counter() - start_time)
-        bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.2f}, {rate:,.0f} tokens/s, imbalance {imbalance:.3f}")
-        bar.update()
-        if state["step"] % args.save_every == 0 or state["step"] == args.steps:
-            save(model, optimizer, state, args.out)
+    with closing(planned(sharding, rows, args)) as blocks:
+        while state["step"] < args.steps:
+            start_time = time.perf_counter()
+            loss, norm, imbalance = train_step(model, optimizer, itertools.islice(blocks, args.accumulation))
+            state["step"] += 1
+            rate = args.tokens * args.accumulation * args.rows / (time.perf_counter() - start_time)
+            bar.set_postfix_str(f"loss {loss:.4f}, norm {norm:.2f}, {rate:,.0f} tokens/s, imbalance {imbalance:.3f}")
+            bar.update()
+            if state["step"] % args.save_every == 0 or state["step"] == args.steps:
+                save(model, optimizer, state, args.out)
     bar.close()
     if dist.get_rank() == 0:
         print(f"step {state['step']}: loss {loss:.6f}")
@@ -67,9 +66,9 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cp", type=int, help="ranks that share a row; all, unless given")
+    parser.add_argument("--rows", type=int, default=1, help="packed rows of a batch, which all ranks share")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--accumulation", type=int, default=2, help="rows of each group for one optimizer step")
+    parser.add_argument("--accumulation", type=int, default=2, help="batches of an optimizer step")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens per packed row")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -86,15 +85,12 @@ def on_gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def start(cp_ranks: int | None) -> DeviceMesh:
-    """Join the processes that torchrun started: a mesh of groups that train on other rows (dp), and the ranks of each
-    (cp)."""
+def start() -> DeviceMesh:
+    """Join the processes that torchrun started: a mesh of all of them."""
     if on_gpus():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpus() else "gloo")
-    world = dist.get_world_size()
-    ranks = cp_ranks or world
-    return init_device_mesh("cuda" if on_gpus() else "cpu", (world // ranks, ranks), mesh_dim_names=("dp", "cp"))
+    return init_device_mesh("cuda" if on_gpus() else "cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -139,17 +135,33 @@ def packed_rows(texts: Iterator[Tensor], size: int, skip: int) -> Iterator[dict[
         yield {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-def train_step(
-    model: Any, optimizer: Any, sharding: cp.Sharding, mesh: DeviceMesh, batches: list[dict[str, Tensor]]
-) -> tuple[float, float, float]:
-    """One optimizer step: (the mean loss over all tokens of all groups, norm of its gradient, worst imbalance)."""
-    # Every loss is divided by the targets of the whole step. Gradients of groups are averaged, so it is by their mean.
-    count = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum().to(mesh.device_type)
-    dist.all_reduce(count, group=mesh["dp"].get_group())
-    count = count / mesh["dp"].size()
-    total, imbalance = torch.zeros((), device=mesh.device_type), 1.0
-    for batch in batches:
-        with sharding.shard({**batch, "num_items_in_batch": count}, shift_labels=True) as local:
+def own_part(rows: Iterator[dict[str, Tensor]], number: int) -> dict[str, Tensor]:
+    """Of the next rows those that this rank gives: one after another, ranks in turn. {}: it has none."""
+    mine = list(itertools.islice(rows, number))[dist.get_rank() :: dist.get_world_size()]
+    return {name: torch.cat([row[name] for row in mine]) for name in TOKENS} if mine else {}
+
+
+def planned(sharding: cp.Sharding, rows: Iterator[dict[str, Tensor]], args: argparse.Namespace) -> Generator[Any]:
+    """The batches of all steps, one behind another, which a thread joins over ranks and plans ahead of time."""
+
+    def own_batches() -> Iterator[dict[str, Any]]:
+        while True:
+            step = [own_part(rows, args.rows) for _ in range(args.accumulation)]
+            yield from ({**batch, "num_items_in_batch": targets(step)} for batch in step)
+
+    yield from sharding.batches(own_batches(), shift_labels=True)
+
+
+def targets(batches: list[dict[str, Tensor]]) -> int:
+    """This rank's targets in several batches, by which each loss is divided: they are summed over ranks."""
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches if batch)
+
+
+def train_step(model: Any, optimizer: Any, blocks: Iterable[Any]) -> tuple[float, float, float]:
+    """One optimizer step: (the mean loss over all tokens of all ranks, norm of its gradient, worst imbalance)."""
+    total, imbalance = 0.0, 1.0
+    for block in blocks:
+        with block as local:
             loss = model(**local).loss
             imbalance = max(imbalance, local.plan.imbalance())
         loss.backward()
@@ -157,8 +169,7 @@ def train_step(
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(total, group=mesh["dp"].get_group())
-    return float(total / mesh["dp"].size()), float(norm.full_tensor()), imbalance
+    return float(total), float(norm.full_tensor()), imbalance
 
 
 def save(model: Any, optimizer: Any, state: dict[str, int], out: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.helpers.pages import ROOT, blocks_of, follow, run_line
 
 PAGE = "docs/guides/checkpoint.md"
-STEPS, TOKENS, RATE, WARMUP, EVAL_ROWS = 4, 501, 1e-3, 10, 4
+STEPS, TOKENS, RATE, WARMUP, EVAL_BATCHES = 4, 501, 1e-3, 10, 4
 """What the page's command says, and what it leaves to the script."""
 
 
@@ -36,7 +36,7 @@ def train_alone(example: Any) -> tuple[Any, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    batches = [next(held_out) for _ in range(EVAL_ROWS)]
+    batches = [next(held_out) for _ in range(EVAL_BATCHES)]
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     with torch.no_grad():
         losses = [float(model(**batch).loss) * count for batch, count in zip(batches, counts, strict=True)]
