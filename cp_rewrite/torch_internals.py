@@ -285,7 +285,10 @@ def host_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
 
 
 def all_bytes(group: dist.ProcessGroupGloo, mine: bytes) -> list[bytes]:
-    """What each rank of a `host_group` gives, of whatever length but 0."""
+    """What each rank of a `host_group` gives, of whatever length but 0.
+
+    `dist.all_gather_object` is for groups that torch registered: with `TORCH_DISTRIBUTED_DEBUG=DETAIL` it looks them
+    up."""
     size = torch.tensor([len(mine)])
     sizes = [torch.empty_like(size) for _ in range(group.size())]
     group.allgather([sizes], [size]).wait()

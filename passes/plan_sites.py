@@ -45,8 +45,8 @@ def plan_sites(state: State) -> State:
     return replace(state, decisions=tuple(decisions), refusals=state.refusals + tuple(refusals))
 
 
-def decide(site: Site, state: State) -> Decision | Refusal:
-    """How a site will run, or what stands against it."""
+def decide(site: Site, state: State, named: str = "asked for") -> Decision | Refusal:
+    """How a site will run, or what stands against it. named: why its exchange is the one that the annotation names."""
     spec = spec_of(site, state.sharding.deterministic)
     if state.sharding.capacity is not None and not fits(site.mask):
         return Refusal(Reason.CAPACITY, "documents' ends clip the window on its right side", site.node)
@@ -54,7 +54,7 @@ def decide(site: Site, state: State) -> Decision | Refusal:
         return Refusal(
             Reason.NESTED_REGION, "several calls share its region: max_logits can't tell them apart", site.node
         )
-    name, why = _exchange_name(site, spec, state)
+    name, why = _exchange_name(site, spec, state, named)
     if against := exchange_reasons(name, state.sharding):
         return Refusal(Reason.EXCHANGE, f"{name}: {'; '.join(against)}", site.node)
     exchange, heads = ranks_of(name, (spec.heads, spec.heads_kv), (spec.head_dim, spec.head_dim_v), state.sharding)
@@ -135,12 +135,12 @@ def traffic_of(decision: Decision) -> Traffic:
     return Traffic(decision.site.mask, decision.exchange_name, item * keys, item * queries)
 
 
-def _exchange_name(site: Site, spec: AttentionSpec, state: State) -> tuple[str, str]:
-    """(name of the exchange, why)."""
+def _exchange_name(site: Site, spec: AttentionSpec, state: State, named: str) -> tuple[str, str]:
+    """(name of the exchange, why). named: why, where the annotation names it."""
     sharding = state.sharding
     if sharding.world_size == 1:
         return "local", "one rank: nothing moves"
-    exchange, why = sharding.exchange, "asked for"
+    exchange, why = sharding.exchange, named
     captured = exchange == "auto" and sharding.capacity is not None
     if captured:
         exchange, why = "needed", "capacity is set"

@@ -94,11 +94,9 @@ def _movable(decision: Decision, state: State) -> Decision | None:
     mesh = state.sharding.mesh
     if state.sharding.exchange != "auto" or not (isinstance(mesh, int) or mesh.ndim == 1):
         return None
-    other = decide(decision.site, replace(state, sharding=replace(state.sharding, exchange="needed")))
-    if not isinstance(other, Decision):
-        return None
-    first, *rest = other.why
-    return replace(other, why=(first.replace("asked for", "for rows that are narrower than keys and values"), *rest))
+    needed = replace(state, sharding=replace(state.sharding, exchange="needed"))
+    other = decide(decision.site, needed, named="for rows that are narrower than keys and values")
+    return other if isinstance(other, Decision) else None
 
 
 def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:

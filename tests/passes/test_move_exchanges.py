@@ -90,6 +90,9 @@ def test_auto_moves_what_gains() -> None:
     slow = replace(SHARDING, exchange="auto", exchange_at="auto", speeds=SLOW_LINK)
     assert travels(report_of(LatentModel(layers=1), slow)) == [CUT]
     assert travels(report_of(Tiny(), slow)) == [None]
+    by_heads = report_of(LatentModel(layers=1), replace(slow, speeds=replace(SLOW_LINK, all_to_all=2e7)))
+    assert travels(by_heads) == [CUT]
+    assert by_heads.sites[0].why[0] == "needed: for rows that are narrower than keys and values"
 
 
 CAPTURED = {"exchange": "all_gather", "capacity": cp.Capacity(8, 8, 64)}

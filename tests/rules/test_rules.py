@@ -12,7 +12,7 @@ from .claims import SAME, Claim, Claims, Kind
 from .known import MISSING
 from .outcome import outcome
 from .samples import Sample, ops, samples
-from .trials import of_day, of_op, tried
+from .trials import of_day, of_op
 
 A_DAY = 40
 """Ops of which one trial each is made."""
@@ -21,7 +21,7 @@ PARTS = 40
 
 @pytest.mark.long
 def test_rules_give_what_they_claim() -> None:
-    found = tried(of_day(A_DAY, seed()))
+    found = of_day(A_DAY, seed())
     assert not found.wrong, f"CP_SEED={seed()}\n" + "\n".join(found.wrong)
     assert found.counts["right"] > A_DAY // 4, found.counts
 
@@ -30,7 +30,7 @@ def test_rules_give_what_they_claim() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_rules_give_what_they_claim(part: int) -> None:
     for name in sorted(ops())[part::PARTS]:
-        found = tried(of_op(name))
+        found = of_op(name)
         assert not found.wrong, "\n".join(found.wrong)
         assert not found.missing or name in MISSING, f"refused, though ranks give the same: {found.missing}"
 

@@ -12,6 +12,9 @@ from .outcome import Outcome, outcome
 from .program import NotTried
 from .samples import Sample, ops, samples
 
+DRAWN = 6
+"""How many claims are drawn for each that is wanted: of an op with three operands most do not go together."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -38,41 +41,48 @@ class Found:
     missing: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """By op."""
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: Trial) -> bool:
+        """Run a trial; False: it can't be tried."""
         try:
             ended = trial.run()
         except NotTried:
             self.counts["not tried"] += 1
-            return
+            return False
         self.counts[ended.kind] += 1
         if ended.kind in ("wrong", "raised"):
             self.wrong.append(f"{ended.kind}: {trial}: {ended.why}")
         elif ended.kind == "missing":
             self.missing.setdefault(trial.sample.op, []).append(f"{trial}: {ended.why}")
+        return True
 
 
-def tried(trials: Iterable[Trial]) -> Found:
-    """What became of them."""
+def tried(trials: Iterable[Iterable[Trial]], each: int) -> Found:
+    """What became of the first `each` of every sample's trials that can be tried."""
     found = Found()
-    for trial in trials:
-        found.add(trial)
+    for of_sample in trials:
+        left = each
+        for trial in of_sample:
+            left -= found.add(trial)
+            if not left:
+                break
     return found
 
 
-def of_day(count: int, seed: int) -> Iterator[Trial]:
-    """So many, of ops at random."""
+def of_day(count: int, seed: int) -> Found:
+    """What becomes of one trial each of so many ops at random."""
     chance = random.Random(seed)
-    for name in chance.sample(sorted(ops()), min(count, len(ops()))):
-        yield from _of_op(name, 1, 1, chance)
+    names = chance.sample(sorted(ops()), min(count, len(ops())))
+    return tried((trials for name in names for trials in _of_op(name, 1, 1, chance)), 1)
 
 
-def of_op(name: str, most: int = 20, each: int = 4) -> Iterator[Trial]:
-    """Up to `most` samples of an op with `each` claims."""
-    return _of_op(name, most, each, random.Random(name))
+def of_op(name: str, most: int = 20, each: int = 4) -> Found:
+    """What becomes of up to `most` samples of an op with `each` claims."""
+    return tried(_of_op(name, most, each, random.Random(name)), each)
 
 
-def _of_op(name: str, most: int, each: int, chance: random.Random) -> Iterator[Trial]:
+def _of_op(name: str, most: int, each: int, chance: random.Random) -> Iterator[Iterator[Trial]]:
+    """The trials of every sample: more than `each`, since some can't be tried."""
     found = list(samples(name))
     for sample in chance.sample(found, min(most, len(found))):
-        for claims in draw(sample.tensors, each, chance):
-            yield Trial(sample, claims, chance.choice((2, 3)), chance.random() < 0.3)
+        claims = draw(sample.tensors, DRAWN * each, chance)
+        yield (Trial(sample, one, chance.choice((2, 3)), chance.random() < 0.3) for one in claims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,13 +41,18 @@ def gather(call: Call) -> TensorState:
     if table is not None and has(table.dims[call.arg("dim")], T):
         return Rows(table.dims)
     others = [t for t in call.tensors if t is not x and t is not index]
-    dim = call.arg("dim") % max(x.ndim, 1)
-    for tensor in (x, index, *others):
-        rows = call.rows(tensor)
-        if rows and tensor.ndim == x.ndim:
+    return _beside(call, [t for t in (x, index, *others) if t.ndim == x.ndim])
+
+
+def _beside(call: Call, tensors: Sequence[Tensor]) -> Rows:
+    """Of tensors that are indexed along a dim beside their tokens: all have the same ones."""
+    ndim = tensors[0].ndim
+    dim = call.arg("dim") % max(ndim, 1)
+    for tensor in tensors:
+        if rows := call.rows(tensor):
             call.refuse_axis(rows, dim, "indexes")
-    aligned = [call.entries(t) for t in (x, index, *others) if t.ndim == x.ndim]
-    merged = [None if i == dim else _equal([entry[i] for entry in aligned]) for i in range(x.ndim)]
+    aligned = [call.entries(t) for t in tensors]
+    merged = [None if i == dim else _equal([entry[i] for entry in aligned]) for i in range(ndim)]
     return Rows(checked(merged))
 
 
@@ -88,10 +94,13 @@ def index_select(call: Call) -> TensorState:
 
 
 def index_add(call: Call) -> TensorState:
+    """x (T,) ·    index ·    source (T,) ·    dim 1    ->    (T,) ·"""
     found = added_in_order(call)
-    if found is None:
+    if found is not None:
+        return found
+    if call.state(call.arg("index")) is not REPLICATED:
         raise Mixes("index_add writes token rows by place")
-    return found
+    return _beside(call, [call.arg("self"), call.arg("source")])
 
 
 def index(call: Call) -> TensorState:

@@ -176,7 +176,8 @@ INDEXED = (
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part; reduced in one -> whole
     rule("scatter_add", Alone(indexing.gather), OverRanks(segments.added)),
     rule("scatter_reduce", Alone(indexing.gather), OverRanks(segments.added), OverRanks(segments.reduced)),
-    # sorted rows are added to their tokens; or token rows are added up in a tensor without tokens -> a per-rank part
+    # sorted rows are added to their tokens; or tokens are in another dim than the indexed one; or token rows are added
+    # up in a tensor without tokens -> a per-rank part
     rule("index_add", Alone(indexing.index_add), OverRanks(segments.added)),
     # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
     rule(
