@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -18,28 +19,40 @@ from tests.helpers.pages import ROOT, blocks_of, follow, run_line
 PAGE = "docs/guides/checkpoint.md"
 STEPS, TOKENS, RATE, WARMUP, EVAL_BATCHES = 4, 501, 1e-3, 10, 4
 """What the page's command says, and what it leaves to the script."""
+WIDE = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128_256, "head_dim": 64, "max_position_embeddings": 131_072,
+}  # fmt: skip
+"""Llama-3.2-1B's widths, half of its layers."""
 
 
-def train_alone(example: Any) -> tuple[Any, float]:
-    """The same rows on the plain model, without this project: it, and its loss of held-out text."""
+def train_alone(example: Any, device: str = "cpu", tokens: int = TOKENS, steps: int = STEPS) -> tuple[Any, float]:
+    """The same rows on the plain model, without this project: it, and its loss of held-out text. On GPUs in bf16 over
+    fp32 weights."""
     transformers: Any = importlib.import_module("transformers")
     # With a cache, its default, transformers leaves the mask of packed documents out.
-    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", use_cache=False, dtype=torch.float32)
+    model.to(device)
     tokenizer, args = transformers.AutoTokenizer.from_pretrained("tiny"), SimpleNamespace(data="texts")
     rows, held_out = (
-        example.packed_rows(example.documents(args, tokenizer, held_out=held), TOKENS, skip=0) for held in (False, True)
+        example.packed_rows(example.documents(args, tokenizer, held_out=held), tokens, skip=0) for held in (False, True)
     )
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return model(**{name: value.to(device) for name, value in batch.items()}).loss
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = RATE * example.share_of_rate(step, WARMUP, STEPS)
-        model(**next(rows)).loss.backward()
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = RATE * example.share_of_rate(step, WARMUP, steps)
+        loss_of(next(rows)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     batches = [next(held_out) for _ in range(EVAL_BATCHES)]
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     with torch.no_grad():
-        losses = [float(model(**batch).loss) * count for batch, count in zip(batches, counts, strict=True)]
+        losses = [float(loss_of(batch)) * count for batch, count in zip(batches, counts, strict=True)]
     return model, sum(losses) / sum(counts)
 
 
@@ -88,3 +101,38 @@ def test_a_checkpoint_trains_as_on_one_process(tmp_path: Path, monkeypatch: pyte
     assert all(
         torch.equal(weights[name], weight) for name, weight in from_pretrained("stopped/final").named_parameters()
     )
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_llama_widths_trains_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the loss of held-out text falls as far on 2 GPUs as on one without this project; that of the folder that
+    was saved is the same."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example: Any = importlib.import_module("train_checkpoint")
+    transformers: Any = importlib.import_module("transformers")
+    (making, *_) = (block.code for block in blocks_of(PAGE) if block.language == "python")
+    exec(making, {})
+    config = transformers.AutoConfig.from_pretrained("tiny")
+    config.update(dict(WIDE))
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained("tiny")
+    _, before = train_alone(example, "cuda", 8192, 0)
+    _, alone = train_alone(example, "cuda", 8192, 8)
+    torch.cuda.empty_cache()
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    options = f"tiny --data texts --tokens 8192 --steps 8 --lr {RATE} --checkpointing"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NCCL_NVLS_ENABLE": "0"}
+    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    words = f"{command} {ROOT}/examples/train_checkpoint.py {options}".split()
+    run = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = held_out_loss(run.stdout)
+    shutil.rmtree("tiny")
+    Path("out/train_checkpoint/final").rename("tiny")
+    _, saved = train_alone(example, "cuda", 8192, 0)
+    print(f"held-out loss: {before:.4f} before, {alone:.4f} on one GPU alone, {said:.4f} on 2, {saved:.4f} as saved")
+    assert alone < before - 1
+    assert said == pytest.approx(alone, abs=0.02 * (before - alone))
+    assert saved == pytest.approx(said, abs=0.01 * (before - alone))
