@@ -120,10 +120,10 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """What runs a graph, its equal blocks compiled once; `patches`: options of Inductor."""
-        compile_one = functools.partial(self._compiled, patches=patches)
-        if (parts := equal_blocks(gm, example_inputs)) is not None:
-            return in_order(gm, compile_once(gm, parts, compile_one))
-        take_snapshots(gm, written_memory(gm))
+        compile_one, written = functools.partial(self._compiled, patches=patches), written_memory(gm)
+        if (parts := equal_blocks(gm, example_inputs, written)) is not None:
+            return in_order(gm, compile_once(gm, parts, compile_one, written))
+        take_snapshots(gm, written)
         with progress("compile"):
             return compile_one(gm, example_inputs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from cp_rewrite.calls import observe
 from cp_rewrite.calls.progress import progress
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode
 from cp_rewrite.passes.graph.regions import outputs_of
-from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.torch_internals import fake_mode_of
 
@@ -42,19 +41,24 @@ class Call:
     run: Callable[..., Sequence[Any]]
 
 
-def described(gm: fx.GraphModule, segments: Sequence[Segment], example_inputs: Sequence[Any]) -> list[Described]:
-    """`example_inputs`: of the whole graph."""
+def described(
+    gm: fx.GraphModule, segments: Sequence[Segment], example_inputs: Sequence[Any], written: Collection[int]
+) -> list[Described]:
+    """`example_inputs`: of the whole graph. `written`: memory that any part of it writes into."""
     fakes = fake_mode_of(gm.graph.nodes)
     assert fakes is not None, "a graph of a model has tensors"
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    inner, written = inner_mode(fakes), written_memory(gm)
+    inner = inner_mode(fakes)
     examples = [examples_of(segment, given, inner) for segment in segments]
     return [Described(s, e, description(s, e, written)) for s, e in zip(segments, examples, strict=True)]
 
 
-def compile_once(gm: fx.GraphModule, parts: Sequence[Described], compile_one: Compile) -> list[Call]:
-    """Calls in the order in which the segments run. `compile_one` compiles a graph, given its example inputs."""
-    written, returned = written_memory(gm), {*outputs_of(gm)}
+def compile_once(
+    gm: fx.GraphModule, parts: Sequence[Described], compile_one: Compile, written: Collection[int]
+) -> list[Call]:
+    """Calls in the order in which the segments run. `compile_one` compiles a graph, given its example inputs.
+    `written`: memory that any part of the whole graph writes into."""
+    returned = {*outputs_of(gm)}
     last_use = {node: i for i, part in enumerate(parts) for node in part.segment.inputs}
     made: dict[Hashable, Callable[..., Any]] = {}
     calls: list[Call] = []

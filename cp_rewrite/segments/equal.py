@@ -35,6 +35,8 @@ _UNREAD = frozenset(
     "creation_timestamp cp_rewrite grapharg".split()
 )
 """What nodes know of their values, of where they come from and why they are there: no compiler acts on it."""
+_CHECKPOINT = "ac_graph_id"
+"""Which checkpoint a node is of: torch numbers all of a process."""
 _SMALL = 4096
 """Bytes of a constant up to which its numbers are compared."""
 
@@ -51,21 +53,22 @@ def description(segment: Segment, examples: Sequence[Any], written: Collection[i
     aliases = tuple(memory.index(found) for found in memory)
     storages = [memory_id(x) if _is_plain(x) else id(x) for x in examples]
     shared = tuple(storages.index(found) for found in storages)
-    return _graph(segment.graph, written), tuple(map(_input, examples)), aliases, shared
+    return _graph(segment.graph, written, {}), tuple(map(_input, examples)), aliases, shared
 
 
-def _graph(graph: fx.Graph, written: Collection[int]) -> Hashable:
+def _graph(graph: fx.Graph, written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
+    """`checkpoints`: torch's number of a checkpoint -> its place among those of the segment."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    return tuple(_node(node, place, written) for node in nodes)
+    return tuple(_node(node, place, written, checkpoints) for node in nodes)
 
 
-def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int]) -> Hashable:
+def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
     target: Hashable = None
     if node.op == "placeholder":  # it has a place, and a name of its own; snapshots are taken by these
         target = memory_of(node) in written and (True, needs_gradient(node))
     elif node.op == "get_attr":
-        target = _held(node, written)
+        target = _held(node, written, checkpoints)
     elif node.op == "call_module":
         target = id(node.graph.owning_module.get_submodule(str(node.target)))  # type: ignore[union-attr]
     elif node.op == "call_method":
@@ -73,14 +76,16 @@ def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int]) ->
     elif node.op == "call_function":
         target = id(node.target)
     facts = {key: value for key, value in node.meta.items() if key not in _UNREAD}
+    if _CHECKPOINT in facts:
+        facts[_CHECKPOINT] = checkpoints.setdefault(facts[_CHECKPOINT], len(checkpoints))
     return node.op, target, _constant((node.args, node.kwargs, facts), place)
 
 
-def _held(node: fx.Node, written: Collection[int]) -> Hashable:
+def _held(node: fx.Node, written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
     """What a get_attr node reads: nested graphs and small tensors that nothing writes by what they are."""
     value = attribute_of(node)
     if isinstance(value, fx.GraphModule):
-        return _graph(value.graph, written)
+        return _graph(value.graph, written, checkpoints)
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
         small = value.numel() * value.element_size() <= _SMALL and not value.requires_grad
         if small and memory_of(node) not in written and memory_id(value) not in written:

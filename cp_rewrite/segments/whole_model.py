@@ -8,7 +8,7 @@ L['self']._modules['head']._parameters['weight']                                
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -16,7 +16,7 @@ from torch import nn
 
 from cp_rewrite.passes.graph.dynamo_internals import source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.writes import memory_of, written_memory
+from cp_rewrite.passes.graph.writes import memory_of
 
 from .compiled import Described, described
 from .cut import ROOT, Segment, cut_graph
@@ -25,8 +25,9 @@ _ENTRY = re.compile(r"_modules\['\d+'\]")
 """An entry of a list of modules."""
 
 
-def equal_blocks(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Described] | None:
-    """A graph's segments, where some of them are equal; None: it is compiled as one."""
+def equal_blocks(gm: fx.GraphModule, example_inputs: Sequence[Any], written: Collection[int]) -> list[Described] | None:
+    """A graph's segments, where some of them are equal; None: it is compiled as one. `written`: memory that it writes
+    into."""
     units = block_weights(gm)
     if len({*units.values()} - {ROOT}) < 2:
         return None
@@ -34,9 +35,9 @@ def equal_blocks(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Desc
         segments = cut_graph(gm, units)
     except ValueError:  # blocks share weights, or there is no place to cut
         return None
-    if _writes_across(gm, segments):
+    if _writes_across(gm, segments, written):
         return None
-    parts = described(gm, segments, example_inputs)
+    parts = described(gm, segments, example_inputs, written)
     return parts if len({part.kind for part in parts}) < len(parts) else None
 
 
@@ -52,10 +53,9 @@ def block_weights(gm: fx.GraphModule) -> dict[fx.Node, int]:
     return units
 
 
-def _writes_across(gm: fx.GraphModule, segments: Sequence[Segment]) -> bool:
+def _writes_across(gm: fx.GraphModule, segments: Sequence[Segment], written: Collection[int]) -> bool:
     """Whether memory that crosses from segment to segment is written in place: a compiler of one sees no views that
     another has of it."""
     crossing = {node for segment in segments for node in segment.inputs if node.op != "placeholder"}
     crossing |= {node for node in gm.graph.find_nodes(op="placeholder") if needs_gradient(node)}
-    written = written_memory(gm)
     return any(memory_of(node) in written for node in crossing)

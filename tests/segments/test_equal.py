@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.segments.cut import cut_graph
 from cp_rewrite.segments.equal import description
@@ -60,6 +61,9 @@ def count(net: Net) -> int:
     x = torch.randn(2, 3, D)
     torch.manual_seed(0)
     torch.compile(net, backend=backend, fullgraph=True)(x)
+    for number, body in enumerate(graph_modules(found[0][0])[1:]):
+        for node in body.graph.nodes:
+            node.meta["ac_graph_id"] = number  # as torch 2.11 marks a checkpoint's nodes where it runs
     (gm, inputs), units = found[0], {id(w): i for i, b in enumerate(net.blocks, 1) for w in b.parameters()}
     values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     classes: dict[Any, Any] = {}

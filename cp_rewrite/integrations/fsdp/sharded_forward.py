@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import input_value
 from cp_rewrite.passes.graph.nodes import value_of
+from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.segments.compiled import Call, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
@@ -110,8 +111,9 @@ class SegmentBackend(Backend):
         placeholders = gm.graph.find_nodes(op="placeholder")
         owners = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
         segments = cut_graph(gm, {node: self._units.get(owner, ROOT) for node, (owner, _) in owners.items()})
-        parts = described(gm, segments, example_inputs)
-        calls = compile_once(gm, parts, functools.partial(self._compiled, patches=patches))
+        written = written_memory(gm)
+        parts = described(gm, segments, example_inputs, written)
+        calls = compile_once(gm, parts, functools.partial(self._compiled, patches=patches), written)
         last = max((i for i, call in enumerate(calls) if call.unit != ROOT), default=0)  # what it keeps is read next
         stores = [self.store if i < last and call.unit != ROOT else None for i, call in enumerate(calls)]
         return in_order(gm, [self._in_block(c, owners, store) for c, store in zip(calls, stores, strict=True)])
