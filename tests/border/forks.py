@@ -9,6 +9,7 @@ wait for never comes, and they are ended as `HANG`.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -111,6 +112,7 @@ def _warm_up() -> None:
 def _run(world_size: int, store: str, fn: Callable[..., Any], args: Any) -> list[Any]:
     release, hold = os.pipe()
     ranks: dict[int, tuple[int, int]] = {}
+    """The pipe that a rank reports by -> rank, process."""
     for rank in range(world_size):
         read, write = os.pipe()
         pid = os.fork()
@@ -128,7 +130,8 @@ def _run(world_size: int, store: str, fn: Callable[..., Any], args: Any) -> list
             part = os.read(read, 1 << 20)
             parts[read] += part
             if not part:
-                report = reports[ranks[read][0]] = _report(parts[read])
+                rank, pid = ranks[read]
+                report = reports[rank] = pickle.loads(parts[read]) if parts[read] else _died(pid, _stderr(store, rank))
                 end = min(end, time.monotonic() + WAIT_S) if isinstance(report, Failure) else end
     os.close(hold)  # all may go
     for read, (_, pid) in ranks.items():
@@ -139,14 +142,30 @@ def _run(world_size: int, store: str, fn: Callable[..., Any], args: Any) -> list
     return [reports.get(rank, lost) for rank in range(world_size)]
 
 
-def _report(data: bytes) -> Any:
-    return pickle.loads(data) if data else Failure("Died", "the process ended without a word", False)
+def _died(pid: int, stderr: Path) -> Failure:
+    """How a process ended that reported nothing, and the last lines it wrote."""
+    end = time.monotonic() + 5
+    while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and time.monotonic() < end:
+        time.sleep(0.01)
+    if ended is None:
+        how = "closed its pipe and lives on"
+    elif ended.si_code == os.CLD_EXITED:
+        how = f"ended with exit code {ended.si_status}"
+    else:
+        how = f"was ended by {signal.Signals(ended.si_status).name}"
+    lines = stderr.read_text(errors="replace").splitlines()[-15:] if stderr.exists() else []
+    return Failure("Died", "\n".join([f"the process {how}, without a word", *lines]), False)
+
+
+def _stderr(store: str, rank: int) -> Path:
+    return Path(f"{store}.stderr{rank}")
 
 
 def _play(rank: int, size: int, store: str, fn: Callable[..., Any], args: Any, write: int, release: int) -> None:
     """One rank, to its end."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        os.dup2(os.open(_stderr(store, rank), os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+        faulthandler.enable()
         wait = timedelta(seconds=2 * LIMIT_S)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
         mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("cp",))

@@ -150,9 +150,7 @@ LOSSES: dict[str, Loss] = {
         .sin()
         .sum()
         + m.table[5:10, :VOCAB].round().scatter_reduce(0, columns(b, x), x.flatten(0, 1).round(), "amax").sin().sum()
-        + torch.zeros(4, dtype=torch.long)
-        .scatter_reduce(0, b["doc_ids"].flatten(), b["input_ids"].flatten(), "amax")
-        .sum()
+        + b["input_ids"].new_zeros(4).scatter_reduce(0, b["doc_ids"].flatten(), b["input_ids"].flatten(), "amax").sum()
         / 9
     ),
     "in_place": added_in_place,

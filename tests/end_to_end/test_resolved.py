@@ -60,6 +60,23 @@ def added_in_place(m: Resolved, x: Tensor, y: Tensor) -> Tensor:
     return loss + x.amax() * 0.1
 
 
+def has_gradient(function: Callable[[Tensor], Sequence[Tensor]]) -> bool:
+    """Whether this torch has the backward of a function."""
+    try:
+        torch.stack([*function(torch.ones(2, requires_grad=True))]).sum().backward()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+AMINMAX_HAS_A_GRADIENT = has_gradient(torch.aminmax)
+
+
+def least_and_largest(x: Tensor) -> Tensor:
+    low, high = x.relu().aminmax()
+    return sum((a.sum() for a in x.aminmax(dim=1)), high - low)
+
+
 def whitened(x: Tensor) -> Tensor:
     return (x - x.mean()) / (x.std() + 1e-4)
 
@@ -121,7 +138,7 @@ LOSSES: dict[str, Loss] = {
     "products_of_zeros": lambda m, x, y: (
         ((x > 0.5).any(-1) * (x[..., 0] + 1)).prod() + (x + 1).relu().flatten(0, 1).prod(0).sum()
     ),
-    "aminmax": lambda m, x, y: sum(a.sum() for a in x.aminmax(dim=1)) + (lambda a: a[1] - a[0])(x.relu().aminmax()),
+    "aminmax": lambda m, x, y: least_and_largest(x if AMINMAX_HAS_A_GRADIENT else x.detach()),
     "whitened": lambda m, x, y: (whitened(losses(x, y)) * losses(x, y).detach()).mean(),
     "mean_on_tokens": lambda m, x, y: (losses(x, y) - F.cross_entropy(*flat(x, y))).square().sum() / 10,
     "batch_of_means": lambda m, x, y: ((x - x.mean((0, 1))).square().mean((0, 1)) + 1).log().sum(),
