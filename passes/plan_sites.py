@@ -60,7 +60,9 @@ def decide(site: Site, state: State, named: str = "asked for") -> Decision | Ref
     exchange, heads = ranks_of(name, (spec.heads, spec.heads_kv), (spec.head_dim, spec.head_dim_v), state.sharding)
     if heads is not None:
         why, spec = f"{why}; {heads.deal}", replace(spec, heads=heads.deal.local, heads_kv=heads.deal.local_kv)
-    choice = choose_kernel(spec, device_facts(state.device), state.sharding.kernel)
+    if state.target is not None and state.target.capability is not None:  # models train in half precision on GPUs
+        spec = replace(spec, dtype=torch.bfloat16 if spec.dtype == torch.float32 else spec.dtype)
+    choice = choose_kernel(spec, state.target or device_facts(state.device), state.sharding.kernel)
     if choice.kernel is None:
         return Refusal(Reason.KERNEL, str(choice), site.node)
     if name in BETWEEN_GPUS.values():

@@ -26,7 +26,7 @@ from cp_rewrite.torch_internals import hint
 
 from .forecast import page
 from .forecast.needs import needs_of
-from .forecast.target import Target, target_of
+from .forecast.target import Target, facts_of, target_of
 from .forecast.weights import weights_on_cpu
 
 
@@ -79,7 +79,7 @@ class Report:
         inserts: what was put in elsewhere, and why; nothing when refused.
         collectives: sums over the ranks that were put in for what a model uses as the whole, and reads of neighbouring
             tokens; none when refused.
-        notes: what was set for the dry run.
+        notes: what was set for the dry run, and what was taken for granted.
         target: attention's time, bytes between GPUs and memory on the machine that training will run on: of
             `Sharding(speeds=…)`, of the mesh's GPUs, or of H200s. None when refused.
     """
@@ -195,7 +195,8 @@ def _report(state: passes.State, model: Any) -> Report:
     needs = needs_of(model, state.graph_module, rows) if isinstance(model, nn.Module) else None
     if needs is not None and state.sharding.tile is not None:
         needs = replace(needs, logits=0.0)  # a tile's are few
-    state = passes.run_passes(state)
+    target = facts_of(state)
+    state = passes.run_passes(replace(state, target=target[1]) if target else state)
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
     for site in state.sites:
@@ -212,8 +213,12 @@ def _report(state: passes.State, model: Any) -> Report:
         *_collectives(state.graph_module),
         *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
     ]
-    target = None if state.refusals else target_of(state, needs)
-    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), target=target)
+    notes = (_KERNELS.format(target[0]),) if target and target[1].capability and sites else ()
+    forecast = None if state.refusals else target_of(state, needs)
+    return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
+
+
+_KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is installed (pip install 'cp_rewrite[fa4]')"
 
 
 def _is_of_sums(emit: Any) -> bool:

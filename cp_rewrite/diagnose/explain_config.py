@@ -69,7 +69,7 @@ def explain_config(
         report = replace(report, target=report.target.of_all_layers(like))
     elif min(like) < 0:
         notes = (*notes, f"times and memory are those of the {len(kept)} layers that were looked at")
-    return replace(report, notes=notes)
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _kinds_of(config: Any, model: nn.Module) -> list[tuple[str, int]]:

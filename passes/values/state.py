@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.dynamo_frame import Results
 from cp_rewrite.passes.graph.tokens import TokenAxis
@@ -83,7 +84,7 @@ class State:
         graph_module: the graph; only `rewrite` mutates it.
         sharding: the annotation.
         tokens: which inputs carry tokens, and the names of all.
-        device: where the graph runs.
+        device: where the graph runs. target: of a dry run what is known of the GPUs that it is for.
         plan: of the batch in flight; the extra inputs take their sizes from it.
         frame: what Dynamo says of the function.
         chunked: loops over chunks of tokens were made one run over all of them.
@@ -101,6 +102,7 @@ class State:
     device: torch.device
     plan: ActivePlan
     frame: Frame
+    target: DeviceFacts | None = None
     chunked: bool = False
     size_conditions: SizeConditions | None = None
     sites: tuple[Site, ...] = ()

@@ -43,8 +43,9 @@ def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.Capt
     assert "note      explained with use_cache=False, where the config says True" in out
 
 
-def test_sites_and_the_target_name_one_exchange(tmp_path: Path):
-    """Between GPUs of a node rows are written beside the kernel: a dry run without GPUs weighs that, too."""
+def test_sites_are_those_of_the_target(tmp_path: Path):
+    """Between GPUs of a node rows are written beside the kernel: a dry run without GPUs weighs that, too. Kernels are
+    those of the target, not of this machine."""
     transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128
@@ -54,6 +55,9 @@ def test_sites_and_the_target_name_one_exchange(tmp_path: Path):
     (attention, *_) = report.target.attention
     assert {site.exchange for site in report.sites} == {attention.exchange}
     assert f"predicted {1e3 * attention.seconds[attention.exchange]:.2f} ms" in str(report)
+    assert {site.kernel for site in report.sites} == {"fa4"}
+    assert "kernels are those of an h200 in bfloat16" in str(report)
+    assert "needs a CUDA GPU" not in str(report)
 
 
 def test_masks_in_buffers_are_read_off_what_the_model_writes_there(tmp_path: Path):
@@ -62,9 +66,10 @@ def test_masks_in_buffers_are_read_off_what_the_model_writes_there(tmp_path: Pat
         vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=7, max_position_embeddings=256,
         attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=2, architectures=["GPTNeoForCausalLM"]
     ).save_pretrained(tmp_path)  # fmt: skip
-    report = explain_config(str(tmp_path), [13, 1, 7], 2)
+    report = explain_config(str(tmp_path), [13, 1, 7], 2, speeds="a100", kernel="aten_flash")
     assert report.ok, str(report)
     assert [site.mask for site in report.sites] == [CAUSAL, f"{CAUSAL} & window (6, 0)"]
+    assert {site.kernel for site in report.sites} == {"aten_flash"}  # though it is named, and is not for CPUs
 
 
 @pytest.mark.parametrize("layers", ["0", "5"])

@@ -76,7 +76,7 @@ REFUSED = (
         for exchange in ("a2a+p2p", "a2a+needed", "a2a+all_gather")
     ),
     *(
-        Refused(f"kernel {name} where there is no GPU", plain, Reason.KERNEL, {"kernel": name})
+        Refused(f"kernel {name} where there is no GPU", plain, Reason.KERNEL, {"kernel": name, "speeds": "cpu"})
         for name in ("fa4", "fa3", "aten_flash")
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.fx as fx
 
 import cp_rewrite as cp
 from cp_rewrite.ops.states.functions import OPS, state_ops
+from cp_rewrite.refusal import source_line
 from tests.helpers.packed_model import TOKENS, packed_batch
 
 FUNCTIONS = {
@@ -37,8 +39,11 @@ def compiled(function: Callable[..., Any], given: dict[str, Any]) -> tuple[torch
     seen: set[str] = set()
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        names = [str(getattr(node.target, "_qualified_op_name", node.target)) for node in gm.graph.nodes]
-        seen.update(name.partition("::")[2] for name in names if name.startswith("cp_rewrite"))
+        for node in gm.graph.nodes:
+            library, _, name = str(getattr(node.target, "_qualified_op_name", node.target)).partition("::")
+            if library == "cp_rewrite":
+                seen.add(name)
+                assert Path(__file__).name in source_line(node)  # the line of the model that calls the function
         return gm.forward
 
     torch._dynamo.reset()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cp_rewrite.passes.plan_sites import spec_of, target_speeds
+from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.passes.plan_sites import is_dry_run, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.cost.devices import Model
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
@@ -117,6 +118,21 @@ class Target:
             fits = "fits" if memory.peak <= self.device_bytes else "does NOT fit"
             lines.append(f"memory    {memory}: {fits} in {self.device_bytes / GIB:.0f} GiB")
         return "\n".join(lines)
+
+
+_CAPABILITIES: Mapping[str, tuple[int, int] | None] = {
+    "b200": (10, 0), "b300": (10, 3), "h200": (9, 0), "h100": (9, 0), "a100": (8, 0), "cpu": None
+}  # fmt: skip
+
+
+def facts_of(state: State) -> tuple[str, DeviceFacts] | None:
+    """The name of the machine that a dry run is for, and what kernels ask of it, with FlashAttention 4 installed. None:
+    the graph runs here, or nothing is known of that machine."""
+    name = target_speeds(state.sharding, state.device).name
+    for known, capability in _CAPABILITIES.items() if is_dry_run(state) else ():
+        if known in name.lower():
+            return name, DeviceFacts(capability, frozenset({"flash_attn.cute"}) if capability else frozenset())
+    return None
 
 
 def target_of(state: State, needs: Needs | None) -> Target:
