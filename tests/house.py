@@ -25,8 +25,7 @@ READ = "passes.locality.walk"
 """The file that the proof begins in."""
 LENGTHS = {
     "Length": r"^class Length\b", "Place": r"^class Place\b", "linear_in": r"^def linear_in\b",
-    "Number": r"^class Number\b", "_number": r"^def _number\(.*-> Length", "Counted": r"^class Counted\b",
-    "TokenCount": r"^class TokenCount\b",
+    "Number": r"^class Number\b", "TokenCount": r"^class TokenCount\b", "token_count": r"^def token_count\b",
 }  # fmt: skip
 """Types and readers of numbers a T + b, by how their definitions begin."""
 

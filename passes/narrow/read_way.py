@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -24,7 +23,7 @@ from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import Order, T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
-from cp_rewrite.passes.values.cut import Number, TokenRows
+from cp_rewrite.passes.values.cut import TokenRows
 from cp_rewrite.torch_internals import HigherOrderOperator
 
 MOST_NODES = 96
@@ -152,23 +151,12 @@ class ReadWay:
     def _counts_tokens(self, node: fx.Node) -> bool:
         return any(self.extents.counts_tokens(leaf) for leaf in tree_leaves(value_of(node)))
 
-    def number(self, value: Any) -> Number | None:
-        """A number of the graph among some rows, however many; None: it can't be told."""
-        if not isinstance(value, torch.SymInt):
-            return None if self.extents.counts_tokens(value) else Number(value)
-        size = self.extents.size(value)
-        if isinstance(size, int):
-            return Number(size)
-        rows = sympy.Dummy("rows", integer=True)
-        new = size.subs({self.extents.tokens: rows})
-        if new == size:
-            return Number(value)
-        if new.is_Integer:
-            return Number(int(new))
-        times: Any = new.coeff(rows, 1)
-        more: Any = new.coeff(rows, 0)
-        whole = times.is_Integer and more.is_Integer and sympy.expand(times * rows + more - new) == 0
-        return Number(int(more), int(times)) if whole and times > 0 else None
+    def number(self, value: Any) -> Any:
+        """A number of the graph among some rows, however many: a TokenCount, or as it is; None: it can't be told."""
+        if not self.extents.counts_tokens(value):
+            return value
+        found = self.extents.token_count(value) if isinstance(value, torch.SymInt) else None
+        return found if found is not None and found.times > 0 else None
 
     def rows_of(self, node: fx.Node) -> TokenRows | None:
         """A node as rows that may travel: numbers, one row of fixed length for each token."""

@@ -15,8 +15,9 @@ import torch.fx as fx
 from cp_rewrite.ops.narrow.exchange_tokens import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert
 from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.values.cut import Cut, Number, TokenRows
+from cp_rewrite.passes.values.cut import Cut, TokenRows
 from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 from cp_rewrite.torch_internals import FakeTensorMode
 
 _ops: Any = torch.ops.cp_rewrite
@@ -68,12 +69,11 @@ def _copy(
 def _number(node: fx.Node, numbers: Any, size: fx.Node) -> Any:
     """What stands for a number, or a tuple of them, among `size` rows."""
     graph = node.graph
-    if not isinstance(numbers, Number):
+    if isinstance(numbers, tuple):
         return tuple(_number(graph.call_function(operator.getitem, (node, i)), n, size) for i, n in enumerate(numbers))
-    if numbers.times == 0:
-        return node if isinstance(numbers.plus, torch.SymInt) else numbers.plus
-    rows = size if numbers.times == 1 else graph.call_function(operator.mul, (size, numbers.times))
-    return rows if numbers.plus == 0 else graph.call_function(operator.add, (rows, numbers.plus))
+    if not isinstance(numbers, TokenCount):
+        return node if isinstance(numbers, torch.SymInt) else numbers
+    return numbers.of(fx.Proxy(size)).node
 
 
 def _exchanged(

@@ -9,7 +9,6 @@ Nodes that make such tensors are run again; numbers that are made from their siz
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch.active import HAS_TOKEN
-from cp_rewrite.passes.graph.new_nodes import fake_value
+from cp_rewrite.passes.graph.new_nodes import fake_value, insert
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import RegionCall, outputs_of
-from cp_rewrite.passes.values.sizes import linear_in
+from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 
 from .plan_inputs import Inputs
 
@@ -31,7 +31,7 @@ def keep_sizes(state: State, inputs: Inputs) -> None:
     asked = [user for node in state.locality.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
-        if _is_number(node) and linear_in(value_of(node), state.tokens.inputs[0].tokens) is not None:
+        if _is_number(node) and token_count(value_of(node), state.tokens.inputs[0].tokens) is not None:
             node.replace_all_uses_with(_number(node, 0, state, inputs))
 
 
@@ -40,8 +40,8 @@ def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
     tokens, by = state.tokens.inputs[0].tokens, state.locality.fewer[node]
 
     def changed(given: fx.Node) -> fx.Node:
-        found = linear_in(value_of(given), tokens) if _is_number(given) else None
-        return given if found is None or not found[0] else _number(given, found[0] * by, state, inputs, node)
+        found = token_count(value_of(given), tokens) if _is_number(given) else None
+        return given if found is None or not found.times else _number(given, found.times * by, state, inputs, node)
 
     node.args = fx.map_arg(node.args, changed)
     node.kwargs = fx.map_arg(node.kwargs, changed)
@@ -67,19 +67,15 @@ def leave_region(call: RegionCall, state: State) -> None:
 def _number(of: fx.Node, more: int, state: State, inputs: Inputs, before: fx.Node | None = None) -> fx.Node:
     """A node for a number a S + b, from the tokens S of an input, and `more`."""
     first = state.tokens.inputs[0]
-    found = linear_in(value_of(of), first.tokens)
+    found = token_count(value_of(of), first.tokens)
     assert found is not None
-    each, added = found
     graph = of.graph
-    source = (first.node, first.dim) if graph is inputs.root.graph else (inputs.node(graph, HAS_TOKEN), 1)
-    with graph.inserting_before(before or of):
-        steps = [graph.call_method("size", source)]
-        steps += [graph.call_function(operator.mul, (steps[-1], each))] if each != 1 else []
-        steps += [graph.call_function(operator.add, (steps[-1], added + more))] if added + more else []
-    for step in steps:
-        step.meta["cp_rewrite"] = "sizes of all rows"
-        step.meta["example_value"] = fake_value(step, inputs.mode)
-    return steps[-1]
+    source, dim = (first.node, first.dim) if graph is inputs.root.graph else (inputs.node(graph, HAS_TOKEN), 1)
+
+    def emit() -> Any:
+        return (found + TokenCount(more)).of(fx.Proxy(source).size(dim))
+
+    return insert(before or of, emit, inputs.mode, "sizes of all rows")
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -141,7 +141,7 @@ class Rowwise:
     def is_number(self, node: fx.Node) -> bool:
         """Whether a node gives whole numbers that are known for any number of rows: c, or c times the rows and more."""
         leaves = tree_leaves(value_of(node))
-        known = (not isinstance(x, torch.SymInt) or self.extents.by_rows(x) is not None for x in leaves)
+        known = (not isinstance(x, torch.SymInt) or self.extents.token_count(x) is not None for x in leaves)
         return all(known) and all(isinstance(x, int | float | torch.SymInt) for x in leaves)
 
     def row_bytes(self, node: fx.Node) -> int | None:

@@ -10,14 +10,6 @@ import torch.fx as fx
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number of the graph among some rows: `plus`, a plain one or as it is, and `times` the number of rows."""
-
-    plus: Any
-    times: int = 0
-
-
-@dataclass(frozen=True)
 class TokenRows:
     """A tensor with one row for each local row.
 
@@ -40,7 +32,8 @@ class Cut:
         rows: what travels.
         nodes: what is computed again of the rows that came, in the graph's order; keys and values are among them or
             among `rows`.
-        numbers: what `nodes` read that is no tensor -> a `Number`, or a tuple of them.
+        numbers: what `nodes` read that is no tensor -> a TokenCount of other rows, or it as it is; or a tuple of
+            them.
         autocasts: arguments of those that are open there.
         row_bytes: of a token in `rows`. kv_bytes: of its keys and values. flops: of `nodes`, forward, for one token.
     """

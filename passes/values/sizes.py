@@ -9,17 +9,18 @@ import sympy
 import torch.fx as fx
 from torch import SymInt, Tensor
 
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 from cp_rewrite.torch_internals import expression
 
 
-def linear_in(value: Any, tokens: Any) -> tuple[int, int] | None:
-    """(a, b) of a number a S + b of the graph, S its tokens; None for others."""
-    if not isinstance(value, SymInt):
-        return (0, value) if isinstance(value, int) else None
-    expr, size = sympy.expand(expression(value)), expression(tokens)
-    each = expr.coeff(size, 1)
-    more = sympy.expand(expr - each * size)
-    return (int(each), int(more)) if each.is_Integer and more.is_Integer else None
+def token_count(size: Any, tokens: Any) -> TokenCount | None:
+    """A number of a graph, or an expression, as one made from that of its tokens; None: it is made otherwise."""
+    if not isinstance(size, int | SymInt | sympy.Expr):
+        return None
+    expr, symbol = sympy.expand(expression(size)), expression(tokens)
+    times = expr.coeff(symbol, 1)
+    plus = sympy.expand(expr - times * symbol)
+    return TokenCount(int(plus), int(times)) if times.is_Integer and plus.is_Integer else None
 
 
 def size_places(inputs: Iterable[fx.Node]) -> dict[Any, tuple[int, int | None]]:

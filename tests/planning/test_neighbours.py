@@ -13,18 +13,19 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.token_reads.neighbours import Length, Neighbours, Part, neighbours_route
+from cp_rewrite.planning.token_reads.neighbours import Neighbours, Part, neighbours_route
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 
 ops: Any = torch.ops.cp_rewrite
-T = Length(0, 1)
-SHIFT = Neighbours((Part(Length(2), extra=0, repeats=True), Part(T - Length(2))), extras=1)
-FIRST = Neighbours((Part(Length(1)), Part(T - Length(1))), keeps_fill=True)
-ROLL = Neighbours((Part(Length(3), T - Length(3)), Part(T - Length(3))))
+T = TokenCount(0, 1)
+SHIFT = Neighbours((Part(TokenCount(2), extra=0, repeats=True), Part(T - TokenCount(2))), extras=1)
+FIRST = Neighbours((Part(TokenCount(1)), Part(T - TokenCount(1))), keeps_fill=True)
+ROLL = Neighbours((Part(TokenCount(3), T - TokenCount(3)), Part(T - TokenCount(3))))
 TURNED = Neighbours(
-    (Part(Length(1)), Part(T - Length(2), T - Length(2), back=True), Part(Length(1), extra=0)), extras=1
+    (Part(TokenCount(1)), Part(T - TokenCount(2), T - TokenCount(2), back=True), Part(TokenCount(1), extra=0)), extras=1
 )
-STATE = Neighbours((Part(Length(2), extra=1), Part(T)), extras=3)
-CONV = Neighbours((Part(Length(3), extra=0, repeats=True), Part(T), Part(Length(1), extra=0)), 1, 4, 1)
+STATE = Neighbours((Part(TokenCount(2), extra=1), Part(T)), extras=3)
+CONV = Neighbours((Part(TokenCount(3), extra=0, repeats=True), Part(T), Part(TokenCount(1), extra=0)), 1, 4, 1)
 READS = (SHIFT, FIRST, ROLL, TURNED, STATE, CONV)
 
 

@@ -28,23 +28,7 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 from cp_rewrite.planning.routes.route import Arrays, PlanTensor, filled, row_index
 
-
-@dataclass(frozen=True)
-class Length:
-    """A length or a place in a row of T tokens: constant + T * rows."""
-
-    constant: int = 0
-    rows: int = 0
-
-    def __add__(self, other: Length) -> Length:
-        return Length(self.constant + other.constant, self.rows + other.rows)
-
-    def __sub__(self, other: Length) -> Length:
-        return Length(self.constant - other.constant, self.rows - other.rows)
-
-    def of(self, tokens: int) -> int:
-        """Of a row of so many tokens."""
-        return self.constant + self.rows * tokens
+from .token_count import ZERO, TokenCount
 
 
 @dataclass(frozen=True)
@@ -52,8 +36,8 @@ class Part:
     """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `back`
     backwards; with `repeats` the same one again and again."""
 
-    length: Length
-    start: Length = Length()
+    length: TokenCount
+    start: TokenCount = ZERO
     extra: int | None = None
     repeats: bool = False
     back: bool = False

@@ -10,6 +10,8 @@ from typing import Any
 
 import sympy
 
+from cp_rewrite.passes.values.sizes import token_count
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 from cp_rewrite.torch_internals import expression, simplified
 
 from .dims import Axis, B, Dim, Dims, Factor, Fewer, Mixes, Order, Size, T, name, short
@@ -44,16 +46,9 @@ class Extents:
         expr = self.size(value)
         return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
 
-    def by_rows(self, value: Any) -> tuple[int, int] | None:
-        """(a, b) of a number that is a T + b among T rows; None of others."""
-        size: Any = self.size(value)
-        if isinstance(size, int):
-            return 0, size
-        rows: Any = self.tokens
-        size = sympy.expand(size)
-        times, more = size.coeff(rows, 1), size.coeff(rows, 0)
-        linear = times.is_Integer and more.is_Integer and sympy.expand(times * rows + more - size) == 0
-        return (int(times), int(more)) if linear else None
+    def token_count(self, value: Any) -> TokenCount | None:
+        """A number of the graph as one of the whole row; None: it is made otherwise."""
+        return token_count(self.size(value), self.tokens)
 
     def label(self, sizes: Sequence[Size], several: bool = False) -> Dims | None:
         """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim.

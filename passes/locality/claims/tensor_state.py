@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch.fx as fx
 
-from cp_rewrite.planning.token_reads.neighbours import Length
+from cp_rewrite.planning.token_reads.token_count import TokenCount
 
 from .dims import Dims, Factor, Order, T, has
 
@@ -96,8 +96,8 @@ class Piece:
     """Successive entries of a token dim. Args: of: what they are entries of, from `start` on: None, of `Moved.source`;
     a node that is the same on all ranks; or a number, which all of them are. back: they follow each other backwards."""
 
-    length: Length
-    start: Length
+    length: TokenCount
+    start: TokenCount
     of: fx.Node | Number | None = None
     back: bool = False
 

@@ -15,7 +15,7 @@ from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.claims.dims import fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
-from cp_rewrite.passes.values.sizes import linear_in
+from cp_rewrite.passes.values.sizes import token_count
 
 
 def fewer_of(state: Any) -> int:
@@ -35,6 +35,6 @@ def why_not_kept(node: fx.Node, states: Any, env: Mapping[fx.Node, Any], tokens:
     if any(n.target is not operator.getitem and n is not node for n in asked):
         return "reads all sizes of a tensor of fewer tokens than the row at once: read them one by one"
     given = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.SymInt | torch.Size)]
-    if any(linear_in(value_of(n), size) is None for n in (*given, *asked)):
+    if any(token_count(value_of(n), size) is None for n in (*given, *asked)):
         return "takes a number that is made from fewer tokens than the row in another way than by adding"
     return None

@@ -24,9 +24,7 @@ from torch import Tensor
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Piece, Rows, Taps
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.planning.token_reads.neighbours import Length
-
-ZERO, ROW = Length(), Length(0, 1)
+from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 
 
 def _move(gives: Callable[[Call], Moved]) -> Callable[[Call], Moved]:
@@ -55,12 +53,12 @@ def follow_source(call: Call) -> None:
         sources[id(call.outs[0])] = sources[id(call.first)]
 
 
-def total(pieces: Sequence[Piece]) -> Length:
+def total(pieces: Sequence[Piece]) -> TokenCount:
     """How many entries pieces have."""
     return sum((piece.length for piece in pieces), ZERO)
 
 
-def take(pieces: Sequence[Piece], start: Length, length: Length) -> tuple[Piece, ...]:
+def take(pieces: Sequence[Piece], start: TokenCount, length: TokenCount) -> tuple[Piece, ...]:
     """`length` entries from `start` on, of rows that are longer than every constant."""
     found: list[Piece] = []
     for piece in pieces:
@@ -75,8 +73,8 @@ def take(pieces: Sequence[Piece], start: Length, length: Length) -> tuple[Piece,
     return tuple(found)
 
 
-def _smaller(a: Length, b: Length) -> Length:
-    return min(a, b, key=lambda x: (x.rows, x.constant))
+def _smaller(a: TokenCount, b: TokenCount) -> TokenCount:
+    return min(a, b, key=lambda x: (x.times, x.plus))
 
 
 def _whole(call: Call, x: Tensor) -> Moved:
@@ -93,18 +91,18 @@ def _whole(call: Call, x: Tensor) -> Moved:
     if others or dims[state.token_dim] != (T,) or (batch != 1 and call.extents.batch != 1):
         raise Mixes("moves tokens that are not in a dim of their own")
     call.use_positions(x)
-    return Moved(source, replace(state, dims=dims), (Piece(ROW - Length(by), ZERO),))
+    return Moved(source, replace(state, dims=dims), (Piece(ROW - TokenCount(by), ZERO),))
 
 
-def _number(call: Call, value: Any) -> Length:
+def _number(call: Call, value: Any) -> TokenCount:
     """A number of the graph as one of the whole row."""
-    found = call.extents.by_rows(value)
-    if found is None or found[0] not in (0, 1, 2):
+    found = call.extents.token_count(value)
+    if found is None or found.times not in (0, 1, 2):
         raise Mixes("moves tokens by a number that is not known")
-    return Length(found[1], found[0])
+    return found
 
 
-def _length(call: Call, x: Tensor, dim: int) -> Length:
+def _length(call: Call, x: Tensor, dim: int) -> TokenCount:
     return _number(call, x.shape[dim])
 
 
@@ -126,7 +124,7 @@ def sliced(call: Call) -> Moved:
     if call.arg("step") not in (None, 1):
         raise Mixes("takes every other token")
     start = _number(call, call.arg("start") or 0)
-    if start.rows == 0 and start.constant < 0:
+    if start.times == 0 and start.plus < 0:
         start = start + total(x.pieces)
     return replace(x, pieces=take(x.pieces, start, _length(call, call.outs[0], dim)))
 
@@ -143,9 +141,9 @@ def padded(call: Call) -> Moved:
         if ndim - 1 - i != x.rows.token_dim and (before or after):
             raise Mixes("pads another dim too")
         if ndim - 1 - i == x.rows.token_dim:
-            cut = Length(max(-before, 0)), Length(max(-before, 0) + max(-after, 0))
+            cut = TokenCount(max(-before, 0)), TokenCount(max(-before, 0) + max(-after, 0))
             pieces = take(pieces, cut[0], total(pieces) - cut[1])
-            ends = [Piece(Length(n), ZERO, value) for n in (before, after)]
+            ends = [Piece(TokenCount(n), ZERO, value) for n in (before, after)]
             pieces = (*ends[: before > 0], *pieces, *ends[1 : 1 + (after > 0)])
     return replace(x, pieces=pieces)
 
@@ -162,7 +160,7 @@ def joined(call: Call) -> Moved:
         if call.state(x) is REPLICATED:
             source = call.facts.sources.get(id(x))
             length = _length(call, x, dim)
-            if source is None or length.rows:
+            if source is None or length.times:
                 raise Mixes("joins something that is made at once to tokens")
             pieces.append(Piece(length, ZERO, source))
             continue
@@ -186,7 +184,7 @@ def rolled(call: Call) -> Moved:
     if dims[0] % call.first.ndim != x.rows.token_dim:
         raise Mixes("rolls another dim than that of the tokens")
     length = total(x.pieces)
-    moved_last = Length(shifts[0]) if shifts[0] >= 0 else length + Length(shifts[0])
+    moved_last = TokenCount(shifts[0]) if shifts[0] >= 0 else length + TokenCount(shifts[0])
     kept = length - moved_last
     return replace(x, pieces=(*take(x.pieces, kept, moved_last), *take(x.pieces, ZERO, kept)))
 
@@ -201,7 +199,7 @@ def flipped(call: Call) -> Moved:
 
 def _turned(piece: Piece) -> Piece:
     """A piece from its last entry to its first."""
-    steps = piece.length - Length(1)
+    steps = piece.length - TokenCount(1)
     last = piece.start - steps if piece.back else piece.start + steps
     number = piece.of is not None and not isinstance(piece.of, fx.Node)
     return piece if number else replace(piece, start=last, back=not piece.back)
@@ -255,6 +253,6 @@ def convolution(call: Call) -> Moved:
         raise Mixes("a convolution that is not called by itself")
     if any(call.state(t) is not REPLICATED for t in call.tensors[1:]):
         raise Mixes("a convolution with a kernel made from tokens")
-    zeros = (Piece(Length(padding[0]), ZERO, 0),) if padding[0] else ()
+    zeros = (Piece(TokenCount(padding[0]), ZERO, 0),) if padding[0] else ()
     taps = Taps(node, (*zeros, *x.pieces, *zeros), dilation[0] * (weight.shape[2] - 1) + 1)
-    return replace(x, pieces=(Piece(total(taps.pieces) - Length(taps.span - 1), ZERO),), taps=taps)
+    return replace(x, pieces=(Piece(total(taps.pieces) - TokenCount(taps.span - 1), ZERO),), taps=taps)

@@ -25,12 +25,13 @@ from cp_rewrite.passes.locality.findings import Findings
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.resolution import group_of
-from cp_rewrite.planning.token_reads.neighbours import Length, Neighbours, Part
+from cp_rewrite.planning.token_reads.neighbours import Neighbours, Part
+from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import HigherOrderOperator
 
-from .moves import ROW, ZERO, take, total
+from .moves import take, total
 
 Visit = Callable[[fx.Node], States]
 
@@ -132,13 +133,13 @@ class Reads:
             return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same)
         if taps is not None:
             (piece, *others), start = pieces, pieces[0].start
-            if others or piece.back or piece.of is not None or start.rows or start.constant < 0:
+            if others or piece.back or piece.of is not None or start.times or start.plus < 0:
                 return None
-            pieces, first = taps.pieces, start.constant
+            pieces, first = taps.pieces, start.plus
         if any(piece.of is None and _beyond(piece) for piece in pieces):
             return None
         keeps = taps is None and rows.fill is not None and not isinstance(rows.fill, AtMost)
-        missing = first + span - 1 - (total(pieces) - ROW).constant
+        missing = first + span - 1 - (total(pieces) - ROW).plus
         pieces = (*pieces, *_behind(pieces, missing, rows.fill if keeps else None))
         parts, extras, count = _parts(pieces)
         read = Neighbours(parts, first, span, count, keeps, rows.attended)
@@ -151,13 +152,13 @@ class Reads:
 def _missing(pieces: Sequence[Piece]) -> int | None:
     """How many tokens fewer than the row there are; None: that depends on the row's length."""
     found = ROW - total(pieces)
-    return found.constant if found.rows == 0 else None
+    return found.plus if found.times == 0 else None
 
 
 def _beyond(piece: Piece) -> bool:
     """Whether a piece reaches behind the row's last token."""
-    left = ROW - piece.start - (Length(1) if piece.back else piece.length)
-    return left.rows < 0 or (left.rows == 0 and left.constant < 0)
+    left = ROW - piece.start - (TokenCount(1) if piece.back else piece.length)
+    return left.times < 0 or (left.times == 0 and left.plus < 0)
 
 
 def _behind(pieces: Sequence[Piece], missing: int, fill: Any) -> tuple[Piece, ...]:
@@ -165,8 +166,8 @@ def _behind(pieces: Sequence[Piece], missing: int, fill: Any) -> tuple[Piece, ..
     if missing <= 0:
         return ()
     if fill is not None:
-        return (Piece(Length(missing), ZERO, fill),)
-    return take(pieces, total(pieces) - Length(1), Length(1)) * missing
+        return (Piece(TokenCount(missing), ZERO, fill),)
+    return take(pieces, total(pieces) - TokenCount(1), TokenCount(1)) * missing
 
 
 def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, int], ...], int]:
@@ -180,7 +181,7 @@ def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, 
         if piece.of is None:
             parts.append(Part(piece.length, piece.start, back=piece.back))
         elif isinstance(piece.of, fx.Node):
-            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.constant, back=piece.back))
+            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.plus, back=piece.back))
         else:
             parts.append(Part(piece.length, extra=first[piece.of], repeats=True))
     return tuple(parts), tuple(counts.items()), sum(counts.values())
@@ -190,8 +191,8 @@ def _rows(of: Any, pieces: Sequence[Piece]) -> int:
     """Extra rows of a number, or of a node, as many as the pieces reach into."""
     if not isinstance(of, fx.Node):
         return 1
-    ends = (piece.start + (Length(1) if piece.back else piece.length) for piece in pieces if piece.of is of)
-    return max(end.constant for end in ends)
+    ends = (piece.start + (TokenCount(1) if piece.back else piece.length) for piece in pieces if piece.of is of)
+    return max(end.plus for end in ends)
 
 
 def _has_gradient(state: States) -> bool:

@@ -131,6 +131,6 @@ def _number(value: Any, rows: Any, extents: Extents) -> Any:
     """A number of the graph among `rows` rows."""
     if not isinstance(value, torch.SymInt):
         return value
-    found = extents.by_rows(value)
+    found = extents.token_count(value)
     assert found is not None, f"{value} is no number of rows"
-    return found[0] * rows + found[1]
+    return found.of(rows)
