@@ -93,14 +93,15 @@ def index_select(call: Call) -> TensorState:
     return Rows(checked(dims))
 
 
-def index_add(call: Call) -> TensorState:
+def written(call: Call) -> TensorState:
     """x (T,) ·    index ·    source (T,) ·    dim 1    ->    (T,) ·"""
-    found = added_in_order(call)
+    found = added_in_order(call) if call.name == "index_add" else None
     if found is not None:
         return found
+    x, source = call.arg("self"), call.arg("source")
     if call.state(call.arg("index")) is not REPLICATED:
-        raise Mixes("index_add writes token rows by place")
-    return _beside(call, [call.arg("self"), call.arg("source")])
+        raise Mixes(f"{call.name} writes token rows by place")
+    return _beside(call, [x] if source is None else [x, source])
 
 
 def index(call: Call) -> TensorState:
@@ -121,12 +122,16 @@ def index(call: Call) -> TensorState:
     kept: list[Any] = [
         (dim, entry) for dim, (entry, _) in enumerate(call.entries(x)) if dim >= len(given) or given[dim] is None
     ]
-    # The indices' dims stand where the first indexed dim was; in front, where indexed dims are not side by side.
-    where = used[0][0] if [dim for dim, _ in used] == list(range(used[0][0], used[-1][0] + 1)) else 0
+    where = _where([dim for dim, _ in used])
     before = [entry for dim, entry in kept if dim < where]
     after = [entry for dim, entry in kept if dim >= where]
     dims = [*before, *picked, *after]
     return Rows(checked(dims)) if any(has(dim, T) for dim in dims) else REPLICATED
+
+
+def _where(indexed: list[int]) -> int:
+    """The dim of the result that the indices' begin at: the first indexed one; 0 where these are not side by side."""
+    return indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
 
 
 def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
@@ -163,7 +168,13 @@ def index_put(call: Call) -> TensorState:
     rows = call.rows(x)
     if rows is None or any(call.state(t) is not REPLICATED for t in [*masks, values]):
         raise Mixes("writes token rows to computed places")
-    for dim, i in enumerate(given):
-        if i is not None:
-            call.refuse_axis(rows, dim, "writes by index to")
+    indexed = [dim for dim, i in enumerate(given) if i is not None]
+    for dim in indexed:
+        call.refuse_axis(rows, dim, "writes by index to")
+    token, kept = rows.token_dim, [dim for dim in range(x.ndim) if dim not in indexed]
+    behind = sum(dim >= token for dim in kept)  # the token dim, counted from the result's last
+    behind += max(i.ndim for i in masks) if token < _where(indexed) else 0
+    takes_dims = any(i.dtype == torch.bool and i.ndim > 1 for i in masks)
+    if takes_dims or (values.ndim >= behind and values.shape[-behind] != 1):
+        raise Mixes("writes token rows to computed places")
     return plain(rows)

@@ -176,9 +176,10 @@ INDEXED = (
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part; reduced in one -> whole
     rule("scatter_add", Alone(indexing.gather), OverRanks(segments.added)),
     rule("scatter_reduce", Alone(indexing.gather), OverRanks(segments.added), OverRanks(segments.reduced)),
-    # sorted rows are added to their tokens; or tokens are in another dim than the indexed one; or token rows are added
-    # up in a tensor without tokens -> a per-rank part
-    rule("index_add", Alone(indexing.index_add), OverRanks(segments.added)),
+    # tokens in another dim than the indexed one -> the same dims; or sorted rows are added to their tokens; or token
+    # rows are added up in a tensor without tokens -> a per-rank part
+    rule("index_add", Alone(indexing.written), OverRanks(segments.added)),
+    rule("index_copy index_fill index_reduce", Alone(indexing.written)),
     # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
     rule(
         "index_select", Alone(indexing.index_select), OverRanks(looked_up.index_select), OverRanks(picked.index_select)
@@ -212,7 +213,7 @@ MIXING = (
     ),
     # with minlength -> per-rank counts
     rule("bincount", refused("counts over all tokens"), OverRanks(wholes.bincount)),
-    rule("index_copy index_fill masked_scatter put", refused("writes token rows by place")),
+    rule("masked_scatter put", refused("writes token rows by place")),
     rule("diff unfold diagonal trace tril_indices", refused("relates tokens to other tokens")),
 )
 
