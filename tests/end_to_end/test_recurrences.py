@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
+from tests.helpers.pages import run_line
 from tests.helpers.pool import Pool
 from tests.helpers.recurrent_model import KINDS, TOKENS, RecurrentModel, packed
 
@@ -152,3 +154,9 @@ def test_tokens_in_another_dim_are_refused() -> None:
 def test_without_resolve_states_are_refused() -> None:
     (refusal,) = explained(RecurrentModel(("ssd",)), resolve=False).refusals
     assert "needs resolve=True" in refusal.detail
+
+
+@pytest.mark.slow
+def test_a_group_of_layers_is_benchmarked(tmp_path: Path) -> None:
+    printed = run_line("torchrun --nproc-per-node 2 examples/bench/states.py --tiny --group", tmp_path)
+    assert [line.split(" | ")[1] for line in printed.splitlines()] == ["3 documents", "one document"]
