@@ -116,7 +116,7 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs fla-core")
 @pytest.mark.parametrize("kind", list(select.CLASSES))
-@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize("layout", ["balanced", "contiguous", "dual_chunk"])
 @pytest.mark.parametrize(
     "lengths", [[1, 700, 1, 1, 63, 65, 300, 128, 1], [1260], [1] * 1260], ids=["odd", "one", "ones"]
 )

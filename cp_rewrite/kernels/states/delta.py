@@ -12,7 +12,6 @@ import torch
 from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
-from fla.ops.cp.chunk_bwd import chunk_cp_bwd_dh
 from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
@@ -38,6 +37,8 @@ class Delta:
         q, k, v, g, beta = (x.contiguous() for x in inputs)
         self.runs, self.scale, self.inputs = runs, scale, inputs
         self.norms: tuple[Tensor, Tensor] | None = None
+        self.passed: tuple[Tensor, Tensor] | None = None
+        self.passed_back: tuple[Tensor, Tensor] | None = None
         if l2norm:
             (q, q_norm), (k, k_norm) = l2norm_fwd(q), l2norm_fwd(k)
             self.norms = q_norm, k_norm
@@ -53,22 +54,40 @@ class Delta:
         self.moved: dict[str, Any] = {"k": self.k, "w": w, "g": self.g}
         self.u, self.asked = u, self.q
 
-    def summary(self, run: int) -> tuple[Tensor, Tensor]:
-        """(H, K, K) what moves the state that enters a run, and (H, K, V) what the run adds, in fp32."""
-        return self._maps(chunk_cp_fwd_h, run, u=self.u)
+    def summarize(self, move: Tensor, add: Tensor) -> None:
+        """Write what pieces do that are cut at their end, in fp32: what moves the state that enters (N, H, K, K), and
+        what is added (N, H, K, V). Nothing enters the first piece of a sequence: there that is the state that leaves.
+        """
+        entered = {run for run, _ in self.runs.entered}
+        first, middle = (
+            [(run, piece) for run, piece in self.runs.left if (run in entered) is late] for late in (False, True)
+        )
+        if self.runs.all_at_once(first, self.runs.entered):
+            h, v, ends = self._pass(None, **self.runs.packed, output_final_state=True)
+            self.passed = None if entered else (h, v)
+        else:
+            ends = {run: self._pass(None, **self.runs.alone(run), output_final_state=True)[2][0] for run, _ in first}
+        for run, piece in first:
+            add[piece] = ends[run]
+        if middle:
+            self._map(middle, move, add)
 
-    def _maps(self, kernel: Any, run: int, **more: Any) -> tuple[Tensor, Tensor]:
+    def _map(self, runs: list[tuple[int, int]], move: Tensor, add: Tensor) -> None:
         heads, values = self.v.shape[2:]
         channels = self.k.shape[-1]
-        found = self.k.new_empty(heads, channels, values + channels, dtype=torch.float32)
-        kernel(**self.moved, **more, cu_seqlens=self.runs.alone(run), chunk_size=CHUNK, **{_MAPS[kernel]: found})
-        add, move = found.split([values, channels], -1)
-        return move, add
+        found = self.k.new_empty(2 * len(runs) - 1, heads, channels, values + channels, dtype=torch.float32)
+        apart = self.runs.apart([run for run, _ in runs])
+        chunk_cp_fwd_h(**self.moved, u=self.u, cu_seqlens=apart, chunk_size=CHUNK, hm=found, multi_seqs=True)
+        for (_, piece), both in zip(reversed(runs), found[::2], strict=True):
+            add[piece], move[piece] = both.split([values, channels], -1)
+
+    def _pass(self, states: Tensor | None, **how: Any) -> tuple[Tensor, Tensor, Any]:
+        """States before chunks (1, C, H, K, V), corrected values (1, R, H, V), and what leaves runs, if asked for."""
+        return chunk_gated_delta_rule_fwd_h(**self.moved, u=self.u, initial_state=states, **how)
 
     def out(self, states: Tensor | None) -> Tensor:
         """(1, R, H, V). states: (E, H, K, V) fp32, what enters each run; None: 0."""
-        h, v, _ = chunk_gated_delta_rule_fwd_h(**self.moved, u=self.u, initial_state=states, **self.runs.packed)
-        return self.read(h, v)
+        return self.read(*(self.passed or self._pass(states, **self.runs.packed)[:2]))
 
     def read(self, h: Tensor, v: Tensor) -> Tensor:
         """Results, from states before chunks and corrected values."""
@@ -77,24 +96,35 @@ class Delta:
     def begin_backward(self, dout: Tensor, states: Tensor | None) -> None:
         """What gradients need of what entered the runs."""
         self.do = dout
-        self.h, self.v_new, _ = chunk_gated_delta_rule_fwd_h(
-            **self.moved, u=self.u, initial_state=states, **self.runs.packed
-        )
+        self.h, self.v_new, _ = self._pass(states, **self.runs.packed)
         self.dv = self.inside()
 
     def inside(self) -> Tensor:
         """(1, R, H, V): gradients of corrected values, of results in the same chunk."""
         return chunk_bwd_dv_local(q=self.q, k=self.k, g=self.g, do=self.do, scale=self.scale, **self.runs.packed)
 
-    def of_entry(self, run: int) -> Tensor:
-        """(H, K, V): the gradient of the state that enters a run, of its own results alone."""
-        return self._maps(chunk_cp_bwd_dh, run, q=self.asked, do=self.do, dv=self.dv, scale=self.scale)[1]
+    def of_entries(self, found: Tensor) -> None:
+        """Write (N, H, K, V): gradients of the states that enter cut pieces, of the pieces' own results alone."""
+        runs, state = self.runs, found.shape[1:]
+        if runs.all_at_once(runs.entered, runs.left):
+            dh, starts, dv = self._back(None, found.new_empty(len(runs.bounds), *state), **runs.packed)
+            self.passed_back = None if runs.left else (dh, dv)
+        else:
+            one = found.new_empty(1, *state)
+            starts = {run: self._back(None, one, **runs.alone(run))[1][0] for run, _ in runs.entered}
+        for run, piece in runs.entered:
+            found[piece] = starts[run]
+
+    def _back(self, ends: Tensor | None, starts: Tensor | None, **how: Any) -> tuple[Tensor, Any, Tensor]:
+        """Gradients of states behind chunks, of those that enter runs, if `starts` has their shape, and of corrected
+        values."""
+        return chunk_gated_delta_rule_bwd_dhu(
+            **self.moved, q=self.asked, do=self.do, dv=self.dv, h0=starts, dht=ends, scale=self.scale, **how
+        )
 
     def gradients(self, ends: Tensor | None) -> list[Tensor]:
         """Of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
-        dh, _, dv = chunk_gated_delta_rule_bwd_dhu(
-            **self.moved, q=self.asked, do=self.do, dv=self.dv, dht=ends, scale=self.scale, **self.runs.packed
-        )
+        dh, dv = self.passed_back or self._back(ends, None, **self.runs.packed)[::2]
         dq, dk, dv, db, dg = self.of_chunks(dh, dv)
         dq, dk = (x.unflatten(2, (like.shape[2], -1)).sum(3) for x, like in ((dq, self.q), (dk, self.k)))
         dg = chunk_local_cumsum(dg, reverse=True, **self.runs.packed)
@@ -148,7 +178,3 @@ class Kimi(Delta):
             **self.runs.packed,
         )  # fmt: skip
         return dq, dk, dv, db, dg
-
-
-_MAPS = {chunk_cp_fwd_h: "hm", chunk_cp_bwd_dh: "dhm"}
-"""Of functions that give maps (H, K, V + K): the argument that they write to."""

@@ -5,7 +5,9 @@ Shapes: R rows, E runs, C chunks, N cut pieces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Rows of a chunk: `chunk_size` of fla."""
+_FEW = 4
+"""Runs that are passed through one by one."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Runs:
         entered, left: (run, cut piece) of runs whose pieces are cut at their start, and at their end.
         bounds: (first row, row behind the last) of each run. gaps: of those that are no piece, none empty.
         states: (E,) int32, the cut piece of each run, N for none.
+        spans: the first chunk of each run, and C.
     """
 
     offsets: Tensor
@@ -33,25 +38,46 @@ class Runs:
     bounds: list[tuple[int, int]]
     gaps: list[tuple[int, int]]
     states: Tensor
+    spans: list[int]
 
     @staticmethod
     def of_tables(runs: Tensor, offsets: Tensor, chunks: Tensor, states: Tensor) -> Runs:
         """Of the tables of a plan. runs: on the host."""
         table: list[list[int]] = runs.tolist()
         bounds = [(first, stop) for first, stop, *_ in table]
-        count = sum(-(-(stop - first) // CHUNK) for first, stop in bounds)
+        spans = [0, *accumulate(-(-(stop - first) // CHUNK) for first, stop in bounds)]
         entered, left = ([(i, row[at]) for i, row in enumerate(table) if row[at] >= 0] for at in (2, 3))
         gaps = [(first, stop) for first, stop, piece, _ in table if piece == -2 and first < stop]
-        return Runs(offsets, chunks[:count], entered, left, bounds, gaps, states)
+        return Runs(offsets, chunks[: spans[-1]], entered, left, bounds, gaps, states, spans)
 
     @property
     def packed(self) -> dict[str, Any]:
         """Arguments of nearly all functions of fla."""
         return {"cu_seqlens": self.offsets, "chunk_indices": self.chunks, "chunk_size": CHUNK}
 
-    def alone(self, run: int) -> Tensor:
-        """Offsets of one run."""
-        return self.offsets[run : run + 2]
+    def alone(self, run: int) -> dict[str, Any]:
+        """`packed` of one run, and where its first chunk is among its own."""
+        first, stop = self.span(run)
+        none = self.offsets.new_zeros(2)
+        return {
+            "cu_seqlens": self.offsets[run : run + 2], "chunk_indices": self.chunks[first:stop], "chunk_offsets": none,
+            "chunk_size": CHUNK,
+        }  # fmt: skip
+
+    def apart(self, runs: Sequence[int]) -> Tensor:
+        """Offsets by which every other sequence is one of `runs`, given in ascending order: the last comes first, so
+        that those between end before they start, and are of no length."""
+        return torch.cat([self.offsets[run : run + 2] for run in reversed(runs)])
+
+    def span(self, run: int) -> tuple[int, int]:
+        """The first chunk of a run, and the one behind its last."""
+        return self.spans[run], self.spans[run + 1]
+
+    def all_at_once(self, cut: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+        """Whether a pass over all runs tells sooner what `cut` ones do than passes over these: they are many; or they
+        are most of the rows, and it is the only pass, since no state enters or leaves `others`."""
+        rows = sum(self.bounds[run][1] - self.bounds[run][0] for run, _ in cut)
+        return len(cut) > _FEW or (not others and 2 * rows > self.bounds[-1][1])
 
     def states_of(self, cut: Tensor, which: list[tuple[int, int]]) -> Tensor | None:
         """(E, *state) of all runs, of those (N, *state) of cut pieces; None where all are 0."""

@@ -32,8 +32,7 @@ def forward(
     with _on(inputs[0]):
         kernel = _kernel(kind, inputs, runs, how)
         own = _maps(kind, inputs, len(t.cut_pieces))
-        for run, piece in runs.left:
-            own.move[piece], own.add[piece] = kernel.summary(run)
+        kernel.summarize(own.move, own.add)
         with nvtx("states"):
             entries = fold(own, t, "", group)
         out = kernel.out(runs.states_of(entries, runs.entered))
@@ -50,8 +49,7 @@ def backward(
         kernel = _kernel(kind, inputs, runs, how)
         kernel.begin_backward(_flat(dout), runs.states_of(entries, runs.entered))
         own = torch.zeros_like(entries)
-        for run, piece in runs.entered:
-            own[piece] = kernel.of_entry(run)
+        kernel.of_entries(own)
         dense = INPUTS[kind][0] == "q"
         with nvtx("states_backward"):
             ends = fold(Maps(moves.mT if dense else moves, own, dense), t, "_back", group)
@@ -62,7 +60,10 @@ def whole(kind: str, inputs: Sequence[Tensor], bounds: np.ndarray, how: Options)
     """As an op over whole rows gives. bounds: of sequences, ascending from 0."""
     runs = _runs_of_rows(bounds, inputs[0])
     with _on(inputs[0]):
-        out = _kernel(kind, inputs, runs, how).out(None)
+        kernel = _kernel(kind, inputs, runs, how)
+        none = _maps(kind, inputs, 0)
+        kernel.summarize(none.move, none.add)
+        out = kernel.out(None)
         return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype))
 
 
@@ -72,6 +73,7 @@ def whole_backward(kind: str, dout: Tensor, inputs: Sequence[Tensor], bounds: np
     with _on(inputs[0]):
         kernel = _kernel(kind, inputs, runs, how)
         kernel.begin_backward(_flat(dout), None)
+        kernel.of_entries(_maps(kind, inputs, 0).add)
         return _gradients(kind, kernel.gradients(None), inputs, runs)
 
 
