@@ -89,6 +89,8 @@ class Sharding:
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
         across_documents: attention that no mask keeps to documents is meant to see whole rows. False refuses it in
             batches that have several documents in a row.
+        reset_states: recurrent states, and convolutions over tokens, begin anew at each document, whatever the model
+            passes. False: as the model computes on one process, which may hand a state on to the next document.
         spans: which argument says what tokens see each other in both directions, for masks that let them.
         masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean.
             Others that look like masks mean `assume_mask`, or causal attention inside documents; None: it is no mask.
@@ -145,6 +147,7 @@ class Sharding:
     random: Random = "refused"
     assume_mask: PackedMask | None = None
     across_documents: bool = False
+    reset_states: bool = False
     spans: Spans | None = None
     masks: Mapping[str, PackedMask | None] = field(default_factory=dict[str, PackedMask | None])
     local_ops: tuple[str, ...] = field(default=())

@@ -67,7 +67,7 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
 
     The ranks are threads: no launcher, no process group and no GPU are needed, and the mesh may be a world size. Rows
     travel as under `exchange="needed"` with no capacity, attention runs in the reference kernel. Masks are compared too
-    (`verify="first_step"`).
+    (`verify="first_step"`). The model that is run as it is knows nothing of `reset_states`.
 
     Args:
         model: called as `model(**batch)`. Its loss is the output `loss`, or else its first scalar: on a rank a part of

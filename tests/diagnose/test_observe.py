@@ -136,6 +136,7 @@ OTHERS: dict[str, Any] = {
     "kernel": "reference", "exchange_at": "attention", "keep_kv": True, "ranks_per_node": 1, "speeds": "h200",
     "capacity": cp.Capacity(documents=8, pieces=8, rows=64), "deterministic": True, "inner": "aot_eager", "tile": 64,
     "strict": False, "resolve": False, "random": "per_rank", "assume_mask": cp.PackedMask(), "across_documents": True,
+    "reset_states": True,
     "spans": cp.Spans("x"), "masks": {"mask": None}, "local_ops": ("my::op",), "verify": "first_step",
     "max_logits": True, "block_tokens": {"hidden_states": 1},
 }  # fmt: skip

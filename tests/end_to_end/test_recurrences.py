@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from tests.helpers.pages import run_line
 from tests.helpers.pool import Pool
-from tests.helpers.recurrent_model import KINDS, TOKENS, RecurrentModel, packed
+from tests.helpers.recurrent_model import KINDS, TOKENS, WIDTH, RecurrentModel, packed
 
 PACKING = cp.CuSeqlens("cu_seqlens")
 Lengths = Sequence[int]
@@ -88,6 +88,60 @@ def test_states_on_more_ranks(
     pool: Pool, ranks: int, layout: str, sizes: Sequence[Lengths], dtype: torch.dtype, resets: bool
 ) -> None:
     compare(pool, ranks, layout, sizes, resets=resets, dtype=dtype)
+
+
+class Convolved(RecurrentModel):
+    """Each layer begins with a convolution over four tokens, the last of them its own."""
+
+    def __init__(self, kinds: Sequence[str] = KINDS) -> None:
+        super().__init__(kinds)
+        self.convolutions = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3) for _ in kinds)
+
+    def layer(self, kind: str, number: int, h: Tensor, offsets: Tensor | None) -> Tensor:
+        convolved = self.convolutions[number](h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+        return super().layer(kind, number, convolved, offsets)
+
+
+def reset_steps(mesh: DeviceMesh, layouts: Sequence[Any], sizes: Sequence[Lengths]) -> list[Any]:
+    """Loss and gradients of each layout and batch, by one graph, of a model that passes no offsets."""
+    torch._dynamo.reset()
+    model, found = Convolved().double(), list[Any]()
+    for layout in layouts:
+        sharding = cp.Sharding(mesh, TOKENS, PACKING, layout, "all_gather", inner="eager", reset_states=True)
+        compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+        for lengths in sizes:
+            model.zero_grad()
+            with sharding.shard(packed(lengths)) as local:
+                loss = compiled(**local)
+                loss.backward()
+            cp.sum_gradients(model.parameters(), sharding)
+            found.append((loss.item(), {key: grad.numpy() for key, grad in grads_of(model).items()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (1, ["balanced"]),
+        (2, ["balanced"]),
+        pytest.param(2, ["dual_chunk", "head_tail"], marks=pytest.mark.slow),
+        pytest.param(3, ["balanced", "contiguous", "head_tail"], marks=pytest.mark.slow),
+    ],
+)
+def test_with_resets_each_document_is_as_alone(pool: Pool, ranks: int, layouts: Sequence[str]) -> None:
+    sizes = [(5, 1, 70, 9), (1, 1, 131), (1, 1, 1, 1)]
+    results = pool.run(ranks, reset_steps, layouts, sizes)
+    for i, lengths in enumerate(sizes * len(layouts)):
+        model, batch, losses = Convolved().double(), packed(lengths), list[float]()
+        cuts = [batch[key].split(list(lengths), 1) for key in TOKENS]
+        for input_ids, labels in zip(*cuts, strict=True):
+            loss = model(input_ids, labels, torch.tensor([0, input_ids.shape[1]], dtype=torch.int32))
+            loss.backward()
+            losses.append(loss.item())
+        assert sum(rank[i][0] for rank in results) == pytest.approx(sum(losses), rel=1e-9)
+        for key, grad in grads_of(model).items():
+            error = (torch.from_numpy(results[0][i][1][key]) - grad).norm()
+            assert error <= 1e-9 * grad.norm(), f"{key}: {error}, of {lengths}"
 
 
 def explained(model: Any, **how: Any) -> Any:

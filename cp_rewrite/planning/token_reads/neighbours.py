@@ -52,6 +52,7 @@ class Neighbours:
         extras: how many rows all ranks have, for each row of the batch.
         keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
         apart: tokens of documents may not read tokens of none, whose values attention made.
+        outside: number of the extra row that a token reads in the place of tokens of other documents; None: these.
     """
 
     parts: tuple[Part, ...]
@@ -60,6 +61,7 @@ class Neighbours:
     extras: int = 0
     keeps_fill: bool = False
     apart: bool = False
+    outside: int | None = None
 
     def sources(self, entries: Int, tokens: int) -> Int:
         """The token of each entry; of a row that all ranks have, `tokens` and its number.
@@ -156,22 +158,36 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
         source = read.sources(tokens.reshape(-1) + read.first, plan.rows[0].total)
         _check_apart(plan, read, batch, tokens.reshape(-1), source)
         return batch, source, kept, np.arange(tokens.size)
-    begin = np.flatnonzero(_run_starts(plan, rank))
+    begin = np.flatnonzero(_run_starts(plan, rank, apart=read.outside is not None))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
     token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
     source = read.sources(expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
+    if read.outside is not None:
+        ids = _document_ids(plan)
+        own = np.repeat(ids[batch, token][begin], lengths)
+        other = (source < ids.shape[1]) & (ids[row, np.minimum(source, ids.shape[1] - 1)] != own)
+        source = np.where(other, ids.shape[1] + read.outside, source)
     out_rows = expand_ranges(np.cumsum(lengths) - lengths, count)
     for tap in range(read.span if read.apart else 0):
         _check_apart(plan, read, batch, token, source[out_rows + tap])
     return row, source, np.full(len(source), -1), out_rows
 
 
-def _run_starts(plan: BatchPlan, rank: int) -> NDArray[np.bool_]:
-    """(B, T_l): a run begins where a token does not follow the one before it; fill is a run by itself."""
+def _document_ids(plan: BatchPlan) -> Int:
+    """(B, T), -1: none."""
+    return np.stack([row.document_ids() for row in plan.rows]).astype(np.int64)
+
+
+def _run_starts(plan: BatchPlan, rank: int, apart: bool = False) -> NDArray[np.bool_]:
+    """(B, T_l): a run begins where a token does not follow the one before it, with `apart` where another document does;
+    fill is a run by itself."""
     tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
     starts = np.ones(tokens.shape, dtype=np.bool_)
     starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
+    if apart:
+        ids = np.take_along_axis(_document_ids(plan), tokens, 1)
+        starts[:, 1:] |= np.diff(ids, axis=1) != 0
     return starts
 
 
@@ -194,7 +210,10 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     """
     size, tokens, batch = len(plan.rows) * plan.local_size, plan.rows[0].total, len(plan.rows)
     fill = batch * plan.fill
-    each = [_run_starts(plan, rank) & (plan.local_indices(rank) >= 0) for rank in range(plan.world_size)]
+    each = [
+        _run_starts(plan, rank, read.outside is not None) & (plan.local_indices(rank) >= 0)
+        for rank in range(plan.world_size)
+    ]
     runs = max(int(starts.sum()) for starts in each)
     if runs > capacity.pieces:
         raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {runs} on some rank: raise it")
@@ -212,7 +231,7 @@ def _check_apart(plan: BatchPlan, read: Neighbours, batch: Int, token: Int, sour
     if not read.apart or not plan.padding:
         return
     others = np.ones((len(plan.rows), read.extras), dtype=np.bool_)
-    of_document = np.concatenate([np.stack([row.document_ids() >= 0 for row in plan.rows]), others], axis=1)
+    of_document = np.concatenate([_document_ids(plan) >= 0, others], axis=1)
     if (of_document[batch, token] & ~of_document[batch, source]).any():
         raise ValueError(
             "a shift or a convolution of the model carries padding into a document: tokens of no document attend to "

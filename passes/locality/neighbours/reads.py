@@ -41,6 +41,7 @@ class Reads:
 
     def __init__(self, gm: fx.GraphModule, runner: NodeRunner, sharding: Sharding, findings: Findings) -> None:
         self.runner, self.env, self.group, self.findings = runner, runner.env, group_of(sharding), findings
+        self.resets = sharding.reset_states
         self.found: dict[fx.Node, NeighbourRead] = {}
         self._moved: dict[fx.Node, bool] = {}
         """Whether nodes moved tokens when they were walked before, as those of nested regions may be."""
@@ -142,7 +143,10 @@ class Reads:
         missing = first + span - 1 - (total(pieces) - ROW).plus
         pieces = (*pieces, *_behind(pieces, missing, rows.fill if keeps else None))
         parts, extras, count = _parts(pieces)
-        read = Neighbours(parts, first, span, count, keeps, rows.attended)
+        outside = None
+        if taps is not None and self.resets:
+            extras, outside, count = _with_zero(extras, count)
+        read = Neighbours(parts, first, span, count, keeps, rows.attended and outside is None, outside)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
@@ -185,6 +189,16 @@ def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, 
         else:
             parts.append(Part(piece.length, extra=first[piece.of], repeats=True))
     return tuple(parts), tuple(counts.items()), sum(counts.values())
+
+
+def _with_zero(extras: tuple[tuple[Any, int], ...], count: int) -> tuple[tuple[tuple[Any, int], ...], int, int]:
+    """Extra rows, the number of one of zeros among them, and how many there are."""
+    before = 0
+    for of, rows in extras:
+        if not isinstance(of, fx.Node) and of == 0:
+            return extras, before, count
+        before += rows
+    return (*extras, (0.0, 1)), count, count + 1
 
 
 def _rows(of: Any, pieces: Sequence[Piece]) -> int:

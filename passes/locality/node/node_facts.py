@@ -68,10 +68,11 @@ class NodeFacts:
     Args:
         extents: sizes of the token and batch axes.
         moves: tokens may be moved to other places (`Moved`).
+        resets: recurrent states begin anew at documents, whatever the model says.
     """
 
-    def __init__(self, extents: Extents, moves: bool) -> None:
-        self.extents, self.moves = extents, moves
+    def __init__(self, extents: Extents, moves: bool, resets: bool) -> None:
+        self.extents, self.moves, self.resets = extents, moves, resets
         self.in_function = False
         """The node stands in a `torch.autograd.Function`, which can't read the plan."""
         self.orders = 0

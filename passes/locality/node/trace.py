@@ -35,7 +35,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
 
     def __init__(self, extents: Extents, sharding: Sharding) -> None:
         super().__init__()
-        self.facts = NodeFacts(extents, moves=sharding.resolve)
+        self.facts = NodeFacts(extents, sharding.resolve, sharding.reset_states)
         self.ways = Ways(sharding)
         self.place = 0
         """How many ops the node ran so far, but for `COPIES`."""

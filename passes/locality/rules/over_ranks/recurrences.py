@@ -6,7 +6,7 @@ goes to the ranks that have later pieces of the sequence.
     y = gated_delta_rule(q, k, v, g, beta, None, …)   ->   y = gated_delta_rule_on_pieces(q, k, v, g, beta, tables, …)
 
 Without offsets the sequence is a row of the batch, over the ends of its documents: what one process computes. With the
-packing's own offsets each document is one. Rows that hold no token give 0.
+packing's own offsets, or with `Sharding(reset_states=True)`, each document is one. Rows that hold no token give 0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ops: Any = torch.ops.cp_rewrite
 def recurrent(call: Call) -> tuple[Claims, Whole]:
     """A recurrence whose inputs have their tokens in dim 1, and weights that are the same on all ranks."""
     offsets = call.arg("offsets")
-    resets = offsets is not None
-    if resets and call.facts.sources.get(id(offsets)) not in call.facts.offsets:
+    resets = offsets is not None or call.facts.resets
+    if offsets is not None and call.facts.sources.get(id(offsets)) not in call.facts.offsets:
         detail = f"{call.name} starts anew at offsets that are not known to be the packing's: pass the argument that "
         raise Mixes(detail + "packing=cp.CuSeqlens(...) names, as it is", Reason.MASK_WRONG_SOURCE)
     front = (None if call.extents.batch == 1 else (B,), (T,))
@@ -84,7 +84,7 @@ class OnPieces:
             return "document by document: what pieces do to the state goes to the ranks that have later ones"
         return (
             "over the whole row, as on one process, which hands the state on from document to document: where that is "
-            "not meant, pass the model cu_seqlens, and take kernels that read them (fla)"
+            "not meant: Sharding(reset_states=True)"
         )
 
     @property
