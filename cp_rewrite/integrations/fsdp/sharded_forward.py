@@ -11,6 +11,7 @@ after it, in the backward too.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -79,6 +80,8 @@ def compile_segments(
     def traced(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    # What Dynamo compiles hangs on the code, and is counted there: each model has code of its own.
+    traced.__code__ = traced.__code__.replace()
     compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks, store), fullgraph=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -88,16 +91,27 @@ def compile_segments(
     return run
 
 
+_Owner = tuple[weakref.ref[nn.Module], str]
+"""The module of the model that holds a weight, and the weight's name there."""
+
+
 class SegmentBackend(Backend):
-    """The backend of a twin. Its graphs run on the weights of the model, in the calls of the model's blocks."""
+    """The backend of a twin. Its graphs run on the weights of the model, in the calls of the model's blocks.
+
+    It holds neither: Dynamo keeps what it compiled, and a model must go with its last user.
+    """
 
     def __init__(
         self, sharding: Sharding, twin: Twin, blocks: Sequence[nn.Module], store: HostStore | None = None
     ) -> None:
         super().__init__(sharding)
-        self.twin, self.blocks, self.store = twin, tuple(blocks), store
+        self.blocks, self.store = [*map(weakref.ref, blocks)], store
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
-        self._units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
+        units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
+        self._owners: dict[int, tuple[_Owner, int]] = {
+            key: ((weakref.ref(module), name), units.get(module, ROOT))
+            for key, (_, module, name) in twin.owners.items()
+        }
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -109,8 +123,9 @@ class SegmentBackend(Backend):
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
-        owners = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
-        segments = cut_graph(gm, {node: self._units.get(owner, ROOT) for node, (owner, _) in owners.items()})
+        weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
+        owners = {node: owner for node, (owner, _) in weights.items()}
+        segments = cut_graph(gm, {node: unit for node, (_, unit) in weights.items()})
         written = written_memory(gm)
         parts = described(gm, segments, example_inputs, written)
         calls = compile_once(gm, parts, functools.partial(self._compiled, patches=patches), written)
@@ -118,22 +133,32 @@ class SegmentBackend(Backend):
         stores = [self.store if i < last and call.unit != ROOT else None for i, call in enumerate(calls)]
         return in_order(gm, [self._in_block(c, owners, store) for c, store in zip(calls, stores, strict=True)])
 
-    def _in_block(self, call: Call, owners: Mapping[fx.Node, tuple[nn.Module, str]], store: HostStore | None) -> Call:
+    def _in_block(self, call: Call, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> Call:
         """The call inside of one of its block, with inputs but for weights."""
-        run: Callable[..., Any] = _Segment(call, owners, store)
-        run = run if call.unit == ROOT else functools.partial(self.blocks[call.unit - 1], run)
+        segment = _Segment(call, owners, store)
+        run = segment if call.unit == ROOT else functools.partial(_call, self.blocks[call.unit - 1], segment)
         inputs, done = ((tuple(n for n in nodes if n not in owners)) for nodes in (call.inputs, call.done))
         return replace(call, inputs=inputs, done=done, run=run)
 
-    def _owner(self, node: fx.Node) -> tuple[nn.Module, str]:
-        """The module of the model that holds a weight of the twin, and the weight's name there."""
+    def _owner(self, node: fx.Node) -> tuple[_Owner, int]:
+        """Who holds a weight of the twin in the model, and the number of its block."""
         value = input_value(node)
-        if id(value) not in self.twin.owners:
+        if id(value) not in self._owners:
             raise ValueError(
                 f"{node.name} is a weight that no module of the model holds: make it a parameter of a module before "
                 "parallelize"
             )
-        return self.twin.owners[id(value)][1:]
+        return self._owners[id(value)]
+
+
+def _call(block: weakref.ref[nn.Module], *args: Any) -> Any:
+    return _alive(block)(*args)
+
+
+def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    found = module()
+    assert found is not None, "a model is there while it is called"
+    return found
 
 
 class _Segment:
@@ -142,13 +167,13 @@ class _Segment:
     `store`: where what the backward reads of its inputs goes; None: it stays.
     """
 
-    def __init__(self, call: Call, owners: Mapping[fx.Node, tuple[nn.Module, str]], store: HostStore | None) -> None:
+    def __init__(self, call: Call, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> None:
         self._run, self._store = call.run, store
         self._weights = [owners.get(node) for node in call.inputs]
 
     def __call__(self, *inputs: Any) -> Any:
         rest = iter(inputs)
-        operands = [w[0]._parameters[w[1]] if w is not None else next(rest) for w in self._weights]
+        operands = [_alive(w[0])._parameters[w[1]] if w is not None else next(rest) for w in self._weights]
         with nullcontext() if self._store is None else self._store.holding(inputs):
             return self._run(*operands)
 
