@@ -13,6 +13,7 @@ from torch import Tensor
 from cp_rewrite.packing import packing_args
 from cp_rewrite.sharding import Sharding
 
+from .labels import COUNT, SHIFTED
 from .read_documents import unnamed_tokens
 
 _WRAPPED = {
@@ -35,6 +36,10 @@ _WRAPPED = {
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
+_NOT_SHIFTED = (
+    "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
+    "out where the model shifts its labels itself, or the batch holds shifted ones"
+)
 _SIZES = re.compile(
     r"is out of bounds for dim|exceeds dimension size|ttempting to (expand|broadcast) a dimension|"
     r"must match the (existing )?size|out of range for tensor of size|split_sizes|is invalid for input of size|"
@@ -83,7 +88,9 @@ def noted(
         yield
     except TypeError as error:
         unexpected = str(error).partition("unexpected keyword argument ")[2]
-        if unexpected:
+        if unexpected in (f"'{SHIFTED}'", f"'{COUNT}'"):
+            error.add_note(f"cp_rewrite: {_NOT_SHIFTED}")
+        elif unexpected:
             error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
         raise
     except Exception as error:

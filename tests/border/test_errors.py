@@ -60,6 +60,9 @@ def test_what_only_the_annotation_reads_is_dropped() -> None:
     assert raised.value.__notes__ == [
         "cp_rewrite: shard(batch, drop=('doc_ids',)) keeps back what the model does not take"
     ]
+    with pytest.raises(TypeError) as raised, sharding.shard(batch, shift_labels=True) as local:
+        WithoutIds()(**{name: local[name] for name in ("input_ids", "labels", "num_items", "shift_labels")})
+    assert raised.value.__notes__[0].startswith("cp_rewrite: shift_labels=True is for models that take shift_labels")
     for drop, kind in (("doc_ids", TypeError), (("ids",), KeyError)):
         with pytest.raises(kind, match=r"^.?drop "), sharding.shard(batch, drop=drop):
             pass
