@@ -6,8 +6,8 @@
 
 Forward and backward of the states of one layer, K = V = 128 (SSD: heads of 64, states of 128), bf16. Ideal: all tokens
 on one GPU, divided by the ranks. `balanced` is the layout that attention has. fla's CP needs contiguous slices of the
-row, for which layers of attention would have to change the layout and change it back: that is not timed. Each is called
-in turns with one GPU; medians, and of each call the slowest rank.
+row, for which layers of attention have to change the layout and change it back: `converted` exchanges hidden states
+four times, in and out, forward and backward. Each is called in turns with one GPU; medians, of the slowest rank.
 
 fla refuses one of its kernels on Hopper with Triton 3.4 to 3.7.0, whose gradients are wrong there. Its CP is timed with
 it all the same: in time nothing is wrong.
@@ -105,6 +105,30 @@ class Problem:
         scale, norm = self.how
         return self.step(lambda x: run(*x, scale=scale, use_qk_l2norm_in_kernel=norm, cp_context=context)[0], rows)
 
+    def converted(self, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+        """The same in a model whose attention has the balanced layout: hidden states, as wide as 64 numbers for each
+        head, change the layout before the layer and back behind it, and so do their gradients."""
+        rank, size, width = dist.get_rank(), dist.get_world_size(), 64 * self.inputs[1].shape[2]
+        plan = plan_batch([self.pack.documents], size, "balanced", self.pack.mask)
+        owners = [torch.from_numpy(plan.filled_indices(r)[0]) * size // self.pack.tokens for r in range(size)]
+        sent = owners[rank].bincount(minlength=size).tolist()
+        received = [int((owner == rank).sum()) for owner in owners]
+        order = owners[rank].argsort(stable=True).to(self.device)
+        hidden = self.dout.new_zeros(len(order), width)
+        run = self.by_fla(group)
+
+        def convert() -> None:
+            arrived = hidden.new_empty(sum(received), width)
+            dist.all_to_all_single(arrived, hidden[order], received, sent, group=group)
+            arrived[torch.arange(len(arrived), device=self.device).flip(0)]  # sorted by token, as far as time goes
+
+        def both() -> list[Tensor]:
+            for _ in range(4):
+                convert()
+            return run()
+
+        return both
+
 
 def measure(problem: Problem, group: dist.ProcessGroup, repeats: int) -> None:
     """Prints the lines of a table."""
@@ -112,6 +136,7 @@ def measure(problem: Problem, group: dist.ProcessGroup, repeats: int) -> None:
     ways = {layout: partial(problem.on_pieces, layout, group) for layout in ("balanced", "contiguous", "dual_chunk")}
     if problem.kind != "ssd" and importlib.util.find_spec("fla") and problem.device == "cuda":
         ways["fla's CP"] = partial(problem.by_fla, group)
+        ways["fla's CP, converted"] = partial(problem.converted, group)
     for name, made in ways.items():
         step = made()
         for _ in range(2):  # Triton tunes its kernels
