@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/bench/memory.py llama-1.1b:131072:checkpointed,tile
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
-(checkpoints there) and `host-weights`. Each is a Llama under FSDP2, bf16 over fp32 weights, AdamW, one row of packed
-documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A setting that runs
-out of memory says so; put it last.
+(checkpoints there) and `host-weights`. Each is a Llama or a Qwen3-MoE under FSDP2, bf16 over fp32 weights, AdamW, one
+row of packed documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A
+setting that runs out of memory says so; put it last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import cp_rewrite as cp
@@ -34,11 +34,14 @@ from cp_rewrite.diagnose.forecast.target import Target
 from cp_rewrite.planning.cost.memory import GIB, predict
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
-MODELS = {  # layers, width, inside of MLPs, heads, key heads, vocabulary
-    "llama-0.9b": (16, 2048, 7168, 16, 4, 320),
-    "llama-1.1b": (16, 2048, 7168, 16, 4, 128_256),
-    "llama-8b": (32, 4096, 14336, 32, 8, 128_256),
-    "tiny": (4, 128, 448, 2, 1, 8192),
+MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabulary, size of heads, experts
+    "llama-0.9b": (16, 2048, 7168, 16, 4, 320, 128, 0),
+    "llama-1.1b": (16, 2048, 7168, 16, 4, 128_256, 128, 0),
+    "llama-8b": (32, 4096, 14336, 32, 8, 128_256, 128, 0),
+    "llama-8b-of-8-layers": (8, 4096, 14336, 32, 8, 128_256, 128, 0),
+    "qwen3-30b-a3b-of-4-layers": (4, 2048, 768, 32, 4, 151_936, 128, 128),
+    "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
+    "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
 OPTIONS = ("checkpointed", "tile", "host", "host-weights")
 
@@ -65,12 +68,18 @@ class Setting:
         names = {"host": "checkpoints", "host-weights": "weights"}
         return tuple(names[option] for option in self.options if option in names)
 
-    def config(self) -> LlamaConfig:
-        layers, width, inside, heads, heads_kv, vocabulary = MODELS[self.model]
-        return LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=width // heads, use_cache=False,
-            max_position_embeddings=1 << 20, architectures=["LlamaForCausalLM"],
+    def config(self) -> PretrainedConfig:
+        layers, width, inside, heads, heads_kv, vocabulary, head_dim, experts = MODELS[self.model]
+        sizes: dict[str, Any] = {
+            "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": heads_kv, "head_dim": head_dim, "use_cache": False,
+            "max_position_embeddings": 1 << 20,
+        }  # fmt: skip
+        if not experts:
+            return LlamaConfig(**sizes, intermediate_size=inside, architectures=["LlamaForCausalLM"])
+        return Qwen3MoeConfig(
+            **sizes, intermediate_size=inside, moe_intermediate_size=inside, num_experts=experts,
+            num_experts_per_tok=min(8, experts // 2), norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"],
         )  # fmt: skip
 
 
@@ -93,9 +102,9 @@ class Found:
 class WithLoss(nn.Module):
     """A language model that returns its loss, and not its logits."""
 
-    def __init__(self, config: LlamaConfig, checkpointed: bool) -> None:
+    def __init__(self, config: PretrainedConfig, checkpointed: bool) -> None:
         super().__init__()
-        lm = LlamaForCausalLM(config)
+        lm = AutoModelForCausalLM.from_config(config)
         if checkpointed:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.model, self.lm_head = lm.model, lm.lm_head
@@ -214,7 +223,7 @@ def make_batch(setting: Setting) -> dict[str, Tensor]:
         length = min(left, int(torch.randint(min(2000, tokens), min(16000, tokens) + 1, (), generator=generator)))
         positions.append(torch.arange(length))
         left -= length
-    ids = torch.randint(0, MODELS[setting.model][-1], (1, tokens + 1), generator=generator)
+    ids = torch.randint(0, setting.config().vocab_size, (1, tokens + 1), generator=generator)
     return {"input_ids": ids[:, :-1], "position_ids": torch.cat(positions)[None], "labels": ids[:, 1:]}
 
 
