@@ -47,9 +47,9 @@ class Sharding:
             documents are spread over all ranks.
     Layout:
         layout: which rank owns which tokens: `contiguous`, `head_tail`, `dual_chunk` or `balanced`.
-        balance_for: the mask whose work `balanced` balances, for models whose attention is mostly not causal over whole
-            documents (windows, bidirectional). None: `assume_mask`, or causal (with `spans`, in trees, where the
-            annotation names them).
+        balance_for: the mask whose work `balanced` balances: name it for models whose attention mostly is not causal
+            over whole documents (windows, bidirectional). None: `assume_mask`, else causal, with the annotation's spans
+            or trees.
         chunk_size: documents are cut only at multiples of it, in tokens from the document's start. They must start at
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
@@ -58,9 +58,9 @@ class Sharding:
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
-        exchange_at: which rows travel: `attention`, its keys and values; `narrowest`, the narrowest of what these are
-            computed from token by token (MLA's latents), and each rank computes them again of what it gets; `auto`,
-            what is predicted to take less time.
+        exchange_at: which rows travel: `attention`, keys and values; `narrowest`, the narrowest tensors that keys and
+            values are computed from token by token (MLA's latents), from which each rank computes them again; `auto`,
+            whichever is predicted to take less time.
         keep_kv: keep the exchanged keys and values for the backward instead of exchanging them again.
         ranks_per_node: ranks of the group that share a machine: `balanced` keeps documents inside one where it can.
             None: `LOCAL_WORLD_SIZE` under `torchrun`, else the whole group.
@@ -75,37 +75,37 @@ class Sharding:
         deterministic: bitwise repeatable backward kernels.
         inner: the compiler that gets the rewritten graph.
     Memory:
-        tile: run what treats tokens alone and is wide inside, a head with its loss above all, over so many of a rank's
-            rows at a time, and once more (or at once) for the gradients: no tensor of all rows and the whole
-            vocabulary. `auto` lets a tile's widest tensor have 2 GiB; None: nothing is tiled.
+        tile: how many of a rank's rows wide parts of the graph that treat tokens alone take at a time, above all the
+            head with its loss, so that no tensor has all rows and the whole vocabulary. `auto`: as many as give a
+            tile's widest tensor 2 GiB. None: nothing is tiled.
     Safety:
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.
-        resolve: sum over the ranks what is a part of a sum on each, where a model uses it as the whole (means, router
-            statistics); `explain` shows where. False refuses such models.
-        random: `per_rank` lets each rank draw the random numbers of its own tokens, as dropout does: seed the ranks
-            apart. The draws are others than on one process, their distribution is the same. What all tokens share
-            (dropout of weights) stays refused.
+        resolve: where a model uses a sum over tokens as the whole (means, router statistics), add the ranks' parts up;
+            `explain` shows where. False refuses such models.
+        random: `per_rank` lets each rank draw the random numbers of its own tokens, as for dropout. Give each rank
+            another seed. The numbers differ from those of one process, their distribution does not. Random numbers that
+            all tokens share (dropout of weights) stay refused.
         assume_mask: your word for a mask that the graph does not show (a mask passed in as a tensor).
-        across_documents: attention that no mask keeps to documents is meant to see whole rows. False refuses it in
-            batches that have several documents in a row.
+        across_documents: True says that attention without a mask of documents is meant to see whole rows. False
+            refuses it in batches that have several documents in a row.
         reset_states: recurrent states, and convolutions over tokens, begin anew at each document, whatever the model
             passes. False: as the model computes on one process, which may hand a state on to the next document.
         spans: which argument says what tokens see each other in both directions, for masks that let them.
-        masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean.
-            Others that look like masks mean `assume_mask`, or causal attention inside documents; None: it is no mask.
-            `shard` compares them with every batch's documents.
-        local_ops: names of ops (`"my::op"`) that you vouch act on each token alone (`check_op` tells). The first call
-            of a graph looks at each once, on two parts of up to 256 tokens, and raises where it does not.
+        masks: arguments that are masks of whole rows, (T, T), (B, T, T), (B, H, T, T) or a BlockMask -> what they mean;
+            None: it is no mask. Other arguments that look like masks mean `assume_mask`, or causal attention inside
+            documents. `shard` compares masks with every batch's documents.
+        local_ops: names of ops (`"my::op"`) that, you vouch, treat each token alone (`check_op` tells). The first call
+            of a graph tries each once, on two parts of up to 256 tokens, and raises where it does not.
         verify: `first_step` compares the rebuilt mask with the model's own mask on the first batch. A mask given by
             `assume_mask` is always compared with the tensor that comes in, and flex_attention's lists of blocks with
             its mask function. `every_step` does all of it on each batch.
         check_batches: compare every batch's documents and token order over the group, from host to host, and raise on
-            every rank where they differ. False saves some tenths of a millisecond per batch, and looks at no
+            every rank where they differ. False saves some tenths of a millisecond per batch, and does not try
             `local_ops`.
     Watched:
-        max_logits: note the largest logit of each head, for `cp.max_logits`: of every batch, or of every n-th that is
-            cut. Another pass over queries and keys; nothing on other batches.
+        max_logits: note the largest logit of each head, for `cp.max_logits`: True in every batch, n in every n-th. A
+            batch in which they are noted takes one more pass over queries and keys.
     Blocks:
         block_tokens: for models whose blocks are compiled one by one: arguments of a block (`hidden_states`,
             `position_embeddings[0]`) -> token dim. They are no part of a batch; outside the blocks nothing is proven.
