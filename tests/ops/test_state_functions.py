@@ -102,7 +102,7 @@ def test_a_batch_opens_the_block() -> None:
     given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
     with cp.Sharding(1, TOKENS, cp.DocumentIds("doc_ids")).shard(packed_batch()):
         assert compiled(function, given)[1] == {"ssd"}
-    assert importlib.import_module("cp_rewrite.ops.states.functions")._Blocks.count == 0
+    assert importlib.import_module("cp_rewrite.ops.states.modules").Blocks.count == 0
 
 
 def test_of_a_librarys_kernels_those_with_offsets_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +142,32 @@ def test_of_a_librarys_kernels_those_with_offsets_reset_states(monkeypatch: pyte
     ]
     expected = torch.cat([reference(**part)[0] for part in parts], 1)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lightning_attention_is_one_op_inside_of_a_batch() -> None:
+    minimax = module_of("minimax")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "block_size": 4}
+    layer = minimax.MiniMaxLightningAttention(minimax.MiniMaxConfig(hidden_size=8, head_dim=4, **sizes), 0)
+    x = torch.randn(2, 11, 8)
+    given = {"hidden_states": x, "position_embeddings": None, "attention_mask": torch.ones(2, 11)}
+    with state_ops():
+        out, seen = compiled(layer, given)
+        assert seen == {"ssd"}
+        torch.testing.assert_close(out, layer(**given)[0], rtol=1e-4, atol=1e-5)
+    assert not compiled(layer, given)[1]
+
+
+def test_lightning_attention_of_other_numbers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    minimax = module_of("minimax")
+    other: Any = ModuleType("transformers.models.other.modeling_other")
+
+    class MiniMaxLightningAttention(minimax.MiniMaxLightningAttention):
+        def forward(self, hidden_states: torch.Tensor, *_: Any) -> Any:
+            return 2 * hidden_states, None
+
+    for found in (MiniMaxLightningAttention, minimax.MiniMaxConfig, minimax.apply_mask_to_padding_states):
+        setattr(other, found.__name__, found)
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    plain = MiniMaxLightningAttention.forward
+    with state_ops():
+        assert MiniMaxLightningAttention.forward is plain

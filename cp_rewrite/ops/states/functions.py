@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .modules import Blocks, wrap_modules
+
 _ops: Any = torch.ops.cp_rewrite
 _PACKAGES = ("transformers.models.", "transformers_modules.", "fla.ops.", "mamba_ssm.ops.")
 _LIBRARIES = ("fla.", "mamba_ssm.", "causal_conv1d.")
@@ -39,24 +41,17 @@ Given = Mapping[str, Any]
 """What a function is called with, by transformers' names, without what is None or as it is by default."""
 
 
-class _Blocks:
-    """Blocks that are open, in all threads. `inside`: whether there are any; Dynamo guards on it."""
-
-    count = 0
-    inside = False
-
-
 @contextmanager
 def state_ops() -> Generator[None]:
     """Inside, Dynamo puts state ops in the place of the functions of all modules that are loaded."""
     substitute_loaded()
-    _Blocks.count += 1
-    _Blocks.inside = True
+    Blocks.count += 1
+    Blocks.inside = True
     try:
         yield
     finally:
-        _Blocks.count -= 1
-        _Blocks.inside = _Blocks.count > 0
+        Blocks.count -= 1
+        Blocks.inside = Blocks.count > 0
 
 
 def _delta(op: Callable[..., Tensor], given: Given) -> Any:
@@ -173,6 +168,7 @@ def substitute_loaded() -> None:
         return
     for name, module in [*sys.modules.items()]:
         if name.startswith(_PACKAGES):
+            wrap_modules(module)
             for function in [vars(module).get(known) for known in (*_BY_NAME, *_WHOLE_BLOCKS)]:
                 if isinstance(function, FunctionType) and id(function) not in _seen:
                     _seen[id(function)] = function
@@ -221,7 +217,7 @@ def _register(function: FunctionType, call: Callable[[Any, Any], Any]) -> None:
     plain = _copy(function)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        found = call(args, kwargs) if _Blocks.inside else None
+        found = call(args, kwargs) if Blocks.inside else None
         return plain(*args, **kwargs) if found is None else found[0]
 
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)  # type: ignore[arg-type]
