@@ -20,7 +20,8 @@ _WRAPPED = {
     ("is incompatible with gradient checkpointing",): "pass use_cache=False: with its default, True, transformers logs "
     "that here, which can't be traced",
     ("Could not guard on data-dependent",): "Python decides by what a tensor holds (`.item()`, `if x > 0`), and a rank "
-    "has some of the tokens: decide on tensors (`torch.where`), or before the model, on the whole batch",
+    "has some of the tokens: decide on tensors (`torch.where`), or before the model, on the whole batch. Or the model "
+    "has experts of transformers on a CPU, whose backward torch does not compile: experts_implementation='batched_mm'",
     ("of class `Logger`",): "a model is compiled inside of DDP's wrapper, not the wrapper: "
     "cp.parallelize(model, mesh, sharding, data_parallel='ddp') does that",
     ("the function `disable`", "Call to `torch._dynamo.disable()`"): "if blocks of the model are wrapped by "

@@ -47,6 +47,8 @@ def explain_config(
 
     if world_size % nodes:
         raise ValueError(f"nodes must divide the {world_size} ranks, got {nodes}")
+    if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would take it for a name on the hub
+        raise OSError(f"{name} is not there: give a folder with a config.json, or a name that transformers finds")
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
     text = config.get_text_config()
     notes = (_CACHE,) if getattr(text, "use_cache", False) else ()

@@ -81,3 +81,5 @@ def test_layers_that_the_config_lacks_are_an_error(layers: str, gemma3: str, cap
 def test_folder_without_a_config_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", str(tmp_path), "--lengths", "13"]) == 2
     assert "cp_rewrite explain: " in capsys.readouterr().err
+    assert main(["explain", str(tmp_path / "other"), "--lengths", "13"]) == 2
+    assert "other is not there: give a folder" in capsys.readouterr().err
