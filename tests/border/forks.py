@@ -166,6 +166,9 @@ def _play(rank: int, size: int, store: str, fn: Callable[..., Any], args: Any, w
     try:
         os.dup2(os.open(_stderr(store, rank), os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
         faulthandler.enable()
+        # A fork makes torch's pool of threads anew when first asked for, and several threads that ask at once, as those
+        # of a backward where torch knows of GPUs, find none: this one asks before there are others.
+        torch.set_num_threads(1)
         wait = timedelta(seconds=2 * LIMIT_S)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
         mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("cp",))
