@@ -1,6 +1,7 @@
 """A graph from Dynamo, copied, and brought into nodes that matching and rules know.
 
 capture        the copy, and the `State` that passes hand on
+region_sizes   sizes that a region is given twice, given once
 multihead      `nn.MultiheadAttention` as projections around attention
 flash_attn     flash-attn's functions as the operators that they call
 masked_scatter rows put in the place of some tokens, as choices token by token

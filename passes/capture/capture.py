@@ -23,6 +23,7 @@ from .masked_scatter import part_masked_scatter
 from .multihead import part_multihead
 from .part_moves import part_moves
 from .place_writes import place_writes
+from .region_sizes import give_sizes_once
 
 _PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
 """What `torch._check_tensor_all` calls -> its usual name."""
@@ -35,6 +36,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     ends = ends_of(gm)
     kept = {copies[node]: where for node, where in ends.kept.items() if node in copies}
     _return_without(copy, {copies[node] for node in ends.unread if node in copies})
+    give_sizes_once(copy)
     part_multihead(copy)
     part_flash_attn(copy)
     for module in graph_modules(copy):

@@ -86,7 +86,7 @@ def train_sharded(mesh: DeviceMesh, kind: str, name: str = "llama", inner: Any =
     # nanoGPT knows of no documents.
     sharding = replace(annotate(mesh, inner=inner), across_documents=name == "nanogpt")
     plain = build_model(name)
-    if checkpointing := more.pop("checkpointing", False):
+    if more.pop("checkpointing", False):
         plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model = cp.parallelize(plain, mesh, sharding, **KINDS[kind], **more)
     counters.clear()
@@ -97,8 +97,7 @@ def train_sharded(mesh: DeviceMesh, kind: str, name: str = "llama", inner: Any =
 
     recorded, counted = train(model, loss_of), counters["cp_rewrite"]
     segments = counted["segments"], counted["segments compiled"]
-    if not checkpointing:  # there the first layer alone is given the row's length, and is a class of its own
-        assert segments == CLASSES.get((name, kind), segments)
+    assert segments == CLASSES.get((name, kind), segments)
     return recorded
 
 
