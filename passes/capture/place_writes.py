@@ -29,7 +29,7 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of
 
-from .whole_writes import basic_entries, mask_write, replace_written
+from .whole_writes import basic_entries, mask_write, replace_written, view_write
 
 _ALL = slice(None)
 _New = Callable[..., fx.Node]
@@ -49,7 +49,7 @@ def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
         return
     for module in graph_modules(gm):
         for node in [*module.graph.nodes]:
-            node = mask_write(node, mode)
+            node = mask_write(view_write(node, mode), mode)
             write = None if node is None else _Write.of(node, counts)
             if write is not None and not _near_attention(write.x, counts):
                 write.put(mode)
@@ -77,13 +77,14 @@ class _Write:
 
     @staticmethod
     def of(node: fx.Node, counts: Collection[Any]) -> _Write | None:
+        given: Any = node.args
         if node.target is operator.setitem:
-            (x, index, value), in_place = node.args, True
+            (x, index, value), in_place = given, True
         elif node.target in (torch.select_scatter, torch.slice_scatter):
             names = ("input", "src", "dim") + (
                 ("index",) if node.target is torch.select_scatter else ("start", "end", "step")
             )
-            given: dict[str, Any] = {"dim": 0, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+            given = {"dim": 0, **dict(zip(names, node.args, strict=False)), **node.kwargs}
             x, value, in_place = given["input"], given["src"], False
             at = given["index"] if "index" in given else slice(*(given.get(name) for name in names[3:]))
             ndim = x.meta["example_value"].ndim
@@ -154,7 +155,7 @@ class _Write:
         value: Any = self.value
         if not isinstance(value, fx.Node) or value.target not in _OUT_OF_PLACE or [*value.users] != [self.node]:
             return None, value
-        read = value.args[0]
+        read: Any = value.args[0]
         same = read.target is operator.getitem and read.args[0] is self.x and [*read.users] == [value]
         if same and self.in_place and basic_entries(self.x, read.args[1]) == self.index:
             return value, value.args[1]

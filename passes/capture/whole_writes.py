@@ -2,6 +2,7 @@
 
 y[m] = -100              y.masked_fill(m, -100)
 y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
+h[:, 1:].mul_(3)         h[:, 1:] *= 3
 """
 
 from __future__ import annotations
@@ -21,6 +22,22 @@ from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, expression, memory_id, unwrapped
 
 _ALL = slice(None)
+_OPERATORS = {"add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv}
+
+
+def view_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Bring a write into some entries of a tensor, by a view that nothing reads later, into one at their places."""
+    target, given = _OPERATORS.get(str(node.target), node.target), node.args
+    joined = target in _OPERATORS.values()
+    if not (joined or target in ("fill_", "zero_", "copy_")) or node.kwargs or not isinstance(given[0], fx.Node):
+        return node
+    base = _base(node, given[0])
+    if base is None:
+        return node
+    new = maker(node, mode)
+    written = new(operator.setitem, *base, new(target, *given) if joined else [*given, 0][1])
+    node.graph.erase_node(node)
+    return written
 
 
 def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
@@ -90,8 +107,9 @@ def _is_mask(x: Any, mask: Any) -> bool:
     if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
         return False
     held, told = x.meta.get("example_value"), mask.meta.get("example_value")
-    both = isinstance(held, Tensor) and isinstance(told, Tensor)
-    return both and told.dtype is torch.bool and 0 < told.ndim <= held.ndim
+    if not isinstance(held, Tensor) or not isinstance(told, Tensor):
+        return False
+    return told.dtype is torch.bool and 0 < told.ndim <= held.ndim
 
 
 def _fits(x: fx.Node, value: Any) -> bool:
@@ -112,9 +130,10 @@ def _memories(node: fx.Node) -> list[int]:
 
 def _geometry(x: Tensor) -> list[Any]:
     """Sizes and strides, where there are several entries."""
+    sizes: Any = x.shape
     return [
         (expression(n), 1 if isinstance(n, int) and n == 1 else expression(step))
-        for n, step in zip(x.shape, x.stride(), strict=True)
+        for n, step in zip(sizes, x.stride(), strict=True)
     ]
 
 

@@ -74,6 +74,20 @@ def by_a_view(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
     x.transpose(1, 2)[..., 0] = 0
 
 
+def emptied(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 0].zero_()
+
+
+def of_views(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    ahead = x[:, 1:]
+    ahead.mul_(3)
+    ahead = x[:, :-2]
+    ahead -= m.lin.bias
+    x[:, 2:].add_(h[:, :-2])
+    x[..., 3, :].copy_(h[:, 1])
+    y[:, -3:-1].fill_(-100)
+
+
 def of_itself(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
     y[..., :-1] = y[..., 1:].clone()
     x[:, 0] = x[:, 0] * 2
@@ -115,6 +129,8 @@ RIGHT: dict[str, Write] = {
     "shifted": shifted,
     "of_features": of_features,
     "by_a_view": by_a_view,
+    "emptied": emptied,
+    "of_views": of_views,
     "of_itself": of_itself,
     "by_masks": by_masks,
     "shifted_right": shifted_right,
@@ -147,8 +163,10 @@ def one_row(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
     x[0, 1] = h[0, 2]
 
 
-def emptied(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
-    x[:, 0].zero_()
+def view_read_later(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    ahead = x[:, 1:]
+    ahead.mul_(3)
+    return x + F.pad(ahead, (0, 0, 1, 0))
 
 
 REFUSED: dict[str, Write] = {
@@ -160,7 +178,7 @@ REFUSED: dict[str, Write] = {
     "masked_between": masked_between,
     "every_other": every_other,
     "one_row": one_row,
-    "emptied": emptied,
+    "view_read_later": view_read_later,
 }
 
 
