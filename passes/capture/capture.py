@@ -22,6 +22,7 @@ from .join_chunks import join_chunks
 from .masked_scatter import part_masked_scatter
 from .multihead import part_multihead
 from .part_moves import part_moves
+from .picked_sums import sum_picked
 from .place_writes import place_writes
 from .region_sizes import give_sizes_once
 
@@ -50,6 +51,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
         part_masked_scatter(copy, tokens.counts, kept)
         place_writes(copy, tokens.counts)
         part_moves(copy)
+        sum_picked(copy, tokens.counts, kept)
         chunked = join_chunks(copy, tokens.counts, kept)
         for graph in region_calls(copy):
             chunked |= join_chunks(graph.owning_module, tokens.counts, kept)

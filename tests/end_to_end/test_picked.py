@@ -252,11 +252,12 @@ def test_the_report_names_what_is_picked_and_its_bytes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["of_tokens", "by_mask"])
+@pytest.mark.parametrize("name", ["of_tokens", "by_mask", "of_each_by_mask"])
 def test_places_that_differ_from_rank_to_rank_are_refused(name: str) -> None:
     picks = {
         "of_tokens": lambda m, x, b: x[:, b["input_ids"][0] % 7].sum(),
         "by_mask": lambda m, x, b: (x * b["labels"].bool()[..., None])[row_of(x), (x[..., 0] > 0).long()[0]].sum(),
+        "of_each_by_mask": lambda m, x, b: x[x[..., 0] > 0].sum(-1).amax(),
     }
     model = Model(lambda m, x, b: picks[name](m, x, b))
     report = cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed(1, 13))

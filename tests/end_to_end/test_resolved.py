@@ -125,6 +125,12 @@ LOSSES: dict[str, Loss] = {
     "exp_of_mean": lambda m, x, y: F.cross_entropy(*flat(x, y)).exp().sqrt() * m.scale.sum(),
     "weight_norm": lambda m, x, y: F.cross_entropy(*flat(x, y)) + 0.1 * m.scale.square().sum(),
     "sum_of_losses": lambda m, x, y: losses(x, y).sum() / 10,
+    "picked": lambda m, x, y: (
+        F.cross_entropy(x[y > 5], y[y > 5], label_smoothing=0.1)
+        + x[x > 0.3].mean()
+        + x[y > 5].mean(0).exp().sum()
+        + (x.masked_select(x < 0).sum() / 9 + x.flatten(0, 1)[y.flatten() > 5].sum((0, 1)) / 9).tanh()
+    ),
     "weights_alone": lambda m, x, y: m.scale.square().sum(),
     "sum_and_weight_norm": lambda m, x, y: losses(x, y).sum() / 10 + 0.1 * m.scale.square().sum(),
     "in_place": added_in_place,

@@ -1,0 +1,172 @@
+"""Tokens that a mask picks, as many as there happen to be, where they are only added up: all tokens, 0 for the others.
+
+x[mask].sum(0)                               where(mask, x, 0).sum(0)
+x[mask].mean(0)                              the same / mask.sum()
+F.cross_entropy(logits[mask], labels[mask])  F.cross_entropy(logits, where(mask, labels, ignore_index))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_rewrite.passes.graph.new_nodes import maker
+from cp_rewrite.passes.graph.nodes import draws_random_numbers, op_name, value_of
+from cp_rewrite.passes.graph.regions import graph_modules
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """x[mask], where all reads of it are known.
+
+    Args:
+        sums: reductions that read it. losses: cross entropies. sizes: nodes that only assert that it has some size.
+    """
+
+    x: fx.Node
+    mask: fx.Node
+    sums: Sequence[fx.Node]
+    losses: Sequence[fx.Node]
+    sizes: Sequence[fx.Node]
+
+
+def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> None:
+    """Rewrite those of a graph and its nested regions.
+
+    Args:
+        counts: the number of tokens, in all its symbols. kept: nodes that are read beside the graph.
+    """
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    modules = graph_modules(gm)
+    written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
+    for module in modules:
+        found = {n: pick for n in module.graph.nodes if n not in kept and (pick := _read(n, counts)) is not None}
+        losses = {loss: _of_both(loss, found, written) for pick in found.values() for loss in pick.losses}
+        for loss, both in losses.items():
+            if both is not None:
+                _over_all_tokens(loss, *both, mode)
+        done = {n: pick for n, pick in found.items() if all(losses[loss] is not None for loss in pick.losses)}
+        for node, pick in done.items():
+            for reduction in pick.sums:
+                _sum(reduction, node, pick, mode)
+        asserted = {size for pick in done.values() for size in pick.sizes}  # two may be asserted to be equal
+        for node in reversed(module.graph.nodes):
+            if node in asserted or node in done:
+                module.graph.erase_node(node)
+
+
+def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
+    if op_name(node) not in ("getitem", "masked_select") or len(node.args) != 2 or node.kwargs:
+        return None
+    x, mask = node.args
+    mask = mask[0] if isinstance(mask, tuple) and len(mask) == 1 else mask
+    if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
+        return None
+    values = value_of(x), value_of(mask)
+    if not all(isinstance(value, Tensor) for value in values) or values[1].dtype is not torch.bool:
+        return None
+    symbols = {symbol for size in values[1].shape for symbol in expression(size).free_symbols}
+    if not symbols & {*counts} or (op_name(node) == "masked_select" and values[0].shape != values[1].shape):
+        return None
+    sizes = [user for user in node.users if user.target is _aten.sym_size.int]
+    asserted = [_asserts(size) for size in sizes]
+    sums = [user for user in node.users if _is_sum(user, node)]
+    losses = [user for user in node.users if user.target is F.cross_entropy]
+    if None in asserted or len(sums) + len(losses) + len(sizes) < len(node.users):
+        return None
+    return _Pick(x, mask, sums, losses, [each for chain in asserted for each in chain or ()])
+
+
+def _asserts(node: fx.Node) -> list[fx.Node] | None:
+    """A node and those that follow from it, if they only assert something."""
+    if node.target is _aten._assert_scalar.default:
+        return [node]
+    chains = [_asserts(user) for user in node.users]
+    if None in chains or not chains or isinstance(value_of(node), Tensor):
+        return None
+    return [*(each for chain in chains for each in chain or ()), node]
+
+
+def _is_sum(node: fx.Node, of: fx.Node) -> bool:
+    """Whether a node sums over the picked entries, and perhaps over more dims."""
+    given = _arguments(node)
+    if op_name(node) not in ("sum", "mean") or node.args[:1] != (of,) or given.keys() - {"dim"}:
+        return False
+    dims = _dims(given, value_of(of).ndim)
+    return dims is not None and all(isinstance(value_of(of).shape[dim], int) for dim in dims[1:])
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(("dim", "keepdim"), node.args[1:], strict=False)), **node.kwargs}
+
+
+def _dims(given: dict[str, Any], ndim: int) -> list[int] | None:
+    """The dims that are reduced; None where the picked entries' is not among them."""
+    dims = given.get("dim")
+    dims = [dims] if isinstance(dims, int) else range(ndim) if dims is None else dims
+    found = sorted(dim % ndim for dim in dims) if all(isinstance(dim, int) for dim in dims) else []
+    return found if found[:1] == [0] else None
+
+
+def _sum(node: fx.Node, picked: fx.Node, pick: _Pick, mode: FakeTensorMode) -> None:
+    dims = _dims(_arguments(node), value_of(picked).ndim) or []
+    more, new = value_of(pick.mask).ndim, maker(picked, mode)
+    behind = value_of(pick.x).ndim - more
+    chosen = new(torch.where, new("reshape", pick.mask, (*_sizes(new, pick.mask), *[1] * behind)), pick.x, 0)
+    after, dtype, means = maker(node, mode), value_of(node).dtype, op_name(node) == "mean"
+    wide = torch.float32 if means and dtype in (torch.float16, torch.bfloat16) else dtype
+    total = after(torch.sum, chosen, [*range(more), *(dim + more - 1 for dim in dims[1:])], dtype=wide)
+    if means:
+        entries = math.prod(value_of(picked).shape[dim] for dim in dims[1:])
+        total = after(torch.div, total, after(torch.mul, after(torch.sum, pick.mask), entries))
+    total = total if wide is dtype else after(torch.Tensor.to, total, dtype)
+    node.replace_all_uses_with(total)
+    node.graph.erase_node(node)
+
+
+def _sizes(new: Any, x: fx.Node) -> list[Any]:
+    return [new("size", x, dim) for dim in range(value_of(x).ndim)]
+
+
+def _of_both(loss: fx.Node, found: dict[fx.Node, _Pick], written: Collection[Any]) -> tuple[_Pick, _Pick] | None:
+    """The picks of a loss's scores and of its targets, by one mask. written: memory that nodes write into."""
+    scores, targets = (found.get(arg) if isinstance(arg, fx.Node) else None for arg in [*loss.args, None, None][:2])
+    given = loss.kwargs.get("reduction", "mean"), len(loss.args)
+    if scores is None or targets is None or given not in (("mean", 2), ("sum", 2)):
+        return None
+    if not _is_again(scores.mask, targets.mask, written):
+        return None
+    ndim = value_of(targets.mask).ndim
+    whole = value_of(targets.x).ndim == ndim and value_of(scores.x).ndim == ndim + 1
+    return (scores, targets) if whole and not value_of(targets.x).is_floating_point() else None
+
+
+def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
+    """Whether two arguments are one, or computed in the same way from what nothing writes into."""
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return type(a) is type(b) and a == b
+    if a.op not in ("call_function", "call_method") or a.target != b.target or a.kwargs or b.kwargs:
+        return False
+    pure = not draws_random_numbers(a) and not any(memory_of(n) in written for n in (a, b, *a.all_input_nodes))
+    alike = len(a.args) == len(b.args) and all(_is_again(x, y, written) for x, y in zip(a.args, b.args, strict=True))
+    return pure and alike
+
+
+def _over_all_tokens(loss: fx.Node, scores: _Pick, targets: _Pick, mode: FakeTensorMode) -> None:
+    new, ndim = maker(loss, mode), value_of(scores.mask).ndim
+    labels = new(torch.where, targets.mask, targets.x, loss.kwargs.get("ignore_index", -100))
+    whole = scores.x if ndim == 1 else new("flatten", scores.x, 0, ndim - 1)
+    loss.args = whole, new("flatten", labels)
