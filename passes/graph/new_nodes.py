@@ -69,7 +69,8 @@ def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode) -> None:
 
     A gradient reaches it where one reaches an operand, unless none reaches `like`.
     """
-    new.meta = {key: value for key, value in like.meta.items() if key != "example_value"}
+    own = ("example_value", "unbacked_bindings")  # what `like` gives, and the sizes that its data decides
+    new.meta = {key: value for key, value in like.meta.items() if key not in own}
     with tracing(mode):
         value = fake_value(new, mode)
     if isinstance(value, Tensor):

@@ -109,6 +109,11 @@ LOSSES: dict[str, Loss] = {
         + x.narrow(1, x.shape[1] // 3, 2).sin().sum()
         + x.select(1, x.shape[1] // 2).sum()
     ),
+    "topk": lambda m, x, b: (
+        x.topk(2, 1).values.sin().sum()
+        + x.flatten(0, 1).topk(3, 0, largest=False).values.exp().sum()
+        + (x.flip(-1).gather(1, x.topk(2, 1).indices) * x.sin().topk(2, 1, False).indices).sum()
+    ),
     "flat_of_the_first_row": lambda m, x, b: (
         x.flatten(0, 1)[x.shape[1] - 1 : x.shape[1]].exp().sum() + x.flatten(0, 1)[-2].sin().sum()
     ),

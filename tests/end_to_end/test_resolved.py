@@ -228,7 +228,7 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 @pytest.mark.parametrize(
     "names",
     [
-        ["count_divides", "sum_of_losses", "amax", "load_balanced", "softmax_over_tokens", "batch_norm", "product"],
+        ["count_divides", "sum_of_losses", "amax", "load_balanced", "softmax_over_tokens", "batch_norm", "picked"],
         *(pytest.param(names, marks=pytest.mark.slow) for names in TOGETHER),
     ],
 )

@@ -40,7 +40,7 @@ from .over_ranks import losses as over_losses
 from .over_ranks import normalized, recurrences, scans, segments, wholes
 from .over_ranks.counted import counted
 from .picked import entries as picked
-from .picked import first, looked_up
+from .picked import first, looked_up, top
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
 
@@ -116,7 +116,9 @@ MIXED_DIMS = (
     ),
     # over tokens -> the same dims: each rank runs over its own, and what it reached at ends of pieces is exchanged
     rule("cumprod cummax cummin logcumsumexp", rows(same_dims, mixes=over("runs over")), OverRanks(scans.scanned)),
-    rule("argsort topk", rows(same_dims, mixes=over("runs over"))),
+    rule("argsort", rows(same_dims, mixes=over("runs over"))),
+    # over tokens: the largest of all ranks', and their places in the whole row -> whole
+    rule("topk", rows(same_dims, mixes=over("runs over")), OverRanks(top.topk)),
     rule("flip", rows(same_dims, mixes=over("runs over")), MovesRows(moves.flipped)),
     rule("_fft_r2c _fft_c2r _fft_c2c", rows(same_dims, mixes=over("runs over"))),
     rule("roll", rows(same_dims, mixes=over("rolls")), MovesRows(moves.rolled)),

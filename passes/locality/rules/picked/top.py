@@ -1,0 +1,67 @@
+"""The k largest entries over tokens, as topk gives them: each rank's k largest are candidates.
+
+    tokens of rank 0, rank 1      3 8 1, 9 2 4      k = 2
+    candidates (value, place)     8 1, 3 0          9 3, 4 5
+    found                         9 3, 8 1          the values are then picked at their places
+
+Of equal entries torch promises no order; here the first in the row comes first, on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_rewrite.batch.active import TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from cp_rewrite.passes.locality.claims.dims import Mixes
+from cp_rewrite.passes.locality.claims.tensor_state import WHOLE
+from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.rules.rule import States
+from cp_rewrite.passes.locality.rules.spread import rows_along, spread
+from cp_rewrite.passes.values.resolution import Ranks, Whole
+
+from .entries import Picked
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def topk(call: Call) -> tuple[States, Whole]:
+    """As many as there are for any number of tokens."""
+    rows, dim = rows_along(call, call.arg("dim"))
+    if not isinstance(call.arg("k"), int):
+        raise Mixes("topk of as many tokens as the shard happens to have")
+    call.use_positions(call.first)
+    return WHOLE, TopK(rows.dims, False, dim)
+
+
+@dataclass(frozen=True)
+class TopK(Picked):
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return (TOKEN_ROWS, TOKEN_INDEX)
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        x, k, largest = args["self"], args["k"], bool(args["largest"])
+        index_BT = ranks.joined_index if self.is_flat else ranks.token_index
+        places = torch.where(spread(ranks.has_token, self.dims), spread(index_BT, self.dims), _NOWHERE)
+        own = x.detach().movedim(self.dim, 0)
+        own, places = _first(k, largest, own, places.expand(x.shape).movedim(self.dim, 0))
+        own, places = (ranks.rows_of_ranks(each.reshape(1, -1)).view(-1, *each.shape[1:]) for each in (own, places))
+        place = _first(k, largest, own, places)[1].movedim(0, self.dim)
+        return self.gathered(ranks, x, place, place.shape), place
+
+
+def _first(k: int, largest: bool, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The k first entries of dim 0 and their places, by value, then by place; without a place last."""
+    if x.is_floating_point():  # nan is larger than all
+        last = -torch.inf if largest else torch.nan
+    else:
+        last = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
+    by_place = places.argsort(dim=0, stable=True)
+    x, places = x.gather(0, by_place), places.gather(0, by_place)
+    x = torch.where(places == _NOWHERE, x.new_full((), last), x)
+    by_value = x.argsort(dim=0, descending=largest, stable=True).narrow(0, 0, k)
+    return x.gather(0, by_value), places.gather(0, by_value)
