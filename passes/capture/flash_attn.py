@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import place_by
-from cp_rewrite.passes.graph.nodes import constant, op_name
+from cp_rewrite.passes.graph.nodes import bind, constant, op_name
 from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, outputs_of
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
@@ -40,7 +40,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """What an op is called with, by the names of its schema; versions of a library order them differently."""
     declared = schema_of(node).arguments
     given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    return given | dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
+    return bind(node, (argument.name for argument in declared), **given)
 
 
 def part_flash_attn(gm: fx.GraphModule) -> None:

@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import SymInt, Tensor
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.nodes import op_name
+from cp_rewrite.passes.graph.nodes import bind, op_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
@@ -86,14 +86,14 @@ def _parts(index: Any) -> tuple[Any, Any] | None:
 
 
 def _diff(node: fx.Node, mode: FakeTensorMode) -> None:
-    given = dict(zip(("input", "n", "dim", "prepend", "append"), node.args, strict=False)) | node.kwargs
-    x, times, dim = given["input"], given.get("n", 1), given.get("dim", -1)
+    given = bind(node, ("input", "n", "dim", "prepend", "append"), n=1, dim=-1, prepend=None, append=None)
+    x, times, dim = given["input"], given["n"], given["dim"]
     shape = x.meta["example_value"].shape
     if not isinstance(times, int) or times < 1 or not isinstance(dim, int) or not isinstance(shape[dim], SymInt):
         return
     less = torch.logical_xor if x.meta["example_value"].dtype is torch.bool else operator.sub
     new = maker(node, mode)
-    ends = [given.get("prepend"), x, given.get("append")]
+    ends = [given["prepend"], x, given["append"]]
     if any(end is not None for end in ends[::2]):
         x = new(torch.cat, [end for end in ends if end is not None], dim)
     for _ in range(times):
@@ -102,7 +102,7 @@ def _diff(node: fx.Node, mode: FakeTensorMode) -> None:
 
 
 def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
-    given = dict(zip(("self", "dimension", "size", "step"), node.args, strict=False)) | node.kwargs
+    given = bind(node, ("self", "dimension", "size", "step"))
     x, dim, size = given["self"], given["dimension"], given["size"]
     shape = x.meta["example_value"].shape
     if (
@@ -120,7 +120,7 @@ def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
 def _count(node: fx.Node, mode: FakeTensorMode) -> None:
     """arange from another start, or by other steps, along a dim that is made of sizes."""
     names = ("end",) if len(node.args) == 1 else ("start", "end", "step")
-    given: dict[str, Any] = {"start": 0, "step": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = bind(node, names, start=0, step=1)
     start, end, step = (given.pop(name, None) for name in ("start", "end", "step"))
     numbers = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in (start, end, step)]
     count = node.meta["example_value"].shape[0]

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.nodes import draws_random_numbers, op_name, value_of
+from cp_rewrite.passes.graph.nodes import bind, draws_random_numbers, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 _aten: Any = torch.ops.aten
+_REDUCED = ("input", "dim", "keepdim")
+"""Arguments of sum and mean."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,11 @@ def _asserts(node: fx.Node) -> list[fx.Node] | None:
 
 def _is_sum(node: fx.Node, of: fx.Node) -> bool:
     """Whether a node sums over the picked entries, and perhaps over more dims."""
-    given = _arguments(node)
-    if op_name(node) not in ("sum", "mean") or node.args[:1] != (of,) or given.keys() - {"dim"}:
+    given = bind(node, _REDUCED)
+    if op_name(node) not in ("sum", "mean") or node.args[:1] != (of,) or given.keys() - {"input", "dim"}:
         return False
     dims = _dims(given, value_of(of).ndim)
     return dims is not None and all(isinstance(value_of(of).shape[dim], int) for dim in dims[1:])
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return {**dict(zip(("dim", "keepdim"), node.args[1:], strict=False)), **node.kwargs}
 
 
 def _dims(given: dict[str, Any], ndim: int) -> list[int] | None:
@@ -122,7 +120,7 @@ def _dims(given: dict[str, Any], ndim: int) -> list[int] | None:
 
 
 def _sum(node: fx.Node, picked: fx.Node, pick: _Pick, mode: FakeTensorMode) -> None:
-    dims = _dims(_arguments(node), value_of(picked).ndim) or []
+    dims = _dims(bind(node, _REDUCED), value_of(picked).ndim) or []
     more, new = value_of(pick.mask).ndim, maker(picked, mode)
     behind = value_of(pick.x).ndim - more
     chosen = new(torch.where, new("reshape", pick.mask, (*_sizes(new, pick.mask), *[1] * behind)), pick.x, 0)

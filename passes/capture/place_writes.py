@@ -24,7 +24,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.nodes import op_name
+from cp_rewrite.passes.graph.nodes import bind, op_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of
@@ -84,7 +84,7 @@ class _Write:
             names = ("input", "src", "dim") + (
                 ("index",) if node.target is torch.select_scatter else ("start", "end", "step")
             )
-            given = {"dim": 0, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+            given = bind(node, names, dim=0)
             x, value, in_place = given["input"], given["src"], False
             at = given["index"] if "index" in given else slice(*(given.get(name) for name in names[3:]))
             ndim = x.meta["example_value"].ndim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ def constant(value: Any) -> float | None:
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return fixed_number(value)
     return float(value) if isinstance(value, int | float) else None
+
+
+def bind(node: fx.Node, names: Iterable[str], **defaults: Any) -> dict[str, Any]:
+    """A node's arguments by name. names: of the positional ones, in order. defaults: of those that may be left out."""
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def op_name(node: Any) -> str:

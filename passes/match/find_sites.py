@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.graph.nodes import constant, is_transformed, same_size, shape_of
+from cp_rewrite.passes.graph.nodes import bind, constant, is_transformed, same_size, shape_of
 from cp_rewrite.passes.graph.regions import Scope, graph_modules, nested_graphs, nested_scopes
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
@@ -165,7 +165,7 @@ class _Matcher:
         return self._match_written(scope, node) if is_softmax(node) else self._match_sdpa(scope, node)
 
     def _match_sdpa(self, scope: Scope, node: fx.Node) -> Found:
-        args = {**_DEFAULTS, **dict(zip(_DEFAULTS, node.args, strict=False)), **node.kwargs}
+        args = bind(node, _DEFAULTS, **_DEFAULTS)
         operands = [args[name] for name in ("query", "key", "value")]
         output, form = node, "BHTD"
         if all(len(shape_of(x) or ()) == 3 for x in operands):

@@ -17,7 +17,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
 from cp_rewrite.passes.graph.dynamo_internals import FLEX_OPERANDS, FlexBlocks
-from cp_rewrite.passes.graph.nodes import op_name, shape_of, times_constant
+from cp_rewrite.passes.graph.nodes import bind, op_name, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope, attribute_of, outputs_of, resolve
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression
@@ -34,8 +34,8 @@ def is_flex(node: fx.Node) -> bool:
 
 def flex_arguments(node: fx.Node) -> dict[str, Any]:
     """The op's operands by name, and those of attention in general that flex always has."""
-    named = dict.fromkeys(FLEX_OPERANDS) | dict(zip(FLEX_OPERANDS, node.args, strict=False)) | dict(node.kwargs)
-    return named | {"enable_gqa": True, "dropout_p": 0.0, "is_causal": False, "attn_mask": None}
+    always = {"enable_gqa": True, "dropout_p": 0.0, "is_causal": False, "attn_mask": None}
+    return bind(node, FLEX_OPERANDS, **dict.fromkeys(FLEX_OPERANDS), **always)
 
 
 def output_of(node: fx.Node) -> fx.Node | Refusal:

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import size_of
-from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
+from cp_rewrite.passes.graph.nodes import bind, needs_gradient, value_of
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.planning.token_reads.neighbours import NEIGHBOURS
 
@@ -65,8 +65,7 @@ def _extra(of: fx.Node | float, count: int, rows: Any, dims: Sequence[int], ndim
 def _convolved(node: fx.Node, rows_EC: Any, out_rows: Any, proxy: Proxies) -> Any:
     """(B T_l, channels): a conv1d node on the entries of each token."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = {"bias": None, "dilation": 1, "groups": 1, **dict(zip(names, node.args, strict=False))}
-    given |= node.kwargs
+    given = bind(node, names, bias=None, dilation=1, groups=1)
     weight, bias = (proxy(x) if isinstance(x, fx.Node) else x for x in (given["weight"], given["bias"]))
     dilation = given["dilation"] if isinstance(given["dilation"], int) else given["dilation"][0]
     dtype = value_of(node).dtype  # autocast casts what a convolution is given, but no op of ours

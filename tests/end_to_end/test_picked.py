@@ -242,7 +242,7 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 
 
 def test_picked_tokens_are_whole(pool: Pool) -> None:
-    compare(pool, ["classified", "last_of_documents", "dpo"], 2, "balanced", 1, 13)
+    compare(pool, ["classified", "last_of_documents", "dpo", "topk"], 2, "balanced", 1, 13)
 
 
 def test_the_report_names_what_is_picked_and_its_bytes() -> None:
