@@ -13,7 +13,7 @@ from cp_rewrite.planning.routes.by_exchange import ExchangeName
 from .arguments import HashableDict, flag, whole_number
 from .capacity import Capacity
 from .masks import PackedMask
-from .packing import DocumentIds, EndOfDocument, PositionIds, StartOfDocument
+from .packing import DocumentIds, EndOfDocument, PositionIds, StartOfDocument, Tree
 
 ExchangeAt = Literal["auto", "attention", "narrowest"]
 Kernel = Literal["auto", "fa4", "fa3", "fa3+fa4", "aten_flash", "reference"]
@@ -50,6 +50,8 @@ def check_choices(fields: Mapping[str, Any]) -> None:
         whole_number("tile, where it is not 'auto' or None,", fields["tile"])
     for name in _FLAGS:
         flag(name, fields[name])
+    if fields["reset_states"] and isinstance(fields["packing"], Tree):
+        raise ValueError("reset_states: a state would go from one completion of a tree into the next; pack them apart")
 
 
 def _check_rows(fields: Mapping[str, Any]) -> None:

@@ -144,6 +144,11 @@ def test_with_resets_each_document_is_as_alone(pool: Pool, ranks: int, layouts: 
             assert error <= 1e-9 * grad.norm(), f"{key}: {error}, of {lengths}"
 
 
+def test_states_do_not_begin_anew_at_documents_of_trees() -> None:
+    with pytest.raises(ValueError, match="one completion of a tree into the next"):
+        cp.Sharding(2, {**TOKENS, "tree": 1}, cp.Tree("tree"), reset_states=True)
+
+
 def explained(model: Any, **how: Any) -> Any:
     return cp.explain(model, cp.Sharding(2, TOKENS, PACKING, **how))(**packed((5, 1, 70)))
 
