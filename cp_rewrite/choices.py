@@ -100,7 +100,7 @@ def check_mesh(mesh: Any, exchange: object) -> None:
     if isinstance(mesh, int):
         whole_number("mesh as a world size", mesh)
         return
-    dims = (2,) if isinstance(exchange, str) and exchange.startswith("a2a+") else (1, 2) if exchange == "auto" else (1,)
+    dims = (1, 2) if exchange == "auto" or str(exchange).startswith("a2a+") else (1,)
     if mesh.ndim not in dims:
         raise ValueError(
             f"mesh must have {' or '.join(map(str, dims))} dim for exchange={exchange!r}, got {mesh.ndim} "

@@ -50,6 +50,16 @@ class SpanRuns:
         real = there[starts]
         return cls(starts[real], ends[real], None, prefix)
 
+    def split(self, seams: Sequence[int]) -> SpanRuns:
+        """The same, with runs that go on behind a seam cut there: rows stand side by side."""
+        at = np.asarray(seams, dtype=np.int64)
+        run = np.searchsorted(self.starts, at) - 1  # the last run that begins before a seam
+        inside = (run >= 0) & (np.append(self.ends, 0)[run] > at)
+        at, run = at[inside], run[inside]
+        starts, ends = np.sort(np.append(self.starts, at)), np.sort(np.append(self.ends, at))
+        ids = None if self.ids is None else np.insert(self.ids, run + 1, self.ids[run])
+        return SpanRuns(starts, ends, ids, self.prefix)
+
     def inside(self, documents: Documents) -> SpanRuns:
         """The spans as they lie in the documents.
 

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.layouts.by_name import Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
-from cp_rewrite.planning.routes.by_exchange import ExchangeName
+from cp_rewrite.planning.routes.by_exchange import ExchangeName, part_of
 
 from .arguments import HashableDict, checked_dims, checked_ops
 from .capacity import Capacity
 from .choices import ExchangeAt, Inner, Kernel, Random, Rows, Verify, check_choices, check_mesh, checked_masks
 from .masks import PackedMask
 from .packing import Packing, Spans, Tree, check_packing, check_spans
-from .torch_internals import whole_mesh_group
+from .torch_internals import grid_groups, whole_mesh_group
 
 if TYPE_CHECKING:  # batch/ imports this file
     from cp_rewrite.batch.given.ahead import Batches
@@ -37,8 +37,8 @@ class Sharding:
 
     What is cut:
         mesh: one-dimensional DeviceMesh of the context-parallel group, or a plain world size for a dry run (`explain`,
-            `plan`) with no process group. For `a2a+…` two-dimensional: heads are scattered over the last dim (the
-            ranks with the fastest links), keys travel over the first. With two dims `auto` weighs these, too.
+            `plan`) with no process group. Under `a2a+…` heads are scattered over the last of two dims (the ranks with
+            the fastest links), keys travel over the first; with one dim over several nodes, inside and between these.
         tokens: argument name -> its token dim; these arguments are cut. All have T tokens there.
         packing: which argument tells documents apart: CuSeqlens, PositionIds, DocumentIds, EndOfDocument,
             StartOfDocument, Tree or PaddingMask; or WholeRows.
@@ -58,6 +58,7 @@ class Sharding:
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
+            With fewer key heads than ranks of a node it may scatter heads over some of these (`a2a:2+needed`).
         exchange_at: which rows travel: `attention`, keys and values; `narrowest`, the narrowest tensors that keys and
             values are computed from token by token (MLA's latents), from which each rank computes them again; `auto`,
             whichever is predicted to take less time.
@@ -174,6 +175,11 @@ class Sharding:
         # What is wrong with these raises here, not with the first batch.
         _ = LayoutOptions(self.chunk_size, self.pad_to_multiple, self.ranks_per_node).node_size(self.world_size)
         _ = self.device_speeds
+        if self.exchange.startswith("a2a+") and not (isinstance(self.mesh, int) or self.most_inner):
+            raise ValueError(
+                f"exchange={self.exchange!r} scatters heads over the last of two dims of the mesh, or inside of the "
+                "nodes of one: give a mesh of two dims, or ranks_per_node"
+            )
         object.__setattr__(self, "heads", Model.of(self.heads, self.head_dim).heads)
 
     @property
@@ -229,7 +235,8 @@ class Sharding:
         """Where a batch's documents may be cut, and what its plan is made for."""
         speeds = self.device_speeds or DEVICES["h200"]
         model = Model.of(self.heads, self.head_dim)
-        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model)
+        exchange = "needed" if self.capacity is not None else self.exchange  # heads don't go with a capacity
+        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model, exchange)
 
     @property
     def node_size(self) -> int | None:
@@ -260,13 +267,30 @@ class Sharding:
             return self.mesh.get_group()
         return whole_mesh_group(self.mesh)
 
-    def grid(self, exchange: str) -> tuple[tuple[int, int], tuple[str, str]]:
-        """(outer, inner) ranks, and the names of their groups: heads are scattered over the inner ones under `a2a`,
-        which are all, and under `a2a+…`."""
-        if exchange == "a2a" or isinstance(self.mesh, int) or self.mesh.ndim == 1:
-            return (1, self.world_size), ("", self.group_name)
-        outer, inner = (self.mesh.get_group(dim).group_name for dim in range(2))
-        return (self.mesh.size(0), self.mesh.size(1)), (outer, inner)
+    @property
+    def most_inner(self) -> int:
+        """Ranks over which `a2a+…` scatters heads: of the last of two dims, or of a node; 0: there is one node."""
+        if not isinstance(self.mesh, int) and self.mesh.ndim == 2:
+            return self.mesh.size(1)
+        size = self.node_size or 0
+        return size if 1 < size < self.world_size else 0
+
+    def grid_size(self, exchange: str) -> tuple[int, int]:
+        """(outer, inner) ranks: heads are scattered over the inner ones under `a2a`, which are all, and under
+        `a2a+…`."""
+        inner = self.world_size if exchange == "a2a" else part_of(exchange) or self.most_inner
+        return self.world_size // inner, inner
+
+    def grid_groups(self, exchange: str) -> tuple[str, str]:
+        """Names of the groups of `grid_size`. Those inside and between nodes of a mesh of one dim are made when they
+        are first asked for, by all ranks of the group together."""
+        if exchange == "a2a" or isinstance(self.mesh, int):
+            return "", self.group_name
+        if self.mesh.ndim == 2:
+            outer, inner = (self.mesh.get_group(dim) for dim in range(2))
+        else:
+            outer, inner = grid_groups(self.group, self.grid_size(exchange)[1])
+        return outer.group_name, inner.group_name
 
     @property
     def group_name(self) -> str:

@@ -8,7 +8,9 @@ function, which fails by name when torch changes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 import sympy
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
@@ -307,6 +310,34 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh of several dims."""
     return mesh._flatten().get_group()
+
+
+_grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Of a group: its `grid_groups`, by inner ranks."""
+
+
+def grid_groups(group: dist.ProcessGroup, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(outer, inner) groups of this rank, where a group's ranks stand in lines of `inner`: a column, and a line. Made
+    once, by the ranks of the group together; processes outside of it take no part."""
+    made = _grids.setdefault(group, {})
+    if inner not in made:
+        ranks, me = dist.get_process_group_ranks(group), group.rank()
+        line, column = ranks[me // inner * inner :][:inner], ranks[me % inner :: inner]
+        members = _new_group(line, f"{group.group_name} in {inner} {line[0]}")
+        made[inner] = _new_group(column, f"{group.group_name} between {inner} {column[0]}"), members
+    return made[inner]
+
+
+def _new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A group that its members make alone. Torch would name it by the number of groups that a process has: where
+    members have made other numbers of them, each waits under a name of its own."""
+    module: Any = distributed_c10d
+    plain, hashed = module._process_group_name, hashlib.sha1(name.encode()).hexdigest()  # as torch names them
+    module._process_group_name = lambda *_, **__: hashed
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        module._process_group_name = plain
 
 
 def on_compiles(starts: Callable[[str], None], ends: Callable[[str], None]) -> None:

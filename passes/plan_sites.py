@@ -20,9 +20,16 @@ from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.seconds import Load, load_of
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange, ExchangeName, split_exchange
+from cp_rewrite.planning.routes.by_exchange import (
+    BETWEEN_GPUS,
+    ROUTES,
+    Exchange,
+    ExchangeName,
+    over_part,
+    split_exchange,
+)
 from cp_rewrite.planning.routes.fixed import fits
-from cp_rewrite.planning.routes.grid import outer_schedule
+from cp_rewrite.planning.routes.grid import inner_sizes, outer_schedule
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, speeds_of
@@ -88,7 +95,7 @@ def ranks_of(
     scattered, kind = split_exchange(name)
     if not scattered:
         return Exchange(kind, sharding.group_name if sharding.world_size > 1 else "", sharding.world_size), None
-    (outer, inner), (outer_group, inner_group) = sharding.grid(name)
+    (outer, inner), (outer_group, inner_group) = sharding.grid_size(name), sharding.grid_groups(name)
     exchange = Exchange(kind, "" if kind == "local" else outer_group, outer)
     return exchange, HeadScatter(HeadDeal.best(*heads, inner), dims, inner_group)
 
@@ -98,8 +105,8 @@ def exchange_reasons(name: str, sharding: Sharding) -> list[str]:
     scattered, kind = split_exchange(name)
     route = ROUTES[kind]
     found: list[str] = []
-    if scattered and kind != "local" and isinstance(sharding.mesh, int):
-        found.append("heads are scattered over one dim of a two-dimensional DeviceMesh, and this dry run has none")
+    if scattered and kind != "local" and not sharding.most_inner:
+        found.append("heads are scattered over the last of two dims of a mesh, or inside of nodes: there is one node")
     if sharding.capacity is not None and (scattered or route.fixed is None):
         found.append(
             "with capacity, rows travel by all_gather, or by needed where GPUs read each other's memory: the host must "
@@ -162,20 +169,31 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State, named: str) ->
 
 def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) -> Choice:
     """The exchange that takes least for this batch, or, where it has few tokens, for a typical one."""
-    sharding, batch = state.sharding, state.plan.plan
+    sharding = state.sharding
     item = min(2, spec.dtype.itemsize) if is_dry_run(state) else spec.dtype.itemsize
     model = Model((spec.heads, spec.heads_kv), spec.head_dim, item)
     speeds = target_speeds(sharding, state.device)
-    known, load = _is_known(state), load_for(site, state)
-    (outer, inner), _ = sharding.grid("auto")
-    grids: dict[int, Load] = {}
-    if outer > 1:
-        rows = inner * TOKENS_PER_RANK
-        places = outer_schedule(batch, site.mask, inner) if known else None
-        grids = {inner: load_of(places) if places else typical_load(outer, site.mask, rows)}
+    load = load_for(site, state)
+    grids = {inner: _places(inner, site, state) for inner in inner_ranks(sharding, spec.heads_kv)}
     names = [name for name in _EXCHANGES if not exchange_reasons(name, sharding)]
+    parts = [over_part(name, n) for n in grids for name in names if name.startswith("a2a+") and n < sharding.most_inner]
+    names += parts
     names = [BETWEEN_GPUS.get(name, name) if one_sided else name for name in names]
     return choose_exchange(model, load, speeds, names, sharding.node_size, grids)
+
+
+def inner_ranks(sharding: Sharding, heads_kv: int) -> tuple[int, ...]:
+    """Over how many ranks `a2a+…` may scatter heads; what a mesh's last dim says is all."""
+    most = sharding.most_inner
+    flat = isinstance(sharding.mesh, int) or sharding.mesh.ndim == 1
+    return (inner_sizes(most, heads_kv) if flat else (most,)) if most > 1 else ()
+
+
+def _places(inner: int, site: Site, state: State) -> Load:
+    """What places of `inner` ranks have to do for this batch, or, where it has few tokens, for a typical one."""
+    if _is_known(state):
+        return load_of(outer_schedule(state.plan.plan, site.mask, inner))
+    return typical_load(state.sharding.world_size // inner, site.mask, inner * TOKENS_PER_RANK)
 
 
 def target_speeds(sharding: Sharding, device: torch.device) -> Device:

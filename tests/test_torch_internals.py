@@ -380,3 +380,12 @@ def test_whole_mesh_group() -> None:
     with one_process():
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
         assert ours.whole_mesh_group(mesh).size() == 1
+
+
+@canary("dist.new_group(use_local_synchronization=True)", "torch_internals.grid_groups, for nodes of a flat mesh")
+def test_grid_groups() -> None:
+    with one_process():
+        group = init_device_mesh("cpu", (1,)).get_group()
+        outer, inner = ours.grid_groups(group, 1)
+        assert (outer.size(), inner.size()) == (1, 1)
+        assert ours.grid_groups(group, 1) == (outer, inner)

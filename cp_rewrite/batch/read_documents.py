@@ -28,7 +28,12 @@ from cp_rewrite.trees import Nodes
 
 
 def documents_of(
-    sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int, lengths: Any = None
+    sharding: Sharding,
+    batch: Mapping[str, Any],
+    rows: int,
+    total: int,
+    lengths: Any = None,
+    seams: Sequence[int] = (),
 ) -> list[Documents]:
     """Documents of each of the batch's `rows` rows of `total` tokens.
 
@@ -37,12 +42,13 @@ def documents_of(
         batch: the global batch.
         lengths: (N,) or one list per row, to be taken instead; they are compared with the packing argument where that
             is on the host.
+        seams: tokens at which the rows begin that were joined to the batch's one, but for the first.
     Raises:
         KeyError, TypeError, ValueError: no packing argument, values that are no packing, lengths that do not fit.
     """
     spans = _spans_of(sharding, batch, rows, total)
     found = _documents_of(sharding, batch, rows, total, lengths)
-    return [replace(row, spans=each) for row, each in zip(found, spans, strict=True)]
+    return [replace(row, spans=each and each.split(seams)) for row, each in zip(found, spans, strict=True)]
 
 
 def _documents_of(sharding: Sharding, batch: Mapping[str, Any], rows: int, total: int, lengths: Any) -> list[Documents]:

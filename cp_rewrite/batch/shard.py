@@ -264,7 +264,7 @@ def plan_of(
     rows, total = shape_of(sharding, given.batch)
     if total > MAX_TOKENS:
         raise ValueError(f"a row may hold up to {MAX_TOKENS} tokens, the batch's have {total}: use shorter rows")
-    documents = documents_of(sharding, given.batch, rows, total, lengths)
+    documents = documents_of(sharding, given.batch, rows, total, lengths, given.seams)
     plan = plan_batch(
         documents,
         sharding.world_size,

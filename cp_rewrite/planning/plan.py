@@ -14,7 +14,14 @@ from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.seconds import Load, exchange_seconds, load_of, same_node
+from cp_rewrite.planning.cost.seconds import (
+    Load,
+    exchange_seconds,
+    load_of,
+    needed_bytes,
+    same_node,
+    scattered_bytes,
+)
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
@@ -24,8 +31,8 @@ from cp_rewrite.planning.layouts.token_order import TokenOrder
 from .batch_plan import BatchPlan
 from .intervals import Int
 from .plot import draw_plan
-from .routes.grid import outer_schedule
-from .routes.head_deal import HeadDeal
+from .routes.by_exchange import over_part
+from .routes.grid import inner_sizes, outer_schedule
 from .schedule import Schedule, build
 
 
@@ -82,12 +89,14 @@ class Plan:
         return np.where(near, 0, self.load.received).sum(1)
 
     @cached_property
-    def places(self) -> Load | None:
-        """What nodes have to do, each as one owner of its ranks' tokens: of `a2a+…`. None: there is one node."""
+    def places(self) -> Mapping[int, Load]:
+        """By the ranks of a node over which `a2a+…` scatters heads: what places of so many ranks have to do, each as
+        one owner of its ranks' tokens. Nothing where there is one node."""
         if not 1 < self.ranks_per_node < self.world_size:
-            return None
+            return {}
         batch = BatchPlan((self.documents,), (self.order,), self.world_size)
-        return load_of(outer_schedule(batch, self.mask, self.ranks_per_node))
+        sizes = inner_sizes(self.ranks_per_node, self.model.heads[1])
+        return {inner: load_of(outer_schedule(batch, self.mask, inner)) for inner in sizes}
 
     @property
     def moved_bytes(self) -> Mapping[str, tuple[float, float]]:
@@ -95,15 +104,12 @@ class Plan:
 
         Of `needed`, and of `a2a+needed` where `seconds` has it.
         """
-        across = float(self.node_rows.mean()) * self.model.kv_bytes
-        moved = {"needed": (float(self.recv_rows.mean()) * self.model.kv_bytes - across, across)}
-        if self.places is not None and "a2a+needed" in self.seconds:
-            deal = HeadDeal.best(*self.model.heads, self.ranks_per_node)
-            width = self.model.head_dim * self.model.item_bytes
-            scattered = 2 * (deal.local + deal.local_kv) * width * (self.ranks_per_node - 1) * self.order.local_size
-            rows = float(self.places.received.sum(1).mean())
-            moved["a2a+needed"] = scattered, rows * 2 * deal.local_kv * width
-        return moved
+        moved = {"needed": needed_bytes(self.load, self.model, self.ranks_per_node)}
+        for inner, places in self.places.items():
+            name = "a2a+needed" if inner == self.ranks_per_node else over_part("a2a+needed", inner)
+            if name in self.seconds:
+                moved[name] = scattered_bytes(self.load, places, self.model, self.ranks_per_node)
+        return {name: (float(inside.mean()), float(across.mean())) for name, (inside, across) in moved.items()}
 
     @property
     def recv_fraction(self) -> tuple[float, float]:
@@ -130,9 +136,9 @@ class Plan:
     def seconds(self) -> Mapping[str, float]:
         """Predicted seconds of one layer's attention, forward and backward, by exchange that can be asked for; with
         what the rest of the layer spends on local rows beyond an even share of the tokens. Over several nodes with
-        `a2a+…`, heads scattered inside of nodes and keys between them, for a mesh of (nodes, ranks of a node)."""
-        grids = {} if self.places is None else {self.ranks_per_node: self.places}
-        seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node, grids)
+        `a2a+…`, heads scattered inside of nodes and keys between them; with few key heads also `a2a:2+…`, heads
+        scattered over so many ranks of a node."""
+        seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node, self.places)
         return {name: time for name, time in seconds.items() if name != "push"}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +79,15 @@ def test_the_same_batches_as_without(workers: int) -> None:
             assert all(torch.equal(local[name], ahead_of_time[name]) for name in local)
         seen += 1
     assert seen == len(PACKS)
+
+
+def test_a_data_set_of_hugging_face_is_a_loader() -> None:
+    datasets: Any = importlib.import_module("datasets")
+    rows = [{name: x.tolist() for name, x in make_batch(pack).items()} for pack in PACKS]
+    loader = datasets.Dataset.from_list(rows).with_format("torch")
+    for block, pack in zip(make_sharding().batches(loader), PACKS, strict=True):
+        with block as local:
+            assert local.plan.rows[0].lengths.tolist() == list(pack)
 
 
 def test_plans_and_tables_are_made_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

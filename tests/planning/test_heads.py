@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,11 +72,12 @@ def test_new_ops_pass_opcheck() -> None:
 
 
 def test_what_exchanges_refuse() -> None:
-    def reasons(exchange: str, **options: bool) -> str:
-        sharding = cp.Sharding(4, {"x": 1}, cp.DocumentIds("x"), **options)  # type: ignore[arg-type]
+    def reasons(exchange: str, **options: Any) -> str:
+        sharding = cp.Sharding(4, {"x": 1}, cp.DocumentIds("x"), **options)
         return "; ".join(exchange_reasons(exchange, sharding))
 
-    assert "two-dimensional" in reasons("a2a+p2p")
+    assert "there is one node" in reasons("a2a+p2p")
+    assert not reasons("a2a+p2p", ranks_per_node=2)
     assert "two buffers" in reasons("p2p", keep_kv=True)
     assert not reasons("a2a")
     assert not reasons("needed", keep_kv=True)

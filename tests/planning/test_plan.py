@@ -82,13 +82,22 @@ def test_over_nodes_heads_inside_and_rows_between_are_weighed():
     assert across == pytest.approx(float(p.node_rows.mean()) * row)
     assert inside == pytest.approx(float((p.recv_rows - p.node_rows).mean()) * row)
     # Each rank has one of 8 key heads, and all rows of other nodes that its node needs.
-    assert p.places is not None
-    assert across_heads == pytest.approx(float(p.places.received.sum(1).mean()) * row / 8)
+    assert across_heads == pytest.approx(float(p.places[8].received.sum(1).mean()) * row / 8)
     assert across_heads < across / 4
     # Of 8 ranks' rows 7 in 8 come from others: 8 query heads and a key, a value head; results go back alike.
     assert inside_heads == 8192 * 7 * 2 * (8 + 1) * 128 * 2
     assert "a rank receives" in str(p)
     assert "a2a+needed" not in plan([128 * 1024] * 4, 64).seconds
+
+
+def test_with_few_key_heads_a_part_of_a_node_is_weighed_too():
+    """8 ranks of a node and 2 key heads: over all 8 each key head is there 4 times, and its rows come 4 times."""
+    p = plan([128 * 1024] * 4, 64, heads=(64, 2), ranks_per_node=8)
+    assert list(p.places) == [8, 2]
+    whole, part = p.moved_bytes["a2a+needed"], p.moved_bytes["a2a:2+needed"]
+    assert part[1] == pytest.approx(float(p.node_rows.mean()) * p.model.kv_bytes / 2, rel=0.1)
+    assert whole[0] != part[0]
+    assert p.seconds["a2a:2+needed"] != p.seconds["a2a+needed"]
 
 
 def test_nodes_keep_documents():

@@ -252,7 +252,7 @@ def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:
     scattered, kind = split_exchange(exchange)
     route = ROUTES[kind]
     if scattered:
-        return grid.grid_route(plan, mask, route, rank, sharding.grid(exchange)[0][1])
+        return grid.grid_route(plan, mask, route, rank, sharding.grid_size(exchange)[1])
     schedule = plan.schedule(mask)
     if capacity is None:
         return route.arrays(schedule, rank)

@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cp_rewrite.kernels.select import DeviceFacts
-from cp_rewrite.passes.plan_sites import is_dry_run, spec_of, target_speeds
+from cp_rewrite.passes.plan_sites import inner_ranks, is_dry_run, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.cost.devices import Model
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
-from cp_rewrite.planning.cost.seconds import exchange_seconds, load_of, same_node
+from cp_rewrite.planning.cost.seconds import exchange_seconds, load_of, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
+from cp_rewrite.planning.routes.by_exchange import part_of
+from cp_rewrite.planning.routes.grid import outer_schedule
 
 
 @dataclass(frozen=True)
 class Attention:
     """One attention site's step on the target, forward and backward, in bf16. Bytes are those of its keys and values
-    that the rank which needs most gets from others in the forward; the backward moves up to three times as many.
+    (under `a2a+…` of queries and results too) that the rank which needs most gets from others in the forward; the
+    backward moves up to three times as many.
 
     Args:
         mask: what it sees. layers: how many layers have one like it.
@@ -144,22 +145,26 @@ def target_of(state: State, needs: Needs | None) -> Target:
         spec = spec_of(decision.site, deterministic=False)
         model = Model((spec.heads, spec.heads_kv), spec.head_dim)
         load = load_of(state.plan.plan.schedule(decision.site.mask))
-        seconds = exchange_seconds(load, speeds, model, per_node) if ranks > 1 else {}
+        inner = inner_ranks(state.sharding, spec.heads_kv)
+        grids = {n: load_of(outer_schedule(state.plan.plan, decision.site.mask, n)) for n in inner}
+        seconds = exchange_seconds(load, speeds, model, per_node, grids) if ranks > 1 else {}
         if ranks == 1:
             seconds = {"local": exchange_seconds(load, speeds, model, 1)["needed"]}
         if "push" in seconds:  # what `needed` becomes inside of a node
             seconds["needed"] = min(seconds["needed"], seconds.pop("push"))
-        near = same_node(ranks, per_node)
-        inside, across = (int(np.where(at, load.received, 0).sum(1).max()) for at in (near, ~near))
+        chosen = asked if asked in seconds else min(seconds, key=seconds.__getitem__)
+        moved = needed_bytes(load, model, per_node)
+        if chosen.startswith("a2a") and chosen != "a2a":
+            moved = scattered_bytes(load, grids[part_of(chosen) or max(grids)], model, per_node)
         sites.append(
             Attention(
                 mask=str(decision.site.mask),
                 layers=1,
                 seconds=seconds,
-                exchange=asked if asked in seconds else min(seconds, key=seconds.__getitem__),
+                exchange=chosen,
                 imbalance=imbalance(load.tiles),
-                inside=inside * model.kv_bytes,
-                across=across * model.kv_bytes,
+                inside=int(moved[0].max()),
+                across=int(moved[1].max()),
                 expanded=int(load.expanded.max()),
             )
         )

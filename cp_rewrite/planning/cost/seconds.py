@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.routes.by_exchange import over_part
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.planning.routes.push_stages import (
     Shape,
@@ -87,13 +88,15 @@ def exchange_seconds(
 
     Args:
         ranks_per_node: ranks that share fast links; None: all.
-        grids: number of inner ranks, between which heads are scattered -> the load of the outer places.
+        grids: number of inner ranks, between which heads are scattered -> the load of the outer places. Of fewer
+            than the most the names have the number (`over_part`).
     """
     per_node = ranks_per_node or load.world_size
-    seconds = _by_keys(load, device, model, per_node)
+    seconds, most = _by_keys(load, device, model, per_node), max(grids or [0])
     for inner, outer in ({load.world_size: None} | dict(grids or {})).items():
         if model.heads[0] % inner == 0:
-            seconds |= _by_heads(load, device, model, per_node, inner, outer)
+            found = _by_heads(load, device, model, per_node, inner, outer)
+            seconds |= {over_part(name, inner) if inner < most else name: time for name, time in found.items()}
     fill = fill_seconds(load, device, model)
     return {name: attention + fill for name, attention in seconds.items()}
 
@@ -210,6 +213,23 @@ def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node:
     # Heads put together, sorted by rank, rows sorted by token, each read and written; then the same backward.
     reorder = load.local_rows * (_SCATTERED * inputs + 8 * outputs) / device.memory
     return moved + 2 * device.latency + reorder
+
+
+def needed_bytes(load: Load, model: Model, ranks_per_node: int) -> tuple[Float, Float]:
+    """(P,) bytes that each rank receives in a forward under `needed`: (from its own node, from other nodes)."""
+    near = same_node(load.world_size, ranks_per_node)
+    inside, across = (np.where(at, load.received, 0).sum(1) * float(model.kv_bytes) for at in (near, ~near))
+    return inside, across
+
+
+def scattered_bytes(load: Load, places: Load, model: Model, ranks_per_node: int) -> tuple[Float, Float]:
+    """The same under `a2a+needed`, heads scattered inside of each of the outer `places`: those of one place's ranks are
+    equal."""
+    inner = load.world_size // places.world_size
+    deal, width = _dealt(model, inner), model.head_dim * model.item_bytes
+    scattered = 2 * (deal.local + deal.local_kv) * width * (inner - 1) * load.local_rows
+    inside, across = needed_bytes(places, _local(model, inner), max(1, ranks_per_node // inner))
+    return np.repeat(inside + scattered, inner), np.repeat(across, inner)
 
 
 def same_node(world_size: int, ranks_per_node: int) -> NDArray[np.bool_]:

@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.seconds import all_gather_seconds, load_of, needed_seconds
+from cp_rewrite.planning.cost.seconds import Load, exchange_seconds, load_of, needed_seconds
 from cp_rewrite.planning.cost.tiles import TILE, Float, imbalance
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import build
 
 from .bounds import least_seconds, most_runs
-from .halves import MOST_WHOLE, share_out_by_halves
+from .even_pairs import even_pairs
+from .halves import share_out_by_halves
 from .options import LayoutOptions
 from .share_out import Variant, share_out
 from .simple import contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .slices import Slices, slice_tiles
-from .token_order import TokenOrder, joined
+from .token_order import TokenOrder, joined, outer_order
 from .whole_documents import share_out_whole
 
 ENOUGH, ENOUGH_FOR_ONE = 1.015, 1.005
@@ -93,14 +94,25 @@ class Judge:
     def weigh(self, order: TokenOrder) -> Candidate:
         """The order as a candidate, with its seconds under the exchange that serves it best."""
         load = load_of(build([self.documents], [order], self.mask))
-        device, model = self.options.device, self.options.model
-        seconds, received = needed_seconds(load, device, model, self.node_size), int(load.received.sum(1).max())
+        device, model, received = self.options.device, self.options.model, int(load.received.sum(1).max())
         uneven = imbalance(load.tiles)
         lost = max(uneven - 1, received / max(1, order.local_size))
-        if self.node_size < order.world_size:  # an all-gather enters each node once, and may be cheaper
-            seconds = min(seconds, all_gather_seconds(load, device, model, self.node_size))
-            return Candidate(False, False, seconds, uneven, lost, order)
+        if self.node_size < order.world_size:
+            return Candidate(False, False, self._seconds_over_nodes(order, load), uneven, lost, order)
+        seconds = needed_seconds(load, device, model, self.node_size)
         return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order)
+
+    def _seconds_over_nodes(self, order: TokenOrder, load: Load) -> float:
+        """Where an all-gather enters each node once, and may be cheaper; so may heads inside of nodes."""
+        size, grids = self.node_size, dict[int, Load]()
+        asked = self.options.exchange
+        if size > 1 and (asked == "auto" or asked.startswith("a2a+")):
+            places = build([self.documents], [outer_order(order, size)], self.mask, size * order.local_size)
+            grids[size] = load_of(places)
+        seconds = exchange_seconds(load, self.options.device, self.options.model, size, grids)
+        if asked in seconds:
+            return seconds[asked]
+        return min(seconds[name] for name in ("needed", "all_gather", "a2a+needed") if name in seconds)
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
@@ -197,16 +209,11 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
 
 
 def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
-    """Halved, and halved again with fewer slices left whole where ranks then differ too much."""
-    best: Candidate | None = None
-    for most_whole in (MOST_WHOLE, MOST_WHOLE[1:]):
-        shares = share_out_by_halves(slices, quotas, judge.node_size, judge.mask, judge.options.chunk_size, most_whole)
-        candidate = judge.weigh(_to_order(*shares, len(quotas), judge.documents.total))
-        best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
-        if best.imbalance <= LIMIT:
-            break
-    assert best is not None
-    return best
+    """Halved, and then evened out between pairs of ranks."""
+    unit = judge.options.chunk_size
+    halved = share_out_by_halves(slices, quotas, judge.node_size, judge.mask, unit)
+    shares = even_pairs(*halved, quotas, judge.node_size, judge.mask, unit)
+    return judge.weigh(_to_order(*shares, len(quotas), judge.documents.total))
 
 
 def _trials(slices: Slices, quotas: list[int], judge: Judge, halves_first: bool) -> Iterator[list[Slices]]:

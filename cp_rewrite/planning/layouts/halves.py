@@ -26,15 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, Float
 from cp_rewrite.planning.intervals import Int
 
-from .seen_keys import SeenKeys
 from .slice_lines import SliceLines, part_work, tenths
 from .slices import Slices
 
 MOST_WHOLE = (24, 4, 0)
-"""Slices of a group, at most, that go whole to a half; fewer where the rest could not fill both halves up then."""
+"""Slices of a group, at most, that go whole to a half; the next number where the halves then differ too much."""
 SLACK = 0.006
 """Share of a rank's work that is not worth a cut."""
 _POINTS, _ZOOMS = 24, 3
@@ -42,7 +42,7 @@ _POINTS, _ZOOMS = 24, 3
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
     """G groups of ranks that are halved.
 
     Args:
@@ -57,8 +57,8 @@ class _Groups:
     seen: SeenKeys
     unit: int
 
-    def take(self, chosen: NDArray[np.bool_]) -> _Groups:
-        return _Groups(self.tokens[:, chosen], self.ranks[:, chosen], self.mask, self.seen, self.unit)
+    def take(self, chosen: NDArray[np.bool_]) -> Groups:
+        return Groups(self.tokens[:, chosen], self.ranks[:, chosen], self.mask, self.seen, self.unit)
 
     @property
     def step(self) -> int:
@@ -80,7 +80,6 @@ def share_out_by_halves(
     node_size: int,
     mask: PackedMask,
     unit: int = 1,
-    most_whole: Sequence[int] = MOST_WHOLE,
 ) -> tuple[Slices, Int]:
     """(slices, owner): what all ranks get, (N,) int64 the rank of each slice; every rank gets its quota of tokens.
 
@@ -90,7 +89,6 @@ def share_out_by_halves(
         node_size: ranks that share a node; divides P.
         mask: what attention sees.
         unit: cuts fall on multiples of it; quotas and sizes of slices are multiples of it too.
-        most_whole: slices of a group, at most, that go whole to a half; what is tried one after another.
     """
     before = np.append(0, np.cumsum(np.asarray(quotas, dtype=np.int64)))
     slices, group = Slices(slices.table, tenths(slices.table, slices.work, mask)), np.zeros(len(slices), dtype=np.int64)
@@ -110,29 +108,29 @@ def share_out_by_halves(
         ranks = stop - start
         middle = start + np.where(ranks > node_size, ranks // node_size // 2 * node_size, ranks // 2)
         tokens = np.stack([before[middle] - before[start], before[stop] - before[middle]])
-        groups = _Groups(tokens, np.stack([middle - start, stop - middle]), mask, seen, unit)
-        slices, group = _halve(slices, group, groups, most_whole)
+        groups = Groups(tokens, np.stack([middle - start, stop - middle]), mask, seen, unit)
+        slices, group = halve(slices, group, groups)
         start, stop = np.stack([start, middle], 1).reshape(-1), np.stack([middle, stop], 1).reshape(-1)
 
 
-def _halve(slices: Slices, group: Int, groups: _Groups, most: Sequence[int]) -> tuple[Slices, Int]:
+def halve(slices: Slices, group: Int, groups: Groups, most: Sequence[int] = MOST_WHOLE) -> tuple[Slices, Int]:
     """(slices, half): half h of group g has number 2 g + h. Groups whose halves differ too much are halved once more,
     with fewer slices left whole."""
     made, half, error = _halve_once(slices, group, groups, most[0])
-    far = error > 2 * groups.slack(_sums(group, slices.work, len(error)))
+    far = error > 2 * groups.slack(owners_work(group, slices, len(error)))
     if len(most) == 1 or not far.any():
         return made, half
     again = np.flatnonzero(far[group])
     number = np.flatnonzero(far)
-    other, its_half = _halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), most[1:])
+    other, its_half = halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), most[1:])
     kept = ~far[half // 2]
     made = Slices.join([made.take(np.flatnonzero(kept)), other])
     return _by_number(made, np.append(half[kept], number[its_half // 2] * 2 + its_half % 2))
 
 
-def _sums(group: Int, work: Float, count: int) -> Float:
-    """(count,) the work of each group."""
-    return np.bincount(group, work, count).astype(np.float64)
+def owners_work(owner: Int, slices: Slices, count: int) -> Float:
+    """(count,) the work of each owner's slices."""
+    return np.bincount(owner, slices.work, count).astype(np.float64)
 
 
 def _by_number(slices: Slices, number: Int) -> tuple[Slices, Int]:
@@ -140,10 +138,10 @@ def _by_number(slices: Slices, number: Int) -> tuple[Slices, Int]:
     return slices.take(order), number[order]
 
 
-def _halve_once(slices: Slices, group: Int, groups: _Groups, most: int) -> tuple[Slices, Int, Float]:
+def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[Slices, Int, Float]:
     """(slices, half, how far the work of each group's halves is from their shares)."""
     count = groups.tokens.shape[1]
-    work = _sums(group, slices.work, count)
+    work = owners_work(group, slices, count)
     order = np.lexsort((slices.start, -slices.work, group))
     placing = _Placing(slices.take(order), group[order], groups, groups.share(work), groups.slack(work))
     placing.run(most)
@@ -161,7 +159,7 @@ def _halve_once(slices: Slices, group: Int, groups: _Groups, most: int) -> tuple
     return *_by_number(Slices.join([slices.take(placed), cut]), number), error
 
 
-def _line_up(slices: Slices, group: Int, count: int, groups: _Groups) -> tuple[SliceLines, Int]:
+def _line_up(slices: Slices, group: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
     """The slices of each group, which begin with its most work, from the sparsest to the densest.
 
     The one with most work comes last where it is denser than the mean: its end has the most work per token.
@@ -174,7 +172,7 @@ def _line_up(slices: Slices, group: Int, count: int, groups: _Groups) -> tuple[S
     return SliceLines(slices.take(order), groups.seen, groups.mask), group[order]
 
 
-def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: _Groups) -> tuple[Int, Float]:
+def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: Groups) -> tuple[Int, Float]:
     """(where the second half's run starts in each group, how far the halves then are from their shares).
 
     Starts near the one that does the right work are weighed too: those that cut fewer slices, or between tiles.
@@ -228,7 +226,7 @@ class _Placing:
         cut, heads: (G,) the slice of each group of which one half gets the end, or -1, and tokens of its head.
     """
 
-    def __init__(self, slices: Slices, group: Int, groups: _Groups, work: Float, slack: Float) -> None:
+    def __init__(self, slices: Slices, group: Int, groups: Groups, work: Float, slack: Float) -> None:
         self.slices, self.group, self.groups, self.slack = slices, group, groups, slack
         self.work, self.tokens = work, groups.tokens.copy()
         self.side = np.full(len(slices), -1)

@@ -18,6 +18,7 @@ class LayoutOptions:
         pad_to_multiple: local rows of every rank are rounded up to a multiple of it, with fill at the end.
         ranks_per_node: ranks that share fast links; None: all. Only `balanced` reads it and what follows.
         device, model: what costs are predicted for.
+        exchange: over several nodes, the one that will run; `auto`: the cheapest.
     Raises:
         TypeError, ValueError: a number that is no whole one or below 1.
     """
@@ -27,6 +28,7 @@ class LayoutOptions:
     ranks_per_node: int | None = None
     device: Device = DEVICES["h200"]
     model: Model = field(default_factory=Model)
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         whole_number("chunk_size", self.chunk_size)

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.intervals import Int
 
-from .seen_keys import SeenKeys
 from .slices import SliceLine, Slices, slice_tiles
 
 MOST_GAPS = 24

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
 
-from .seen_keys import SeenKeys
 from .slices import Slices, slice_tiles
 
 

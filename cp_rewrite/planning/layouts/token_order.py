@@ -122,3 +122,10 @@ def joined(intervals: Int) -> Int:
 def common_local_size(orders: Sequence[TokenOrder]) -> int:
     """Local rows of each rank for every row of a batch, whose rows have these orders."""
     return max(order.local_size for order in orders)
+
+
+def outer_order(order: TokenOrder, inner: int) -> TokenOrder:
+    """Who owns which tokens where each `inner` ranks are one owner, of all their tokens by position."""
+    places = range(0, order.world_size, inner)
+    intervals = (np.concatenate(order.intervals[at : at + inner]) for at in places)
+    return TokenOrder(order.total, tuple(joined(each[np.argsort(each[:, 0], kind="stable")]) for each in intervals))

@@ -43,6 +43,17 @@ class Exchange:
         return ROUTES[self.kind]
 
 
+def over_part(exchange: str, inner: int) -> str:
+    """The name of `a2a+…` where heads are scattered over `inner` ranks, fewer than share a node: `a2a:2+needed`."""
+    return exchange.replace("a2a+", f"a2a:{inner}+")
+
+
+def part_of(exchange: str) -> int | None:
+    """The ranks that `over_part` put into a name; None: all that share a node, or the mesh's last dim."""
+    scattered = exchange.partition("+")[0]
+    return int(scattered.removeprefix("a2a:")) if ":" in scattered else None
+
+
 def split_exchange(exchange: str) -> tuple[bool, str]:
     """(whether heads are scattered, how keys travel then): `a2a+p2p` is (True, "p2p"), `a2a` (True, "local")."""
     scattered, _, outer = exchange.rpartition("+")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
-from cp_rewrite.planning.layouts.token_order import TokenOrder, joined
+from cp_rewrite.planning.layouts.token_order import outer_order
 from cp_rewrite.planning.schedule import Schedule, build
 
 from .route import Arrays, PlanTensor, Route, row_index
@@ -28,15 +28,19 @@ def grid_route(plan: BatchPlan, mask: PackedMask, route: Route, rank: int, inner
     return {**schedule.attention(place), **route.arrays(schedule, place), **row_order(plan, place, inner)}
 
 
+def inner_sizes(ranks: int, heads_kv: int) -> tuple[int, ...]:
+    """Over how many of a node's `ranks` heads may be scattered: all; and, with fewer key heads than ranks, so many that
+    none gets a copy of another's, and rows travel between the others.
+
+        8 ranks, 2 key heads     8 2        8 ranks, 8 key heads     8
+    """
+    fewer = next(n for n in range(min(ranks, heads_kv), 0, -1) if ranks % n == 0)
+    return (ranks, fewer) if 1 < fewer < ranks else (ranks,)
+
+
 def outer_schedule(plan: BatchPlan, mask: PackedMask, inner: int) -> Schedule:
     """The schedule of the outer places: each owns the tokens of its `inner` ranks."""
-    orders = [
-        TokenOrder(
-            order.total,
-            tuple(_merged(order.intervals[at : at + inner]) for at in range(0, plan.world_size, inner)),
-        )
-        for order in plan.orders
-    ]
+    orders = [outer_order(order, inner) for order in plan.orders]
     return build(plan.rows, orders, mask, inner * plan.local_size)
 
 
@@ -58,9 +62,3 @@ def row_order(plan: BatchPlan, place: int, inner: int) -> dict[str, NDArray[np.i
     inverse = np.empty(order.size, dtype=np.int64)
     inverse[order.reshape(-1)] = np.arange(order.size)
     return {"row_order": row_index(order.reshape(-1)), "row_inverse": row_index(inverse)}
-
-
-def _merged(parts: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
-    """Disjoint intervals of several ranks as those of one: ascending, neighbours joined."""
-    intervals = np.concatenate(parts)
-    return joined(intervals[np.argsort(intervals[:, 0], kind="stable")])
