@@ -177,3 +177,34 @@ def test_a_process_ends_well_while_its_heartbeat_talks_to_the_store() -> None:
     run = subprocess.run([sys.executable, "-c", BUSY_AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "beats" in run.stdout
     assert run.returncode == 0, run.stderr
+
+
+class Faltering:
+    """A store whose answers fail for some beats, as under a load that makes connections late."""
+
+    def __init__(self, failing: int) -> None:
+        self.kept, self.failing = dict[str, str](), failing
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+        self.failing -= "/beat/" in key
+        if "/beat/" in key and self.failing >= 0:
+            raise dist.DistNetworkError("late")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key].encode()
+
+
+@pytest.mark.parametrize("failing", [1, 1000])
+def test_a_store_that_is_late_once_is_not_said_to_be_gone(
+    failing: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "PERIOD_S", 0.05)
+    watch = heartbeat.Heartbeat(Faltering(failing), 0, 2)
+    watch.start()
+    time.sleep(0.5)
+    watch._leave()
+    assert ("store, most often rank 0, died" in capsys.readouterr().err) == (failing > 1)

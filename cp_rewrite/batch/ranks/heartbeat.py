@@ -157,12 +157,12 @@ class Heartbeat:
             try:
                 self.store.set(_key("beat", self.rank), f"{beat} {history.text(self._group)} {users_line()}")
                 found = self.dead() or (parted := self.apart())
-            except Exception:  # its server is a rank's process
+            except Exception:  # its server is a rank's process, which may be only slow
                 found = _STORE
             if found is None:  # or a machine that was only slow is back
                 main = Stillness()
                 continue
-            live = parted or f" {_LEFT}" in found
+            live = parted or found == _STORE or f" {_LEFT}" in found
             if not live or main.seconds() > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)
             if main.seconds() > GRACE_S:

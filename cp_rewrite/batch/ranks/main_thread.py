@@ -25,7 +25,7 @@ def users_line() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file, line = frame.f_code.co_filename, frame.f_lineno or 0  # some instructions are of no line
     return f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
 
 
