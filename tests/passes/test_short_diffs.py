@@ -165,7 +165,7 @@ verify_graph""",
             """\
 local
 +gather_rows_default: float32[S6, 32] = cp_rewrite.gather_rows(cat, cp_kv_rows_0)
-+packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'local', '', 1, None)
++packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'fa4', False, False, 'local', '', 1, None)
 all_gather
 +all_gather_into_tensor_default: float32[4*S1, 32] = _c10d_functional.all_gather_into_tensor(cat, 4, 'cp')
 +gather_rows_default: float32[S6, 32] = cp_rewrite.gather_rows(wait_tensor_default, cp_kv_rows_0)
