@@ -78,7 +78,8 @@ class Sharding:
     Memory:
         tile: how many of a rank's rows wide parts of the graph that treat tokens alone take at a time, above all the
             head with its loss, so that no tensor has all rows and the whole vocabulary. `auto`: as many as give a
-            tile's widest tensor 2 GiB. None: nothing is tiled.
+            tile's widest tensor 2 GiB. None: only loops over chunks of tokens
+            that the model has itself, in as many tiles as they have chunks.
     Safety:
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.

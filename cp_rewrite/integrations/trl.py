@@ -28,7 +28,7 @@ class FusedForward(GlobalForward):
     runs as it is, on this rank's tokens.
     """
 
-    def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
+    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
         backbone: Any = self.model.base_model
         of_backbone = backbone.forward if self.twin is None else cast(Any, self.twin.module).base_model.forward
 

@@ -23,9 +23,9 @@ from cp_rewrite.passes.graph.new_nodes import place_by
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import nested_graphs, region_call
 from cp_rewrite.passes.graph.writes import writers_between, written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of  # pyright: ignore[reportAttributeAccessIssue]
 
-from .join_regions import JOINED, Bodies, NotAlike, call_on_all, check_alone
+from .join_regions import CHUNKS, JOINED, Bodies, NotAlike, call_on_all, check_alone
 
 CUTS = ("chunk", "split", "tensor_split")
 _TURNED = frozenset("getattr t transpose permute to float double bfloat16 half detach contiguous".split())
@@ -264,7 +264,7 @@ class _Joiner:
             if (call := region_call(first)) is not None:
                 operands = args[-len(call.operands) :]
                 of_chunk = [x in self.chunks.parts for x in call.operands]
-                found[key] = call_on_all(call, operands, of_chunk, first, self.mode)
+                found[key] = call_on_all(call, operands, of_chunk, first, self.mode, self.chunks.counts[key])
                 made += [found[key].args[0], found[key]]  # type: ignore[list-item]
                 continue
             with self.graph.inserting_before(first):
@@ -272,7 +272,7 @@ class _Joiner:
                 new = self.graph.create_node(first.op, target, args, kwargs)
             found[key] = self._ran(new, first, made)
             if isinstance(new.meta["example_value"], Tensor):
-                new.meta[JOINED] = "rows"
+                new.meta |= {JOINED: "rows", CHUNKS: self.chunks.counts[key]}
         return found
 
     def _result(self, end: _End, joined: dict[int, fx.Node], made: list[fx.Node]) -> fx.Node:

@@ -21,10 +21,12 @@ from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import REGION_OPS, RegionCall, nested_graphs
 from cp_rewrite.passes.graph.traced_again import first_difference
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression
+from cp_rewrite.torch_internals import FakeTensorMode, expression  # pyright: ignore[reportAttributeAccessIssue]
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
+CHUNKS = "cp_rewrite_chunks"
+"""Beside it: how many chunks the node was computed in. It is what a loop holds at a time (`passes/tile`)."""
 
 
 class NotAlike(Exception):
@@ -63,18 +65,27 @@ def _has_tensor(node: fx.Node) -> bool:
 
 
 def call_on_all(
-    call: RegionCall, operands: Sequence[Any], of_chunk: Sequence[bool], before: fx.Node, mode: FakeTensorMode
+    call: RegionCall,
+    operands: Sequence[Any],
+    of_chunk: Sequence[bool],
+    before: fx.Node,
+    mode: FakeTensorMode,
+    chunks: int,
 ) -> fx.Node:
     """A call of a copy of a region's body, in front of a node, on operands of all chunks.
 
     Args:
         operands: in the place of `call.operands`. of_chunk: which of these are computed of one chunk.
+        chunks: how many there are.
     Raises:
         NotAlike: the body works on more than its chunk. Others: it can't run on all chunks.
     """
     owner: Any = before.graph.owning_module
     values = [value_of(x) if isinstance(x, fx.Node) else x for x in operands]
     body, result = _body_on(call.body, values, of_chunk, mode)
+    for node in body.graph.nodes:
+        if JOINED in node.meta:
+            node.meta[CHUNKS] = chunks
     count = sum(name.startswith("joined_body_") for name in vars(owner)["_modules"])
     setattr(owner, f"joined_body_{count}", body)
     target: Any = call.node.target

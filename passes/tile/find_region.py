@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.modes import Mode
-from cp_rewrite.passes.graph.nodes import value_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows
 from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.planning.cost.memory import WORTH_AGAIN
@@ -30,15 +32,16 @@ WORTH = 4
 _Edge = tuple[Any, Any, int | None]
 
 
-def find_regions(found: Rowwise) -> list[TileRegion]:
-    """Regions that share no node, the widest first."""
+def find_regions(found: Rowwise, loops: bool) -> list[TileRegion]:
+    """Regions that share no node, the widest first. `loops`: only what the model's own loops over chunks of tokens
+    compute, and nothing more often than they do."""
     regions: list[TileRegion] = []
-    free = set(found.alone)
+    free = {n for n in found.alone if not loops or _chunks(n)}
     seeds = sorted(free, key=lambda n: (-(found.row_bytes(n) or 0), found.place[n]))
     for seed in seeds:
         if seed not in free or not found.row_bytes(seed):
             continue
-        region = _region(seed, free, found)
+        region = _region(seed, free, found, loops)
         if region is None:
             free.discard(seed)
             continue
@@ -47,15 +50,26 @@ def find_regions(found: Rowwise) -> list[TileRegion]:
     return regions
 
 
-def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise) -> TileRegion | None:
+def _chunks(node: fx.Node) -> int:
+    """How many chunks a loop of the model computed a node in; 0: none did."""
+    return node.meta.get(CHUNKS, 0)
+
+
+def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise, loops: bool) -> TileRegion | None:
     mode = found.modes[seed]
     able = {n for n in free if found.modes[n] == mode and (found.row_bytes(n) is not None or _is_tuple(n, found))}
+    able = {n for n in able if not loops or _chunks(n) == _chunks(seed)}
     inside = _behind(seed, able, found)
     inside |= _before(inside, able, found)
     region = _made(sorted(inside, key=found.place.__getitem__), found, mode)
     if region is None:
         return None
     across = sum(found.row_bytes(n) or 0 for n in (*region.rows, *region.results))
+    if loops:
+        once = all(isinstance(found.states[n], Partial) for n in region.results)
+        once = found.again or (once and sum(map(needs_gradient, region.results)) < 2)
+        region = replace(region, chunks=_chunks(seed))
+        return region if once and region.widest >= across and _is_one_place(region, found) else None
     worth = WORTH_AGAIN if found.again else WORTH
     return region if region.widest >= worth * across and _is_one_place(region, found) else None
 
@@ -150,7 +164,7 @@ def _made(nodes: Sequence[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | 
         return None
     widest = max(found.row_bytes(n) or 0 for n in nodes)
     states = {n: found.states[n] for n in (*rows, *results)}
-    return TileRegion(tuple(nodes), tuple(rows), tuple(wholes), tuple(results), states, widest, mode)
+    return TileRegion(tuple(nodes), tuple(rows), tuple(wholes), tuple(results), states, widest, mode, found.again)
 
 
 def _is_one_place(region: TileRegion, found: Rowwise) -> bool:

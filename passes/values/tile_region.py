@@ -18,7 +18,8 @@ class TileRegion:
     Args:
         rows: tensors with rows that they read from outside. wholes: tensors that all tiles read. results: nodes that
             others read. states: of `rows` and `results`. widest: bytes a row of the widest tensor inside. mode: modes
-            that are open where they stand.
+            that are open where they stand. again: the backward computes all of it once more in any case. chunks: how
+            many tiles there are, where a loop of the model says so, else 0.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -28,3 +29,5 @@ class TileRegion:
     states: Mapping[fx.Node, Any]
     widest: int
     mode: Mode
+    again: bool = False
+    chunks: int = 0

@@ -48,7 +48,7 @@ def of_torchtune(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     total: Any = 0.0
     chunks = [chunk.reshape(-1, chunk.size(-1)) for chunk in m.head(h).chunk(4, dim=1)]
     for x, target in zip(chunks, [chunk.reshape(-1) for chunk in y.chunk(4, dim=1)], strict=True):
-        total += F.cross_entropy(x.float().to(h.dtype), target, reduction="sum", ignore_index=-100)
+        total += F.cross_entropy(x.double().to(h.dtype), target, reduction="sum", ignore_index=-100)
     return total / (y != -100).sum()
 
 
@@ -58,7 +58,7 @@ def of_uneven_chunks(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     targets = [t.reshape(-1) for t in y.tensor_split(4, dim=1)]
     total: Any = 0.0
     for x, target in zip([x.reshape(-1, x.size(-1)) for x in logits], targets, strict=True):
-        total += F.cross_entropy(x.float().to(h.dtype), target, reduction="sum", ignore_index=-100)
+        total += F.cross_entropy(x.double().to(h.dtype), target, reduction="sum", ignore_index=-100)
     return total / (y != -100).sum()
 
 

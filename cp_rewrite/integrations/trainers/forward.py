@@ -58,7 +58,7 @@ class GlobalForward:
         self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward
         self.shifts = shifts_labels(model)
-        self._variants: dict[bool, tuple[cp.Sharding, Callable[..., Any]]] = {}
+        self._variants: dict[tuple[bool, bool], tuple[cp.Sharding, Callable[..., Any]]] = {}
 
     def install(self) -> None:
         """Put this into the model's place for `forward`, under the same signature."""
@@ -87,9 +87,11 @@ class GlobalForward:
             outputs = run(**local)
             return self.joined(outputs, sharding, local.plan.local_size)
 
-    def compiled(self, sharding: cp.Sharding) -> Callable[..., Any]:
-        """What runs on this rank's tokens: the whole model, in which everything but attention is proven local."""
-        return self.compile(self.plain if self.twin is None else self.twin.module.forward, sharding)
+    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+        """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
+        `loss_only`: of its outputs those that are not `LARGE`: logits that nothing returns are made tile by tile."""
+        call = self.plain if self.twin is None else self.twin.module.forward
+        return self.compile(_without_large(call) if loss_only else call, sharding)
 
     def compile(self, call: Callable[..., Any], sharding: cp.Sharding) -> Callable[..., Any]:
         if self.twin is not None:
@@ -113,11 +115,12 @@ class GlobalForward:
 
     def _variant(self, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
         """The annotation of calls with or without labels, and what is compiled for it."""
-        if labelled not in self._variants:
+        loss_only = labelled and self.switch.loss_only
+        if (labelled, loss_only) not in self._variants:
             tokens = {name: dim for name, dim in self.sharding.tokens.items() if labelled or name != "labels"}
             sharding = replace(self.sharding, tokens=tokens)
-            self._variants[labelled] = sharding, self.compiled(sharding)
-        return self._variants[labelled]
+            self._variants[labelled, loss_only] = sharding, self.compiled(sharding, loss_only)
+        return self._variants[labelled, loss_only]
 
 
 def forward_of(model: nn.Module) -> GlobalForward | None:
@@ -128,6 +131,19 @@ def forward_of(model: nn.Module) -> GlobalForward | None:
 def shifts_labels(model: nn.Module) -> bool:
     """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
     return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
+
+
+def _without_large(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's call whose outputs beside a loss are not `LARGE`."""
+
+    def run(**kwargs: Any) -> Any:
+        outputs = call(**kwargs)
+        if not isinstance(outputs, Mapping) or "loss" not in outputs:
+            return outputs
+        found = cast(Mapping[str, Any], outputs)
+        return type(outputs)(**{name: value for name, value in found.items() if name not in LARGE})
+
+    return run
 
 
 def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:

@@ -63,6 +63,7 @@ class Region:
         row_dims: of each operand that has rows. result_dims: of each result; None: it is a sum over rows.
         differentiable: which results gradients come to. needed: which operands gradients go to, rows first.
         inner: the compiler that gets these graphs.
+        chunks: how many tiles there are; 0: as few as do.
     """
 
     forward: fx.GraphModule
@@ -73,6 +74,7 @@ class Region:
     differentiable: tuple[int, ...]
     needed: tuple[int, ...]
     inner: str
+    chunks: int = 0
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
 
     def run(self, which: str, tile: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -105,7 +107,7 @@ def run_tiles(
     total, wholes = region.row_dims[0].rows(rows[0]), [x.contiguous() for x in wholes]
     out: list[Tensor] = []
     dtypes: list[torch.dtype] = []
-    for place in _tiles(total, tile):
+    for place in _tiles(total, -(-total // region.chunks) if region.chunks else tile):
         cut = [at.cut(x, place.start, place.stop).contiguous() for x, at in zip(rows, region.row_dims, strict=True)]
         with nvtx("tile"):
             found = one(region, cut, wholes, place)

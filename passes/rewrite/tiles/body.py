@@ -17,7 +17,7 @@ from cp_rewrite.passes.locality.claims.dims import T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.values.tile_region import TileRegion
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, hint
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, hint  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def traced_region(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
@@ -31,12 +31,14 @@ def traced_region(found: TileRegion, extents: Extents, mode: FakeTensorMode, inn
         with tracing(mode), mode, enable_python_dispatcher(), torch.enable_grad():
             out = body.run(*(x.detach().requires_grad_(i in body.needed) for i, x in enumerate(examples)))
         of = body.differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
-        scalar = len(of) == 1 and result_dims[of[0]] is None and out[of[0]].ndim == 0
+        # Where all is computed again, gradients that are made at once would be made twice.
+        scalar = len(of) == 1 and result_dims[of[0]] is None and out[of[0]].ndim == 0 and not found.again
         upstream = [_contiguous(out[i], mode) for i in of]
         forward = _plain(traced(body.run, examples, mode))
         gradients = _plain(traced(body.gradients, [*examples, *upstream], mode)) if of and not scalar else None
         both = _plain(traced(body.both, examples, mode)) if scalar else None
-    return Region(forward, gradients, both, body.row_dims, result_dims, of, body.needed if of else (), inner)
+    needed = body.needed if of else ()
+    return Region(forward, gradients, both, body.row_dims, result_dims, of, needed, inner, found.chunks)
 
 
 class _Body:

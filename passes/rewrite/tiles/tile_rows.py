@@ -12,8 +12,9 @@ import torch
 import torch.fx as fx
 
 from cp_rewrite.ops.tiles.region import REGIONS, Region
+from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.new_nodes import maker, position_of
-from cp_rewrite.passes.graph.regions import attribute_of, region_call, region_calls
+from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, region_call, region_calls
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.tile.find_region import find_regions
@@ -21,7 +22,7 @@ from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.planning.cost.memory import TILE_BYTES, TILE_ROWS
-from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of  # pyright: ignore[reportAttributeAccessIssue]
 
 from .body import order_of, traced_region
 
@@ -30,13 +31,20 @@ _WHY = "tile by tile"
 
 
 def tile_rows(state: State) -> State:
-    """Let regions of the rewritten graph that are wide inside and narrow at their ends run tile by tile."""
-    tile, gm = state.sharding.tile, state.graph_module
+    """Let regions of the rewritten graph that are wide inside and narrow at their ends run tile by tile. Without
+    `Sharding(tile=…)` those of the model's own loops over chunks of tokens do, in as many tiles as it has chunks."""
+    gm = state.graph_module
+    if state.sharding.tile is None and not _has_loops(gm):
+        return state
     mode = fake_mode_of(gm.graph.nodes)
-    extents = None if mode is None or tile is None else read_extents(state.tokens, mode.shape_env)
-    if tile is not None and mode is not None and extents is not None and isinstance(extents.batch, int):
+    extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
+    if mode is not None and extents is not None and isinstance(extents.batch, int):
         _tile_graph(Rowwise(state, gm, extents, mode), state, region_calls(gm))
     return state
+
+
+def _has_loops(gm: fx.GraphModule) -> bool:
+    return any(CHUNKS in node.meta for module in graph_modules(gm) for node in module.graph.nodes)
 
 
 def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[fx.Node]]) -> None:
@@ -49,7 +57,7 @@ def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[
     made: dict[fx.Node, fx.Node] = {}
     tile, batch = state.sharding.tile, extents.batch
     assert isinstance(batch, int)
-    for region in find_regions(found):
+    for region in find_regions(found, loops=tile is None):
         region = _after(region, made)
         rows = tile if isinstance(tile, int) else min(TILE_ROWS, TILE_BYTES // region.widest)
         made |= _put(region, found.gm, extents, mode, max(1, rows // batch), state.sharding.inner)
@@ -100,7 +108,8 @@ def _register(region: Region) -> str:
     # Constants, as of `x[..., [1, 3]]`, are in no text of a graph.
     held = [attribute_of(n) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
     constants = [(x.dtype, x.shape, x.tolist()) for x in held]
-    facts = (*text, constants, region.row_dims, region.result_dims, region.differentiable, region.needed, region.inner)
+    dims = region.row_dims, region.result_dims
+    facts = (*text, constants, *dims, region.differentiable, region.needed, region.inner, region.chunks)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     REGIONS.setdefault(name, region)
     return name
