@@ -30,7 +30,6 @@ CASES: dict[str, tuple[int, int, str, str]] = {
     "rows": (4, 2, "needed", "needed"),
     "heads": (4, 2, "a2a+needed", "a2a+needed"),
     "chosen": (4, 2, "auto", "a2a+needed"),
-    "some heads": (8, 4, "auto", "a2a:2+needed"),
 }
 """By name: ranks, ranks of a node, the exchange that is asked for, and the one that runs."""
 SLOW = replace(DEVICES["h200"], name="slow", node_link=1e5, link=1e6, all_to_all=1e6, latency=1e-9, node_latency=1e-9)
