@@ -124,6 +124,8 @@ def apart(group: str, rank: int, other: int, others: str) -> str:
 
 def difference(ranks: Mapping[int, Sequence[str] | str]) -> str:
     """How two ranks, or the first of them and any other, did not do the same in a turn; "" where they did."""
+    if len({of if isinstance(of, str) else ",".join(of) for of in ranks.values()}) == 1:
+        return ""
     events = {rank: _events(of) for rank, of in sorted(ranks.items())}
     first, *others = events
     for other in others:
