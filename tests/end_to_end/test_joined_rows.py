@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cp_rewrite as cp
+from cp_rewrite.capacity import Capacity
 from tests.helpers.models import build_model
 from tests.helpers.packed_model import PackedModel
 from tests.helpers.pool import Pool
@@ -29,6 +31,11 @@ STEPS: list[list[list[Rows]]] = [
     [[[[2]], [[70, 5]], [[6, 6, 6]], [[3, 4]]], [[], [], [[21, 2]], [[12], [12], [12]]]],
 ]
 """By step, micro-batch and rank. Rows of unequal length and number, also none."""
+EVEN: list[list[list[Rows]]] = [
+    [[[[13, 1, 7]], [[30, 3]], [[5, 3], [2, 6]], [[40]]]],
+    [[[[50]], [], [[40]], [[10], [10]]]],
+]
+"""The same, 110 tokens of all ranks each."""
 
 
 def make_rows(rows: Rows) -> Batch:
@@ -45,10 +52,12 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
-def train(model: nn.Module, take_step: Callable[[list[list[Rows]]], list[float]]) -> Recorded:
+def train(
+    model: nn.Module, take_step: Callable[[list[list[Rows]]], list[float]], steps: list[list[list[Rows]]] = STEPS
+) -> Recorded:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     recorded: Recorded = []
-    for step in STEPS:
+    for step in steps:
         losses = take_step(step)
         named = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
         recorded.append((losses, {name: whole(grad) for name, grad in named.items() if grad is not None}))
@@ -57,7 +66,7 @@ def train(model: nn.Module, take_step: Callable[[list[list[Rows]]], list[float]]
     return recorded
 
 
-def train_alone() -> Recorded:
+def train_alone(steps: list[list[list[Rows]]] = STEPS) -> Recorded:
     """Every row of every rank by itself."""
     model: Any = build_model("llama")
 
@@ -71,14 +80,14 @@ def train_alone() -> Recorded:
             losses.append(sum(loss.item() for loss in found))
         return losses
 
-    return train(model, take_step)
+    return train(model, take_step, steps)
 
 
-def train_joined(mesh: DeviceMesh, kind: str, grid: bool = False, inner: Any = "eager") -> Recorded:
+def train_joined(mesh: DeviceMesh, kind: str, grid: bool = False, inner: Any = "eager", **options: Any) -> Recorded:
     """`grid`: one plan over a mesh of (dp, cp) = (2, 2)."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")) if grid else mesh
-    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=inner)
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=inner, **options)
     plain: Any = build_model("llama")
     if kind == "plain":
         model, run = plain, torch.compile(plain, backend=cp.backend(sharding), fullgraph=True)
@@ -97,7 +106,7 @@ def train_joined(mesh: DeviceMesh, kind: str, grid: bool = False, inner: Any = "
             cp.sum_gradients(model.parameters(), sharding)
         return losses
 
-    return train(model, take_step)
+    return train(model, take_step, EVEN if sharding.capacity else STEPS)
 
 
 def compare(expected: Recorded, found: Recorded) -> None:
@@ -116,6 +125,14 @@ def compare(expected: Recorded, found: Recorded) -> None:
 def test_rows_of_four_ranks_equal_one_process(pool: Pool, kind: str, grid: bool) -> None:
     expected = train_alone()
     for found in pool.run(4, train_joined, kind, grid):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+def test_rows_of_four_ranks_in_buffers_of_fixed_sizes(pool: Pool) -> None:
+    room: dict[str, Any] = {"capacity": Capacity(documents=32, pieces=40, rows=800)}
+    expected = train_alone(EVEN)
+    for found in pool.run(4, functools.partial(train_joined, **room), "plain"):
         compare(expected, found)
 
 
