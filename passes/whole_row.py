@@ -151,22 +151,28 @@ class _Moved:
 
     @staticmethod
     def of(state: State, row: State, mode: FakeTensorMode, its_env: Any) -> _Moved:
-        """With the inputs of the shard's graph."""
+        """With the inputs of the shard's graph; a token count that only the row's graph takes is read of these."""
         graph, root = fx.Graph(), row.graph_module
         inputs = {_name_of(node): graph.node_copy(node) for node in _inputs(state.graph_module)}
-        nodes: dict[fx.Node, fx.Node] = {}
-        for node in _inputs(root):
-            if (name := _name_of(node)) in inputs:
-                nodes[node] = inputs[name]
-            elif node.users:
-                raise _Otherwise
+        theirs = [node for node in _inputs(root) if node.users or _name_of(node) in inputs]
+        nodes = {node: inputs[name] for node in theirs if (name := _name_of(node)) in inputs}
         sizes: dict[Any, Any] = {}
-        for symbol, (place, dim) in size_places(_inputs(root)).items():
-            like = nodes.get(_inputs(root)[place])
-            if like is None:
+        places = size_places([*nodes, *(node for node in theirs if node not in nodes)])
+        for symbol, (place, dim) in places.items():
+            if place >= len(nodes):
                 raise _Otherwise
-            value: Any = like.meta["example_value"]
+            value: Any = [*nodes.values()][place].meta["example_value"]
             sizes[symbol] = expression(value if dim is None else value.shape[dim])
+        for node in theirs:
+            if node not in nodes:
+                number = node.meta["example_value"]
+                if not isinstance(number, SymInt) or expression(number) not in places:
+                    raise _Otherwise
+                place, dim = places[expression(number)]
+                nodes[node] = found = [*nodes.values()][place]
+                if dim is not None:
+                    nodes[node] = graph.call_method("size", (found, dim))
+                    nodes[node].meta = dict(node.meta, example_value=found.meta["example_value"].shape[dim])
         return _Moved(root, graph, mode, its_env, sizes, nodes, set())
 
     def module(self, outputs: Sequence[fx.Node | None]) -> fx.GraphModule:

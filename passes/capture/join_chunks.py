@@ -23,7 +23,7 @@ from cp_rewrite.passes.graph.new_nodes import place_by
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import nested_graphs, region_call
 from cp_rewrite.passes.graph.writes import writers_between, written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of  # pyright: ignore[reportAttributeAccessIssue]
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .join_regions import CHUNKS, JOINED, Bodies, NotAlike, call_on_all, check_alone
 

@@ -21,7 +21,7 @@ from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import REGION_OPS, RegionCall, nested_graphs
 from cp_rewrite.passes.graph.traced_again import first_difference
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression  # pyright: ignore[reportAttributeAccessIssue]
+from cp_rewrite.torch_internals import FakeTensorMode, expression
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_rewrite as cp
 from tests.end_to_end.test_batches_in_turn import check_all, pack
 from tests.helpers.one_process import check_or_refuse
-from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel
+from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
 
 Mix = Callable[["Deciding", Tensor, int], Tensor]
 """Of hidden states (B, T, C) and T, which is 24; a rank has 12."""
@@ -112,6 +112,28 @@ def test_some_are_right() -> None:
 @pytest.mark.parametrize("name", ["number", "fewer", "flag"])
 def test_what_is_returned_and_kept_must_be_the_rows(name: str) -> None:
     assert "holds for a shard's tokens but not for the row's" in str(check_or_refuse(Returning(name), tokens=24))
+
+
+class WindowWhereLong(PackedModel):
+    """Causal attention, within a window where the row is longer: the token count is read where a shard's trace has
+    none."""
+
+    def mask(self, *_: Any) -> None:
+        return None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        tokens = q.shape[2]
+        if tokens <= 12:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind <= 12))
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(4, 47), (8, 53)])
+def test_a_window_that_a_shard_does_not_reach(ranks: int, tokens: int) -> None:
+    torch._dynamo.reset()
+    model, sharding = WindowWhereLong().double(), cp.Sharding(ranks, TOKENS, cp.WholeRows())
+    assert cp.check(model, sharding, packed_batch(1, tokens)).largest <= 1e-9
 
 
 @pytest.mark.slow

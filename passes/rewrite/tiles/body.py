@@ -17,7 +17,7 @@ from cp_rewrite.passes.locality.claims.dims import T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.values.tile_region import TileRegion
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, hint  # pyright: ignore[reportAttributeAccessIssue]
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, hint
 
 
 def traced_region(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:

@@ -22,7 +22,7 @@ from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.planning.cost.memory import TILE_BYTES, TILE_ROWS
-from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of  # pyright: ignore[reportAttributeAccessIssue]
+from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
 from .body import order_of, traced_region
 
