@@ -43,7 +43,8 @@ def kernels_are_right(kind: str, inputs: Sequence[Tensor]) -> bool:
 
 @cache
 def _agree(kind: str, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], device: Any) -> bool:
-    with ThreadPoolExecutor(1) as apart:  # what a compiled graph rules out of dispatch holds in its own thread
+    # What a compiled graph rules out of dispatch holds in its own thread. Another one begins on the first GPU.
+    with ThreadPoolExecutor(1, initializer=_work_on, initargs=(device,)) as apart:
         errors = apart.submit(_errors, kind, dtypes, shapes, device).result()
     right = max(errors) < _LIMIT
     if not right:
@@ -53,6 +54,11 @@ def _agree(kind: str, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, 
             stacklevel=2,
         )
     return right
+
+
+def _work_on(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _errors(kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any) -> list[float]:
