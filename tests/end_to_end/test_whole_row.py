@@ -118,7 +118,7 @@ class WindowWhereLong(PackedModel):
     """Causal attention, within a window where the row is longer: the token count is read where a shard's trace has
     none."""
 
-    def mask(self, *_: Any) -> None:
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> None:
         return None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
