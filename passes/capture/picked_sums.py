@@ -55,7 +55,8 @@ def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.
     modules = graph_modules(gm)
     written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
     for module in modules:
-        found = {n: pick for n in module.graph.nodes if n not in kept and (pick := _read(n, counts)) is not None}
+        picks = {n: pick for n in module.graph.nodes if n not in kept and (pick := _read(n, counts)) is not None}
+        found = {n: pick for n, pick in picks.items() if memory_of(pick.mask) not in written}
         losses = {loss: _of_both(loss, found, written) for pick in found.values() for loss in pick.losses}
         for loss, both in losses.items():
             if both is not None:
@@ -144,6 +145,8 @@ def _of_both(loss: fx.Node, found: dict[fx.Node, _Pick], written: Collection[Any
     scores, targets = (found.get(arg) if isinstance(arg, fx.Node) else None for arg in [*loss.args, None, None][:2])
     given = loss.kwargs.get("reduction", "mean"), len(loss.args)
     if scores is None or targets is None or given not in (("mean", 2), ("sum", 2)):
+        return None
+    if any(memory_of(pick.x) in written for pick in (scores, targets)):  # a pick is a copy, which keeps what it was
         return None
     if not _is_again(scores.mask, targets.mask, written):
         return None

@@ -259,6 +259,20 @@ def test_the_report_names_what_is_picked_and_its_bytes() -> None:
     assert {refusal.reason for refusal in refused} == {cp.Reason.TOKEN_MIXING}
 
 
+def then_written(x: Tensor, b: Batch, what: str) -> Tensor:
+    """A loss of picked tokens, of which something is written behind the pick."""
+    values = {"scores": x * 1, "targets": b["input_ids"].clone(), "mask": b["input_ids"] > 5}
+    scores, targets = (values[name][values["mask"]] for name in ("scores", "targets"))
+    values[what].logical_not_() if what == "mask" else values[what].mul_(0)
+    return F.cross_entropy(scores, targets) + (x[..., 0] * values[what].sum()).sum() / 99
+
+
+@pytest.mark.parametrize("what", ["scores", "targets", "mask"])
+def test_what_is_written_behind_a_pick_is_not_read_for_it(what: str) -> None:
+    model = Model(lambda m, x, b: then_written(x, b, what))
+    assert not cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed(1, 13)).ok
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["of_tokens", "by_mask", "of_each_by_mask"])
 def test_places_that_differ_from_rank_to_rank_are_refused(name: str) -> None:
