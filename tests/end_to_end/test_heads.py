@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import is_part
 from tests.end_to_end.test_end_to_end import LIMIT, make_batch
 from tests.end_to_end.test_models import difference
 from tests.helpers.models import SMALL
@@ -85,12 +84,10 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: 
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     with sharding.shard(batch) as local:
         loss = compiled(**local).loss
+        total = sharding.whole(loss).item()
     loss.backward()
     cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    if is_part(loss):
-        torch.distributed.all_reduce(total, group=sharding.group)
-    return float(total), gradients(model)
+    return total, gradients(model)
 
 
 def compare(pool: Pool, name: str, ranks: int, layout: str, rows: int, tokens: int) -> None:

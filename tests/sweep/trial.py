@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import is_part
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
 from .cases import Case, batch_of, build, sharding_of, shifts
@@ -120,12 +119,10 @@ class Trial:
         compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
         with sharding.shard(batch, shift_labels=shifts(self.case)) as local:
             loss = compiled(**local).loss
+            total = sharding.whole(loss).item()
         loss.backward()
         cp.sum_gradients(model.parameters(), sharding)
-        total = loss.detach().clone()
-        if is_part(loss):
-            torch.distributed.all_reduce(total, group=sharding.group)
-        return float(total), gradients(model)
+        return total, gradients(model)
 
     def compared(
         self, losses: tuple[float, float], grads: dict[str, Tensor], sharded: dict[str, Tensor], noise: dict[str, float]
