@@ -122,19 +122,14 @@ class Schedule:
         """(P, P) int64 KV rows that rank [0] receives from rank [1], each once; the diagonal is 0."""
         remote = self.runs.take(self.runs.reader != self.runs.owner)
         pair = remote.reader * self.world_size + remote.owner
-        # One long line of P x P pairs (reader, owner) of R slots each: slot i is local row i of the owner. A run covers
-        # slots; rows that several runs of a pair read are covered once by their union.
-        slots = pair * self.local_rows + remote.source
+        # One long line of P x P pairs (reader, owner) of R + 1 slots each: slot i is local row i of the owner, the last
+        # one is empty, so that no range goes on in the next pair. A run covers slots; rows that several runs of a pair
+        # read are covered once by their union.
+        stride = self.local_rows + 1
+        slots = pair * stride + remote.source
         starts, stops = union(slots, slots + remote.length)
-        # Slots covered before the end of each pair: all of the ranges that start before it, less what the last of them
-        # has beyond it, for ranges of two pairs may touch and be one.
-        bounds = np.arange(1, self.world_size**2 + 1) * self.local_rows
-        covered = np.concatenate([[0], np.cumsum(stops - starts)])
-        block = np.searchsorted(starts, bounds, side="left")
-        inside = covered[block]
-        overshoot = np.where(block > 0, stops[block - 1] - bounds, 0) if len(starts) else 0
-        total = inside - np.maximum(overshoot, 0)
-        return np.diff(total, prepend=0).reshape(self.world_size, self.world_size)
+        rows = np.bincount(starts // stride, stops - starts, self.world_size**2).astype(np.int64)
+        return rows.reshape(self.world_size, self.world_size)
 
 
 def build(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
@@ -30,7 +29,7 @@ from .options import LayoutOptions
 from .share_out import Variant, share_out
 from .simple import contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .slices import Slices, slice_tiles
-from .token_order import TokenOrder, joined, outer_order
+from .token_order import TokenOrder, outer_order
 from .whole_documents import share_out_whole
 
 ENOUGH, ENOUGH_FOR_ONE = 1.015, 1.005
@@ -152,35 +151,21 @@ def _home_first(order: TokenOrder, documents: Documents, mask: PackedMask) -> To
     home first          0 1 2   12 13 14   8 9      [8, 10) is the end of one that begins on rank 1
     """
     schedule = build([documents], [order], mask)
-    runs, away = schedule.runs, np.zeros(len(schedule.pieces), dtype=np.bool_)
+    runs, pieces, away = schedule.runs, schedule.pieces, np.zeros(len(schedule.pieces), dtype=np.bool_)
     away[runs.piece[runs.owner != runs.reader]] = True
-    intervals = list(order.intervals)
-    for rank, tokens in enumerate(order.intervals):
-        mine = slice(*schedule.piece_bounds[rank : rank + 2])
-        by_row = np.argsort(schedule.pieces.q0[mine])
-        starts, goes_last = schedule.pieces.q0[mine][by_row], away[mine][by_row]
-        if (goes_last[:-1] & ~goes_last[1:]).any():
-            intervals[rank] = _move_last(tokens, starts, goes_last)
-    return TokenOrder(order.total, tuple(intervals), order.pad_to_multiple)
-
-
-def _move_last(tokens: Int, starts: Int, goes_last: NDArray[np.bool_]) -> Int:
-    """A rank's intervals `tokens`, (n, 2), with those pieces moved to the end that `goes_last` marks.
-
-    Piece i begins in local row starts[i] and ends where the next one begins. What lies before the first one stays.
-
-        tokens      [0, 3) [8, 10) [12, 15)     in local rows 0, 3 and 5
-        starts      0 3 5          goes_last    no yes no
-        result      [0, 3) [12, 15) [8, 10)
-    """
+    tokens, owner = order.parts
     ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
-    begins = ends - (tokens[:, 1] - tokens[:, 0])  # local row of each interval
+    begins = ends - (tokens[:, 1] - tokens[:, 0])  # of each interval, in the rows of all ranks, rank after rank
+    starts = (np.cumsum(order.sizes) - order.sizes)[pieces.rank] + pieces.q0
+    by_row = np.argsort(starts, kind="stable")
     cuts = np.union1d(begins, starts)  # each stretch from one cut to the next stays or moves as a whole
     inside = np.searchsorted(begins, cuts, side="right") - 1
-    start = tokens[inside, 0] + cuts - begins[inside]
-    stop = start + np.diff(cuts, append=ends[-1])
-    last = np.append(False, goes_last)[np.searchsorted(starts, cuts, side="right")]
-    return joined(np.stack([start, stop], axis=1)[np.argsort(last, kind="stable")])
+    start, rank = tokens[inside, 0] + cuts - begins[inside], owner[inside]
+    stop = start + np.diff(cuts, append=ends[-1:])
+    piece = by_row[np.searchsorted(starts[by_row], cuts, side="right") - 1] if len(by_row) else rank[:0]
+    last = away[piece] & (pieces.rank[piece] == rank) if len(by_row) else False  # rows before the first piece stay
+    sort = np.argsort(2 * rank + last, kind="stable")
+    return TokenOrder.of_parts(order.total, np.stack([start, stop], 1)[sort], rank[sort], order.world_size)
 
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:

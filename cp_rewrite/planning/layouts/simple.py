@@ -10,6 +10,8 @@ Throughout, cuts fall on multiples of `unit`, and a document's inner bounds must
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from cp_rewrite.planning.intervals import Int
@@ -89,7 +91,7 @@ def even_head_tail(spans: Int, world_size: int, unit: int = 1, *, near: bool = F
         unit: cuts fall on multiples of it; inner bounds of spans must be multiples too.
         near: move cuts.
     """
-    inner = spans[1:-1] // unit
+    inner: list[int] = (spans[1:-1] // unit).tolist()
     low, high = 0, -(-int(spans[-1]) // unit)  # units that no rank owns yet
     chunk = -(-high // (2 * world_size))
     heads, tails = [low], [high]
@@ -97,12 +99,19 @@ def even_head_tail(spans: Int, world_size: int, unit: int = 1, *, near: bool = F
         size = -(-(high - low) // (world_size - rank))
         head = low + min(chunk, size)
         tail = high - (low + size - head)
-        shifts = np.concatenate([inner - head, inner - tail]) if near else inner[:0]
-        shifts = shifts[np.abs(shifts) <= size // 4]
-        shift = int(shifts[np.argmin(np.abs(shifts))]) if shifts.size else 0
+        shift = _to_bound(inner, (head, tail), size // 4) if near else 0
         low, high = head + shift, tail + shift
         heads.append(low)
         tails.append(high)
     bounds = np.minimum(np.array(heads[:-1] + tails[::-1]) * unit, spans[-1])
     ranks = np.arange(world_size)
     return TokenOrder.from_cuts(bounds, np.concatenate([ranks, ranks[::-1]]), world_size)
+
+
+def _to_bound(bounds: list[int], cuts: tuple[int, int], most: int) -> int:
+    """The least shift, up to `most`, that brings one of both cuts to one of the ascending bounds; 0: none does."""
+    shifts: list[int] = []
+    for cut in cuts:
+        at = bisect_left(bounds, cut)
+        shifts += [bound - cut for bound in bounds[max(0, at - 1) : at + 1]]
+    return min((shift for shift in shifts if abs(shift) <= most), key=abs, default=0)

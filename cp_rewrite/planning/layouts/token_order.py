@@ -45,7 +45,15 @@ class TokenOrder:
     @cached_property
     def sizes(self) -> Int:
         """(P,) int64 tokens that each rank owns."""
-        return np.array([int((part[:, 1] - part[:, 0]).sum()) for part in self.intervals], dtype=np.int64)
+        intervals, owners = self.parts
+        lengths = intervals[:, 1] - intervals[:, 0]
+        return np.bincount(owners, lengths, self.world_size).astype(np.int64)
+
+    @cached_property
+    def parts(self) -> tuple[Int, Int]:
+        """((n, 2) intervals of all ranks, rank after rank; (n,) int64 the owner of each)."""
+        owners = np.repeat(np.arange(self.world_size), [len(part) for part in self.intervals])
+        return np.concatenate(self.intervals), owners
 
     @cached_property
     def local_size(self) -> int:
@@ -77,9 +85,8 @@ class TokenOrder:
 
             the drawing above     starts 0 2 6     stops 2 6 8     owners 0 1 0     sources 0 0 2
         """
-        intervals = np.concatenate(self.intervals)
+        intervals, owners = self.parts
         lengths = intervals[:, 1] - intervals[:, 0]
-        owners = np.repeat(np.arange(self.world_size), [len(part) for part in self.intervals])
         # Tokens of all ranks, rank after rank: those before an interval, less those of the ranks before its owner.
         sources = np.cumsum(lengths) - lengths - (np.cumsum(self.sizes) - self.sizes)[owners]
         order = np.argsort(intervals[:, 0], kind="stable")
@@ -94,29 +101,22 @@ class TokenOrder:
             owners: (n,) int64 ranks.
         """
         keep = bounds[1:] > bounds[:-1]
-        starts, owners = bounds[:-1][keep], owners[keep]
-        first = np.ones(len(owners), dtype=np.bool_)  # neighbours with one owner are one interval: where they begin
-        np.not_equal(owners[1:], owners[:-1], out=first[1:])
-        starts, owners = starts[first], owners[first]
-        intervals = np.empty((len(starts), 2), dtype=np.int64)
-        intervals[:, 0] = starts
-        intervals[:-1, 1] = starts[1:]
-        intervals[-1:, 1] = bounds[-1]
+        parts, owners = np.stack([bounds[:-1], bounds[1:]], 1)[keep], owners[keep]
         by_rank = owners.argsort(kind="stable")
-        splits = owners[by_rank].searchsorted(np.arange(world_size + 1)).tolist()
-        intervals = intervals[by_rank]
-        return cls(int(bounds[-1]), tuple(intervals[lo:hi] for lo, hi in pairwise(splits)))
+        return cls.of_parts(int(bounds[-1]), parts[by_rank], owners[by_rank], world_size)
 
+    @classmethod
+    def of_parts(cls, total: int, parts: Int, owners: Int, world_size: int) -> TokenOrder:
+        """The order in which rank owners[i], ascending, owns tokens [parts[i, 0], parts[i, 1]), kept as they come.
 
-def joined(intervals: Int) -> Int:
-    """(n, 2) intervals with each that begins where the one before it ends joined to that one.
-
-    [0, 2) [2, 5) [7, 9)  ->  [0, 5) [7, 9)
-    """
-    first = np.ones(len(intervals), dtype=np.bool_)
-    first[1:] = intervals[1:, 0] != intervals[:-1, 1]
-    last = np.append(first[1:], True)[: len(intervals)]
-    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1)
+        Parts of a rank that touch become one interval: [0, 2) [2, 5) [7, 9)  ->  [0, 5) [7, 9)
+        """
+        first = np.ones(len(owners), dtype=np.bool_)
+        first[1:] = (parts[1:, 0] != parts[:-1, 1]) | (owners[1:] != owners[:-1])
+        last = np.append(first[1:], True)[: len(owners)]
+        intervals = np.stack([parts[first, 0], parts[last, 1]], axis=1)
+        splits = owners[first].searchsorted(np.arange(world_size + 1)).tolist()
+        return cls(total, tuple(intervals[lo:hi] for lo, hi in pairwise(splits)))
 
 
 def common_local_size(orders: Sequence[TokenOrder]) -> int:
@@ -126,6 +126,7 @@ def common_local_size(orders: Sequence[TokenOrder]) -> int:
 
 def outer_order(order: TokenOrder, inner: int) -> TokenOrder:
     """Who owns which tokens where each `inner` ranks are one owner, of all their tokens by position."""
-    places = range(0, order.world_size, inner)
-    intervals = (np.concatenate(order.intervals[at : at + inner]) for at in places)
-    return TokenOrder(order.total, tuple(joined(each[np.argsort(each[:, 0], kind="stable")]) for each in intervals))
+    parts, owners = order.parts
+    places = owners // inner
+    by_place = np.lexsort((parts[:, 0], places))
+    return TokenOrder.of_parts(order.total, parts[by_place], places[by_place], -(-order.world_size // inner))
