@@ -64,6 +64,16 @@ def test_many_ranks_are_balanced_and_receive_little(lengths: list[int], imbalanc
     assert p.fill_rows < 64
 
 
+@pytest.mark.parametrize(
+    ("world_size", "lengths"),
+    [(64, [65341] * 2 + [350] * 1124), (256, [98304] * 6 + [1536] * 981)],
+)
+@pytest.mark.parametrize("node_size", [None, 8])
+def test_rows_of_tiles_of_long_documents_are_swapped(world_size: int, lengths: list[int], node_size: int | None):
+    """A row of tiles of the long ones is up to a fifth of a rank's work."""
+    assert plan(lengths, world_size, ranks_per_node=node_size).imbalance <= 1.02
+
+
 @pytest.mark.filterwarnings("error")
 def test_more_ranks_than_tokens():
     p = plan([0, 1, 7, 3, 1, 0, 2], 24)

@@ -1,33 +1,38 @@
-"""Pairs of ranks, one with much and one with little work, that share out again what both have.
+"""Pairs of ranks, one with much and one with little work, that swap ends of slices, as many tokens each.
 
-    work        1.08   0.99   1.01   0.92         mean 1.00
-    pairs       1.08 and 0.92  ->  1.00 and 1.00;   0.99 and 1.01 stay as they are
+    rank with 1.08 of the mean      A A A A A A A A|a a     its dense end, two rows of tiles of a long document
+    rank with 0.94                  b b|B B B B B B B B     for a sparse head, two rows of another one
+    afterwards                      A A A A A A A A b b     and     a a B B B B B B B B
 
 Ranks that were halved again and again are left with what the last cut could not do: a row of tiles of a long document
-is some percent of a rank's work. What two such ranks have is another mix of slices, which mostly can be cut evenly.
+is some percent of a rank's work. Another rank mostly has rows with a little less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import Float
+from cp_rewrite.planning.cost.tiles import TILE, Float
 from cp_rewrite.planning.intervals import Int
 
-from .halves import Groups, halve, owners_work
-from .slice_lines import tenths
+from .halves import owners_work
+from .slice_lines import parts, tenths
 from .slices import Slices
 
 ENOUGH = 1.018
 """Imbalance that is not worth another round."""
 ROUNDS = 24
-"""At most: in each one every rank has another partner."""
+"""At most: in each one every rank has other partners."""
 FIRST_BLOCK, TURNS = 8, 2
 """Partners are of so many ranks first, for so many turns; then of twice as many, and so on."""
+PAIRS = 32
+"""Each rank has several partners, the best of which counts, where there are not as many pairs."""
+SPREAD = 5
+"""Slices of a rank that are tried, from its sparsest to its densest; in every other turn more of the dense ones."""
 
 
 def even_pairs(
@@ -37,50 +42,121 @@ def even_pairs(
 
     Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
     """
-    tokens, ranks = np.asarray(quotas, dtype=np.int64), len(quotas)
+    ranks, held = len(quotas), np.asarray(quotas) > 0
     for turn in range(ROUNDS):
         work = owners_work(owner, slices, ranks)
-        limit = work.mean() * ENOUGH
+        limit = ENOUGH * float(work.mean())
         if work.max() <= limit:
             break
-        more, less = _partners(work, node_size, turn)
-        chosen = (work[more] > limit) & (more != less)
-        if not chosen.any():
-            continue
-        more, less = more[chosen], less[chosen]
-        pair = np.full(ranks, -1)
-        pair[more] = pair[less] = np.arange(len(more))
-        mine = np.flatnonzero(pair[owner] >= 0)
-        both, group = joined(slices.take(mine), pair[owner[mine]], mask)
-        groups = Groups(
-            np.stack([tokens[less], tokens[more]]), np.ones((2, len(more)), np.int64), mask, SeenKeys(mask), unit
-        )
-        made, half = halve(both, group, groups)
-        done = owners_work(half, made, 2 * len(more)).reshape(-1, 2).max(1)
-        better = done < work[more]
-        if better.any():
-            kept = np.flatnonzero((pair[owner] < 0) | ~np.append(better, False)[pair[owner]])
-            new = np.flatnonzero(better[half // 2])
-            to = np.stack([less, more], 1).reshape(-1)[half[new]]
-            slices = Slices.join([slices.take(kept), made.take(new)])
-            owner = np.append(owner[kept], to)
+        more, less = _partners(work, limit, node_size, turn)
+        more, less = more[held[less]], less[held[less]]
+        if len(more):
+            tried = _tried(slices, owner, more, less, turn)
+            swaps = _best_swaps(slices, tried, more, work[more], work[less], limit, mask, lcm(TILE, unit))
+            if len(swaps[0]):
+                slices, owner = _after(slices, owner, *swaps, mask)
     return slices, owner
 
 
-def _partners(work: Float, node_size: int, turn: int) -> tuple[Int, Int]:
-    """(ranks with much work, a partner with little of each), in blocks of ranks that were halved last and so share
-    documents: the first of a block by work with its last, the second with the last but one. Each turn moves partners on
-    by one, later turns have larger blocks, up to a node."""
-    size = min(node_size, FIRST_BLOCK << turn // TURNS)
-    first = np.flatnonzero((ranks := np.arange(len(work))) % node_size % size == 0)
-    block = np.searchsorted(first, ranks, side="right") - 1
-    order = np.lexsort((work, block))
-    half = np.bincount(block)[block] // 2
-    end = np.append(first[1:], len(work))[block]
-    back = end - 1 - ranks  # 0: the most work of its block
-    more = np.flatnonzero(back < half)
-    less = (first[block] + (back + turn) % np.maximum(1, half))[more]
-    return order[more], order[less]
+def _partners(work: Float, limit: float, node_size: int, turn: int) -> tuple[Int, Int]:
+    """(ranks above the limit, each as often as it has partners; its partners): no two ranks share a partner.
+
+    Partners are in one block of ranks, which were halved last and so share documents, and have least work there. Each
+    turn moves partners on by one, later turns have larger blocks, up to a node.
+    """
+    size, ranks = min(node_size, FIRST_BLOCK << turn // TURNS), np.arange(len(work))
+    node = ranks // node_size * node_size
+    first = node + (ranks - node) // size * size  # of each rank's block
+    half = (np.minimum(first + size, node + node_size) - first) // 2
+    order = np.lexsort((work, first))  # ranks first …, of a block, are order[first] …, by work
+    end = np.minimum(first + size, node + node_size)
+    above = work[order] > limit
+    rivals = np.minimum(half, np.bincount(first, above, len(work)).astype(np.int64)[first])
+    at = np.flatnonzero(above & (end - 1 - ranks < half))
+    place = (end - 1 - ranks)[at] + rivals[at] * np.arange(max(1, PAIRS // max(1, len(at))))[:, None]
+    mine = np.broadcast_to(at, place.shape)[inside := place < half[at]]
+    return order[mine], order[first[mine] + (place[inside] + turn) % half[mine]]
+
+
+def _tried(slices: Slices, owner: Int, more: Int, less: Int, turn: int) -> tuple[Int, Int]:
+    """(i, j), each (pairs, SPREAD²): slices of both ranks of each pair, in all combinations."""
+    here = np.flatnonzero(np.isin(owner, np.append(more, less)))
+    here = here[np.lexsort((slices.work[here] / slices.size[here], owner[here]))]
+    first, last = np.searchsorted(owner[here], [more, less]), np.searchsorted(owner[here], [more, less], "right") - 1
+    shares = np.linspace(0, 1, SPREAD)
+    shares = np.sqrt(shares) if turn % 2 else shares
+    each = here[first[..., None] + np.rint(shares * (last - first)[..., None]).astype(np.int64)]
+    return np.repeat(each[0], SPREAD, 1), np.tile(each[1], SPREAD)
+
+
+def _best_swaps(
+    slices: Slices,
+    tried: tuple[Int, Int],
+    more: Int,
+    mine: Float,
+    other: Float,
+    limit: float,
+    mask: PackedMask,
+    step: int,
+) -> tuple[Int, Int, Int]:
+    """(i, j, x): the swaps that help, x tokens of the end of slice i for the head of slice j; the best of each rank.
+
+    Args:
+        tried: (i, j), each (pairs, n).
+        more, mine, other: (pairs,) the rank with much work, its work, and its partner's. limit: low enough.
+    """
+    i, j = tried
+    sizes = slices.size[i], slices.size[j]
+    some = _tokens(slices, i, j, (mine - other)[:, None] / 2, mask, step)
+    x = np.minimum(np.concatenate([some, some + step, *sizes], 1), np.tile(np.minimum(*sizes), 4))
+    i, j = np.tile(i, 4), np.tile(j, 4)
+    kept, end, head, rest = _parts(slices, i, j, x, mask).work.reshape(4, *x.shape)
+    left = np.maximum(
+        mine[:, None] - slices.work[i] + kept + head,
+        other[:, None] - slices.work[j] + rest + end,
+    )
+    best = np.arange(len(more)), np.maximum(left, limit).argmin(1)
+    i, j, x, left = i[best], j[best], x[best], left[best]
+    by_rank = np.lexsort((left, more))
+    first = by_rank[np.diff(more[by_rank], prepend=-1) > 0]
+    first = first[left[first] < mine[first]]
+    return i[first], j[first], x[first]
+
+
+def _tokens(slices: Slices, i: Int, j: Int, work: Float, mask: PackedMask, step: int) -> Int:
+    """Tokens, in whole steps, of which the end of slice i has nearly `work` more than the head of slice j.
+
+    A token further back in i sees one key less, one further on in j one more: x tokens differ by a x - b x².
+    """
+    sizes = slices.size[i], slices.size[j]
+    row_i, row_j = np.minimum(step, sizes[0]), np.minimum(step, sizes[1])
+    none = np.zeros_like(row_j)
+    cost = parts(slices, np.stack([i, j]), np.stack([sizes[0] - row_i, none]), np.stack([sizes[0], row_j]), mask).work
+    last, first = cost.reshape(2, *i.shape)
+    a, b = np.maximum(last / row_i - first / row_j, 1e-9), 10 / TILE**2
+    root = np.sqrt(np.maximum(0, a**2 - 4 * b * work))
+    x = np.minimum(2 * work / (a + root), a / (2 * b))
+    return np.minimum(x, np.minimum(*sizes)).astype(np.int64) // step * step
+
+
+def _parts(slices: Slices, i: Int, j: Int, x: Int, mask: PackedMask) -> Slices:
+    """What is left of slices i, their ends, heads of slices j, and what is left of these; some may be empty."""
+    size_i, size_j, none = slices.size[i], slices.size[j], np.zeros_like(x)
+    starts, stops = [none, size_i - x, none, x], [size_i - x, size_i, x, size_j]
+    return parts(slices, np.stack([i, i, j, j]), np.stack(starts), np.stack(stops), mask)
+
+
+def _after(slices: Slices, owner: Int, i: Int, j: Int, x: Int, mask: PackedMask) -> tuple[Slices, Int]:
+    """(slices, owner) after swaps of x tokens of the ends of slices i for heads of slices j."""
+    new, more, less = _parts(slices, i, j, x, mask), owner[i], owner[j]
+    other = np.ones(len(slices), dtype=np.bool_)
+    other[i] = other[j] = False
+    slices = Slices.join([slices.take(np.flatnonzero(other)), new])
+    owner = np.concatenate([owner[other], more, less, more, less])
+    changed = np.isin(owner, np.append(more, less))
+    mine, others = np.flatnonzero(changed & (slices.size > 0)), np.flatnonzero(~changed)
+    joint, its_owner = joined(slices.take(mine), owner[mine], mask)
+    return Slices.join([slices.take(others), joint]), np.append(owner[others], its_owner)
 
 
 def joined(slices: Slices, group: Int, mask: PackedMask) -> tuple[Slices, Int]:

@@ -35,7 +35,7 @@ from .slices import Slices
 
 MOST_WHOLE = (24, 4, 0)
 """Slices of a group, at most, that go whole to a half; the next number where the halves then differ too much."""
-SLACK = 0.006
+SLACK = 0.004
 """Share of a rank's work that is not worth a cut."""
 _POINTS, _ZOOMS = 24, 3
 """A search looks at so many points of a range, then at as many between two of them, and so on."""

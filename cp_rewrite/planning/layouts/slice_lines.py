@@ -22,6 +22,16 @@ def tenths(table: Int, real: Float, mask: PackedMask) -> Float:
     return np.rint(10 * slice_tiles(Slices(table, real), mask))
 
 
+def parts(slices: Slices, i: Int, start: Int, stop: Int, mask: PackedMask) -> Slices:
+    """Tokens [start, stop) of the slices at `i`, each as a slice of its own, of flattened arrays; work in tenths."""
+    i, start, stop = i.reshape(-1), start.reshape(-1), stop.reshape(-1)
+    table, whole = slices.table[:, i], slices.work[i]
+    kept = (start == 0) & (stop == table[1])
+    table[[0, 3]] += start
+    table[1] = stop - start
+    return Slices(table, np.where(kept, whole, tenths(table, whole, mask)))
+
+
 def part_work(slices: Slices, i: Int, x: Int, seen: SeenKeys) -> Float:
     """Work of the first x tokens of the slices at `i`: a slice's work, shared out by the keys that its queries see."""
     length, first, size, work = slices.document_length[i], slices.first[i], slices.size[i], slices.work[i]
@@ -54,22 +64,13 @@ class SliceLines:
         a, b = x - self.bounds[i], y - self.bounds[j]
         one, none = i == j, np.zeros_like(a)
         size_i, size_j = self.slices.size[i], self.slices.size[j]
-        parts = self._cost(
-            np.stack([i, j, i, j]), np.stack([a, none, none, b]), np.stack([np.where(one, b, size_i), b, a, size_j])
-        )
-        first, last, left, right = parts
+        starts, stops = [a, none, none, b], [np.where(one, b, size_i), b, a, size_j]
+        costs = parts(self.slices, np.stack([i, j, i, j]), np.stack(starts), np.stack(stops), self._mask).work
+        first, last, left, right = costs.reshape(4, *x.shape)
         last, right = np.where(one, 0, last), np.where(b > 0, right, 0)
         inside = np.where(one, first, self.before[j] - self.before[i + 1] + first + last)
         whole = self.before[np.where(b > 0, j + 1, j)] - self.before[i]
         return inside, inside + left + right - whole
-
-    def _cost(self, i: Int, a: Int, b: Int) -> Float:
-        """What tokens [a, b) of each slice cost as a piece."""
-        table, whole = self.slices.table[:, i], self.slices.work[i]
-        kept = (a == 0) & (b == table[1])
-        table[[0, 3]] += a
-        table[1] = b - a
-        return np.where(kept, whole, tenths(table.reshape(5, -1), whole.reshape(-1), self._mask).reshape(a.shape))
 
     def cut(self, x: Int) -> tuple[Slices, Int, Int]:
         """(the slices, cut at all of these positions; the slice that each was a part of; its position)."""
