@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
 from cp_rewrite.batch.ranks import history
-from cp_rewrite.batch.steps.backward import watch_backward
+from cp_rewrite.batch.steps.backward import end_with_batch, watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.agreed_inputs import AgreedInputs
@@ -266,6 +266,7 @@ def _checked(
         out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
         watch_backward(sharding, call, trained, out)
+        end_with_batch(sharding, plan.number, out)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

@@ -12,6 +12,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+BACKWARD_HOOKS = (
+    "a hook of the backward inside of the model is not in the graph: change a gradient by a torch.autograd.Function in "
+    "forward or in a forward hook; look at those of weights (`weight.register_hook`) or of the whole model"
+)
+"""What to do where a module, or a tensor of its forward, has a hook of the backward."""
+
 
 class Reason(Enum):
     """What stands in the way of a rewrite. The value says what a user can do about it."""

@@ -16,6 +16,11 @@ from cp_rewrite.sharding import Sharding
 
 from .padding import PaddingReaders
 
+OVERWRITTEN = (
+    "with capacity, batches share their tensors, and the next `sharding.shard(...)` wrote over what this backward reads"
+    ": call backward before it, once for each batch, and clone what of a batch is read later"
+)
+
 
 class Buffers:
     """The tensors of one annotation, by key, and the plain values that its batches share."""
@@ -23,6 +28,8 @@ class Buffers:
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
         self._values: dict[str, Any] = {}
+        self.batch = -1
+        """Number of the batch that they hold."""
         self.padding_readers: set[PaddingReaders] = set()
         """Of the graphs that ran: a captured step runs on in batches that it can't check."""
 

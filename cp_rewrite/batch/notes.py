@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from cp_rewrite.packing import packing_args
+from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.sharding import Sharding
 
+from .buffers import OVERWRITTEN
 from .labels import COUNT, SHIFTED
 from .read_documents import unnamed_tokens
 
@@ -34,6 +36,7 @@ _WRAPPED = {
     "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, and packing=CuSeqlens('cu_seq_lens_q')",
     ("repeat_interleave", "Runtime assertion failed"): "torch asserts of this rank's tokens what holds of the row's: "
     "give repeat_interleave output_size=ids.shape[1], where it repeats document ids",
+    ("Module-level backwards hooks", "Tensor with grad_fn()", ".register_hook("): BACKWARD_HOOKS,
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
@@ -95,6 +98,8 @@ def noted(
             error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
         raise
     except Exception as error:
+        if sharding.capacity is not None and "modified by an inplace operation" in str(error):
+            error.add_note(f"cp_rewrite: {OVERWRITTEN}")
         asserted = "Runtime assertion failed" in str(error)
         if type(error).__module__.startswith("torch.") or isinstance(error, IndexError) or asserted:
             for words, note in _WRAPPED.items():

@@ -195,6 +195,7 @@ def _cut_batch(
     if sharding.capacity is not None:
         values = fixed_values(sharding, sharding.capacity, values, masks)
         buffers = buffers_of(sharding)
+        buffers.batch = active.number
         active.spares = {name: buffers.fill(("spare", name), x, x.device) for name, x in spares.items()}
         active.refill()
         for readers in tuple(buffers.padding_readers):

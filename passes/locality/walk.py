@@ -43,7 +43,7 @@ from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
 from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
 from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
-from cp_rewrite.refusal import Reason
+from cp_rewrite.refusal import BACKWARD_HOOKS, Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
@@ -191,7 +191,9 @@ class _Walk:
         if is_function(node):
             return self.own_backward.visit(node)
         if isinstance(node.target, HigherOrderOperator):
-            return self.found.refuse(node, Reason.NO_LOCALITY_RULE, f"higher-order op {node.target.name()} has no rule")
+            hook = f": {BACKWARD_HOOKS}" if node.target.name() == "register_hook" else ""
+            words = f"higher-order op {node.target.name()} has no rule{hook}"
+            return self.found.refuse(node, Reason.NO_LOCALITY_RULE, words)
         return self.record(node, self.reads.outcome(node))
 
     def report(self, gm: fx.GraphModule) -> Locality:

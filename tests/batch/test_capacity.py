@@ -168,6 +168,22 @@ def test_buffers_live_as_long_as_an_annotation_that_uses_them() -> None:
     assert not buffers_of(copied).keys
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_backward_after_the_next_batch_is_an_error_of_ours(outside: bool) -> None:
+    sharding = cp.Sharding(1, {"x": 0}, cp.CuSeqlens("cu"), inner="eager", capacity=Capacity(5, 8, 64))
+    torch._dynamo.reset()
+    model: Any = torch.compile(Offsets(lambda h, cu, d: h[:, 0] ** 2), backend=cp.backend(sharding), fullgraph=True)
+    batch = {"x": torch.arange(14), "cu": torch.tensor([0, 5, 14]), "weight": torch.arange(14.0)}
+    with sharding.shard(batch) as local:
+        weight = local.pop("weight")
+        out = model(**local)
+        loss = (out * weight).sum() if outside else out.sum()
+    with pytest.raises(RuntimeError) as raised, sharding.shard(batch):
+        loss.backward()
+    said = "".join((str(raised.value), *getattr(raised.value, "__notes__", ())))
+    assert "cp_rewrite: with capacity, batches share their tensors" in said
+
+
 def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:
     room = Capacity(documents=16, pieces=24, rows=400)
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="aot_eager", capacity=room)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cp_rewrite as cp
 from tests.border.model import TOKENS, WIDTH, Batch, Model, document_mask, keep_tokens, pack
@@ -81,11 +82,51 @@ def test_sizes_of_the_whole_row_are_explained(
     assert any(note.startswith("cp_rewrite") and says in note for note in notes), repr(raised.value)
 
 
+SEEN: list[float] = []
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module: module.register_full_backward_hook(lambda *_: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+        lambda module: module.register_backward_hook(lambda *_: None),
+        lambda module: module.register_forward_hook(lambda m, x, out: (out.register_hook(lambda g: g * 2), None)[1]),
+        lambda module: module.register_forward_hook(
+            lambda m, x, out: (out.register_hook(lambda g: SEEN.append(g.sum().item())), None)[1]
+        ),
+    ],
+)
+def test_hooks_of_the_backward_are_explained(hook: Callable[[nn.Module], Any]) -> None:
+    model, batch = Model(), pack((9, 8, 6))
+    hook(model.qkv)
+    torch._dynamo.reset()
+    report, said = None, ""
+    try:
+        report = cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**batch)
+    except torch._dynamo.exc.Unsupported as error:
+        said = " ".join(error.__notes__)
+    assert "change a gradient by a torch.autograd.Function" in f"{report}{said}"
+
+
+class Doubled(torch.autograd.Function):
+    """The identity, whose gradient is doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
 def at_places(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h + h[:, torch.tensor([20, 3])].sum(1, keepdim=True)
 
 
 def test_what_the_notes_advise_is_right() -> None:
     model, batch = Model(mix=at_places), pack((9, 8, 6))
+    model.qkv.register_forward_hook(lambda module, x, out: Doubled.apply(out))
     torch._dynamo.reset()
     assert cp.check(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")), batch).largest < 1e-5

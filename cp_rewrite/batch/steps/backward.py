@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cp_rewrite.batch.buffers import OVERWRITTEN, buffers_of
 from cp_rewrite.batch.ranks import history
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import at_end_of_backward
@@ -75,10 +76,28 @@ def watch_backward(sharding: Sharding, call: str, weights: Sequence[nn.Parameter
         if backwards is not None:
             _sample(backwards, weights)
 
-    # An op in place on a view of a result passes the view's own node by.
-    bases = [value._base if value._is_view() else value for value in out if isinstance(value, Tensor)]
-    for node in {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}:
+    for node in _last_nodes(out):
         node.register_prehook(begin)
+
+
+def end_with_batch(sharding: Sharding, batch: int, out: Sequence[Any]) -> None:
+    """With a capacity: raise where the backward of a call runs once the next batch is in the buffers that it reads."""
+    if sharding.capacity is None:
+        return
+    buffers = buffers_of(sharding)
+
+    def check(*_: Any) -> None:
+        if buffers.batch != batch:
+            raise RuntimeError(f"cp_rewrite: {OVERWRITTEN}")
+
+    for node in _last_nodes(out):
+        node.register_prehook(check)
+
+
+def _last_nodes(out: Sequence[Any]) -> set[Any]:
+    """Where the backward of a call begins. An op in place on a view of a result passes the view's own node by."""
+    bases = [value._base if value._is_view() else value for value in out if isinstance(value, Tensor)]
+    return {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}
 
 
 @torch.no_grad()

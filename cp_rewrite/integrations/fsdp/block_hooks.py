@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from cp_rewrite.refusal import BACKWARD_HOOKS
+
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
@@ -22,7 +24,7 @@ def skip_hooks(block: nn.Module, is_segment: Callable[[Any], bool]) -> None:
     if any(getattr(block, kind) for kind in _BACKWARD):
         raise ValueError(
             f"a {type(block).__name__} has a hook of its backward, which would see the gradients of a segment of the "
-            "graph: put a hook on a tensor of the forward, `x.register_hook`, where it is traced"
+            f"graph: {BACKWARD_HOOKS}"
         )
 
     def outside(hook: Callable[..., Any]) -> Callable[..., Any]:
