@@ -3,6 +3,7 @@
 y[m] = -100              y.masked_fill(m, -100)
 y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
 h[:, 1:].mul_(3)         h[:, 1:] *= 3
+u = h[:, 1:]; u[:] = y   h[:, 1:] = y
 """
 
 from __future__ import annotations
@@ -23,19 +24,31 @@ from cp_rewrite.torch_internals import FakeTensorMode, expression, memory_id, un
 
 _ALL = slice(None)
 _OPERATORS = {"add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv}
+_ENTRYWISE = ("abs_", "clamp_", "exp_", "neg_", "relu_", "sigmoid_", "sqrt_", "tanh_")
 
 
 def view_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node:
     """Bring a write into some entries of a tensor, by a view that nothing reads later, into one at their places."""
     target, given = _OPERATORS.get(str(node.target), node.target), node.args
-    joined = target in _OPERATORS.values()
-    if not (joined or target in ("fill_", "zero_", "copy_")) or node.kwargs or not isinstance(given[0], fx.Node):
+    joined, index = target in _OPERATORS.values(), _ALL
+    if target is operator.setitem:
+        index = given[1]
+    elif not (joined or target in ("fill_", "zero_", "copy_", *_ENTRYWISE)):
+        return node
+    if (node.kwargs and target != "clamp_") or not isinstance(given[0], fx.Node):
         return node
     base = _base(node, given[0])
-    if base is None:
+    places = None if base is None else _within(basic_entries(*base), basic_entries(given[0], index))
+    if base is None or places is None:
         return node
     new = maker(node, mode)
-    written = new(operator.setitem, *base, new(target, *given) if joined else [*given, 0][1])
+    if joined:
+        value = new(target, *given)
+    elif target in _ENTRYWISE:
+        value = new(str(target)[:-1], *given, **node.kwargs)
+    else:
+        value = 0 if target == "zero_" else given[-1]
+    written = new(operator.setitem, base[0], places, value)
     node.graph.erase_node(node)
     return written
 
@@ -100,6 +113,17 @@ def _base(node: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
         return None
     base, index = x.args
     return (base, index) if basic_entries(base, index) is not None else None
+
+
+def _within(view: tuple[Any, ...] | None, entries: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """The index that picks `entries` of what an index picks as a view; None where both pick some of a dim."""
+    if view is None or entries is None:
+        return None
+    rest = iter(entries)
+    pairs = [(entry, _ALL if isinstance(entry, int) else next(rest)) for entry in view]
+    if any(_ALL not in pair for pair in pairs):
+        return None
+    return tuple(inner if outer == _ALL else outer for outer, inner in pairs)
 
 
 def _is_mask(x: Any, mask: Any) -> bool:

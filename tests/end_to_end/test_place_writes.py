@@ -119,6 +119,24 @@ def rows_of(m: Writing) -> Tensor:
     return torch.cat([m.lin.weight, m.lin.weight.sin()])
 
 
+def views_assigned(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    u, v = x[:, 1:], y[:, :-1]
+    u[:] = u * 3
+    v[...] = v + 1
+    u = x[:, 2]
+    u[:] = u * 2 + h[:, 0]
+    u = x[:, :-1]
+    u.tanh_()
+
+
+def entries_of_views(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    u, v = x[:, :-1], y[:, -3:]
+    u.neg_()
+    v.clamp_(max=2)
+    u = x[:, 1:]
+    u[:, :, :4] = 0
+
+
 RIGHT: dict[str, Write] = {
     "number": number,
     "last": last,
@@ -131,6 +149,8 @@ RIGHT: dict[str, Write] = {
     "by_a_view": by_a_view,
     "emptied": emptied,
     "of_views": of_views,
+    "views_assigned": views_assigned,
+    "entries_of_views": entries_of_views,
     "of_itself": of_itself,
     "by_masks": by_masks,
     "shifted_right": shifted_right,
@@ -169,6 +189,11 @@ def view_read_later(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     return x + F.pad(ahead, (0, 0, 1, 0))
 
 
+def viewed_twice(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    ahead = x[:, 1:]
+    ahead[:, 1:] = 3
+
+
 REFUSED: dict[str, Write] = {
     "masked_entries": lambda m, x, y, h: h.masked_scatter(h > 0, rows_of(m)),
     "masked_tokens": lambda m, x, y, h: h.masked_scatter((y > 0)[..., None], h.flip(1)),
@@ -179,6 +204,7 @@ REFUSED: dict[str, Write] = {
     "every_other": every_other,
     "one_row": one_row,
     "view_read_later": view_read_later,
+    "viewed_twice": viewed_twice,
 }
 
 
