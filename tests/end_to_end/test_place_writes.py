@@ -130,10 +130,8 @@ def views_assigned(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
 
 
 def entries_of_views(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
-    u, v = x[:, :-1], y[:, -3:]
-    u.neg_()
+    u, v = x[:, 1:], y[:, -3:]
     v.clamp_(max=2)
-    u = x[:, 1:]
     u[:, :, :4] = 0
 
 
