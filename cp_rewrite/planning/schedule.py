@@ -120,14 +120,14 @@ class Schedule:
     @cached_property
     def received(self) -> Int:
         """(P, P) int64 KV rows that rank [0] receives from rank [1], each once; the diagonal is 0."""
-        remote = self.runs.take(self.runs.reader != self.runs.owner)
-        pair = remote.reader * self.world_size + remote.owner
+        remote = np.flatnonzero(self.runs.reader != self.runs.owner)
+        pair = self.runs.reader[remote] * self.world_size + self.runs.owner[remote]
         # One long line of P x P pairs (reader, owner) of R + 1 slots each: slot i is local row i of the owner, the last
         # one is empty, so that no range goes on in the next pair. A run covers slots; rows that several runs of a pair
         # read are covered once by their union.
         stride = self.local_rows + 1
-        slots = pair * stride + remote.source
-        starts, stops = union(slots, slots + remote.length)
+        slots = pair * stride + self.runs.source[remote]
+        starts, stops = union(slots, slots + self.runs.length[remote])
         rows = np.bincount(starts // stride, stops - starts, self.world_size**2).astype(np.int64)
         return rows.reshape(self.world_size, self.world_size)
 

@@ -20,7 +20,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.seconds import Load, exchange_seconds, load_of, needed_seconds
 from cp_rewrite.planning.cost.tiles import TILE, Float, imbalance
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.schedule import build
+from cp_rewrite.planning.schedule import Schedule, build
 
 from .bounds import least_seconds, most_runs
 from .even_pairs import even_pairs
@@ -71,6 +71,7 @@ class Candidate(NamedTuple):
     imbalance: float
     lost: float
     order: TokenOrder
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,15 @@ class Judge:
 
     def weigh(self, order: TokenOrder) -> Candidate:
         """The order as a candidate, with its seconds under the exchange that serves it best."""
-        load = load_of(build([self.documents], [order], self.mask))
+        schedule = build([self.documents], [order], self.mask)
+        load = load_of(schedule)
         device, model, received = self.options.device, self.options.model, int(load.received.sum(1).max())
         uneven = imbalance(load.tiles)
         lost = max(uneven - 1, received / max(1, order.local_size))
         if self.node_size < order.world_size:
-            return Candidate(False, False, self._seconds_over_nodes(order, load), uneven, lost, order)
+            return Candidate(False, False, self._seconds_over_nodes(order, load), uneven, lost, order, schedule)
         seconds = needed_seconds(load, device, model, self.node_size)
-        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order)
+        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order, schedule)
 
     def _seconds_over_nodes(self, order: TokenOrder, load: Load) -> float:
         """Where an all-gather enters each node once, and may be cheaper; so may heads inside of nodes."""
@@ -141,16 +143,15 @@ def balanced(documents: Documents, world_size: int, mask: PackedMask, options: L
     best = _best_shared_out(Slices.of_row(documents, mask, unit), quotas, judge)
     for order in _simple_orders(documents, world_size, unit):
         best = judge.cheaper(order, best)
-    return best.order if unit > 1 else _home_first(best.order, documents, mask)
+    return best.order if unit > 1 else _home_first(best.order, best.schedule)
 
 
-def _home_first(order: TokenOrder, documents: Documents, mask: PackedMask) -> TokenOrder:
+def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
     """The order with each rank's home pieces first, those whose keys are all its own: kernels read these in place.
 
     tokens of rank 0    0 1 2   8 9   12 13 14      [0, 3) and [12, 15) are whole documents;
     home first          0 1 2   12 13 14   8 9      [8, 10) is the end of one that begins on rank 1
     """
-    schedule = build([documents], [order], mask)
     runs, pieces, away = schedule.runs, schedule.pieces, np.zeros(len(schedule.pieces), dtype=np.bool_)
     away[runs.piece[runs.owner != runs.reader]] = True
     tokens, owner = order.parts

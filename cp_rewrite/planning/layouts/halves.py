@@ -92,6 +92,7 @@ def share_out_by_halves(
     """
     before = np.append(0, np.cumsum(np.asarray(quotas, dtype=np.int64)))
     slices, group = Slices(slices.table, tenths(slices.table, slices.work, mask)), np.zeros(len(slices), dtype=np.int64)
+    slices = slices.take(np.lexsort((slices.start, slices.first, slices.work / slices.size)))
     start, stop = np.zeros(1, dtype=np.int64), np.full(1, len(quotas))
     seen = SeenKeys(mask)
     done: list[Slices] = []
@@ -115,7 +116,7 @@ def share_out_by_halves(
 
 def halve(slices: Slices, group: Int, groups: Groups, most: Sequence[int] = MOST_WHOLE) -> tuple[Slices, Int]:
     """(slices, half): half h of group g has number 2 g + h. Groups whose halves differ too much are halved once more,
-    with fewer slices left whole."""
+    with fewer slices left whole. Slices are by group, or by half, and then from the sparsest to the densest."""
     made, half, error = _halve_once(slices, group, groups, most[0])
     far = error > 2 * groups.slack(owners_work(group, slices, len(error)))
     if len(most) == 1 or not far.any():
@@ -125,7 +126,9 @@ def halve(slices: Slices, group: Int, groups: Groups, most: Sequence[int] = MOST
     other, its_half = halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), most[1:])
     kept = ~far[half // 2]
     made = Slices.join([made.take(np.flatnonzero(kept)), other])
-    return _by_number(made, np.append(half[kept], number[its_half // 2] * 2 + its_half % 2))
+    half = np.append(half[kept], number[its_half // 2] * 2 + its_half % 2)
+    order = _by_number(half)
+    return made.take(order), half[order]
 
 
 def owners_work(owner: Int, slices: Slices, count: int) -> Float:
@@ -133,8 +136,14 @@ def owners_work(owner: Int, slices: Slices, count: int) -> Float:
     return np.bincount(owner, slices.work, count).astype(np.float64)
 
 
-def _by_number(slices: Slices, number: Int) -> tuple[Slices, Int]:
-    order = np.argsort(number, kind="stable")
+def _by_number(number: Int) -> Int:
+    """The order by small numbers, and as they are: numpy sorts two bytes in no time."""
+    return np.argsort(number.astype(np.uint16) if number.max(initial=0) < 1 << 16 else number, kind="stable")
+
+
+def _by_density(slices: Slices, number: Int) -> tuple[Slices, Int]:
+    order = np.argsort(slices.work / slices.size, kind="stable")
+    order = order[_by_number(number[order])]
     return slices.take(order), number[order]
 
 
@@ -142,13 +151,12 @@ def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[
     """(slices, half, how far the work of each group's halves is from their shares)."""
     count = groups.tokens.shape[1]
     work = owners_work(group, slices, count)
-    order = np.lexsort((slices.start, -slices.work, group))
-    placing = _Placing(slices.take(order), group[order], groups, groups.share(work), groups.slack(work))
+    placing = _Placing(slices, group, groups, groups.share(work), groups.slack(work))
     placing.run(most)
     slices, group, side = placing.slices, placing.group, placing.side
     rest, placed = np.flatnonzero(side < 0), np.flatnonzero(side >= 0)
     if not len(rest):
-        return *_by_number(slices, 2 * group + side), np.abs(placing.work[1])
+        return *_by_density(slices, 2 * group + side), np.abs(placing.work[1])
     line, of_group = _line_up(slices.take(rest), group[rest], count, groups)
     run, error = _run_start(line, of_group, placing, groups)
     stop = run + placing.tokens[1]
@@ -156,19 +164,22 @@ def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[
     numbers = of_group[index]
     second = (at >= run[numbers]) & (at < stop[numbers])
     number = np.append(2 * group[placed] + side[placed], 2 * numbers + second)
-    return *_by_number(Slices.join([slices.take(placed), cut]), number), error
+    return *_by_density(Slices.join([slices.take(placed), cut]), number), error
 
 
 def _line_up(slices: Slices, group: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
-    """The slices of each group, which begin with its most work, from the sparsest to the densest.
+    """The slices of each group, from the sparsest to the densest.
 
     The one with most work comes last where it is denser than the mean: its end has the most work per token.
     """
-    density = slices.work / slices.size
-    first = np.append(True, group[1:] != group[:-1])
+    most = np.zeros(count)
+    np.maximum.at(most, group, slices.work)
+    first = np.flatnonzero(slices.work == most[group])
+    first = first[np.diff(group[first], prepend=-1) > 0]
     mean = np.bincount(group, slices.work, count) / np.maximum(1, np.bincount(group, slices.size, count))
-    density = np.where(first & (density >= mean[group]), np.inf, density)
-    order = np.lexsort((slices.start, slices.first, density, group))
+    last = np.zeros(len(group), dtype=np.int64)
+    last[first] = slices.work[first] / slices.size[first] >= mean[group[first]]
+    order = _by_number(2 * group + last)
     return SliceLines(slices.take(order), groups.seen, groups.mask), group[order]
 
 
@@ -220,7 +231,7 @@ class _Placing:
     """Slices that go whole to a half.
 
     Args:
-        slices, group: by group, those with most work first.
+        slices, group: by group, from the sparsest to the densest.
         work: (2, G) that each half should do; what is still missing, later. tokens: the same.
         side: (N,) the half of each slice, 0 or 1; -1: it is not placed.
         cut, heads: (G,) the slice of each group of which one half gets the end, or -1, and tokens of its head.
@@ -233,16 +244,17 @@ class _Placing:
         count = len(slack)
         self.cut, self.heads = np.full(count, -1), np.zeros(count, dtype=np.int64)
         self.first = np.searchsorted(group, np.arange(count + 1))
+        # Those of a group with most work first.
+        self._top = np.argsort(group * (slices.work.max(initial=0) + 1) - slices.work, kind="stable")
         # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
-        order = np.lexsort((slices.work / slices.size, group))
-        self._at = np.append(0, np.cumsum(slices.size[order])).astype(np.float64)
-        self._done = np.append(0.0, np.cumsum(slices.work[order]))
+        self._at = np.append(0, np.cumsum(slices.size)).astype(np.float64)
+        self._done = np.append(0.0, np.cumsum(slices.work))
 
     def run(self, most: int) -> None:
         """Place up to `most` slices of each group."""
         count, columns = np.diff(self.first), np.arange(len(self.slack))
         for k in range(min(most, int(count.max(initial=0)))):
-            i = np.minimum(self.first[:-1] + k, len(self.group) - 1)
+            i = self._top[np.minimum(self.first[:-1] + k, len(self._top) - 1)]
             fits = self._fits(i) & (count > k)
             side = np.where(self.work[1] > self.work[0], 1, 0)
             big = ~fits.any(0) & (count > k) & (self.cut < 0) & (self.slices.work[i] > self.work.max(0))
