@@ -27,6 +27,8 @@ ENOUGH = 1.018
 """Imbalance that is not worth another round."""
 ROUNDS = 24
 """At most: in each one every rank has other partners."""
+IDLE = 4
+"""Rounds without a swap, one after another, behind which there is none to be found."""
 FIRST_BLOCK, TURNS = 8, 2
 """Partners are of so many ranks first, for so many turns; then of twice as many, and so on."""
 PAIRS = 32
@@ -42,19 +44,19 @@ def even_pairs(
 
     Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
     """
-    ranks, held = len(quotas), np.asarray(quotas) > 0
+    ranks, held, idle = len(quotas), np.asarray(quotas) > 0, 0
     for turn in range(ROUNDS):
         work = owners_work(owner, slices, ranks)
         limit = ENOUGH * float(work.mean())
-        if work.max() <= limit:
+        if work.max() <= limit or idle == IDLE:
             break
         more, less = _partners(work, limit, node_size, turn)
         more, less = more[held[less]], less[held[less]]
         if len(more):
             tried = _tried(slices, owner, more, less, turn)
             swaps = _best_swaps(slices, tried, more, work[more], work[less], limit, mask, lcm(TILE, unit))
-            if len(swaps[0]):
-                slices, owner = _after(slices, owner, *swaps, mask)
+            idle = 0 if len(swaps[0]) else idle + 1
+            slices, owner = _after(slices, owner, *swaps, mask) if len(swaps[0]) else (slices, owner)
     return slices, owner
 
 

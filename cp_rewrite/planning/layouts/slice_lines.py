@@ -72,6 +72,12 @@ class SliceLines:
         whole = self.before[np.where(b > 0, j + 1, j)] - self.before[i]
         return inside, inside + left + right - whole
 
+    def before_cut(self, x: Int) -> Int:
+        """Keys of a document before each position that cuts it, else 0."""
+        i = self.index(x)
+        inside = x - self.bounds[i]
+        return np.where((inside > 0) & (inside < self.slices.size[i]), self.slices.first[i] + inside, 0)
+
     def cut(self, x: Int) -> tuple[Slices, Int, Int]:
         """(the slices, cut at all of these positions; the slice that each was a part of; its position)."""
         x = np.sort(x)
