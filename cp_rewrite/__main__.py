@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--lengths", help="document lengths of a row instead: 3104,3200,… or a file of them")
     m.add_argument("--checkpointed", action="store_true", help="every layer under gradient checkpointing")
     m.add_argument("--tile", action="store_true", help="Sharding(tile='auto'), in a model that returns its loss alone")
+    m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits, as --tile implies")
     m.add_argument("--offload", nargs="+", default=(), choices=["checkpoints", "weights"], help="what lies on the host")
     m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
     m.add_argument("--json", action="store_true", help="print JSON")
@@ -161,8 +162,14 @@ def _memory(arguments: argparse.Namespace) -> int:
     if report.target is None:
         print(report)
         return 1
-    tiled, offload = arguments.tile, arguments.offload
-    fit = fit_of(report.target, arguments.checkpointed, arguments.data_parallel, tiled=tiled, offload=offload)
+    fit = fit_of(
+        report.target,
+        arguments.checkpointed,
+        arguments.data_parallel,
+        tiled=arguments.tile,
+        loss_alone=arguments.loss_alone,
+        offload=arguments.offload,
+    )
     print(json.dumps(fit.as_dict(), indent=2) if arguments.json else fit)
     return 0 if fit.fits else 1
 

@@ -40,6 +40,11 @@ MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabu
     "llama-8b": (32, 4096, 14336, 32, 8, 128_256, 128, 0),
     "llama-8b-of-8-layers": (8, 4096, 14336, 32, 8, 128_256, 128, 0),
     "qwen3-30b-a3b-of-4-layers": (4, 2048, 768, 32, 4, 151_936, 128, 128),
+    "llama-3b-of-8-layers": (8, 3072, 8192, 24, 8, 128_256, 128, 0),
+    "qwen2-7b-of-6-layers": (6, 3584, 18944, 28, 4, 152_064, 128, 0),
+    "width-5120-of-5-layers": (5, 5120, 14336, 32, 8, 32_768, 160, 0),
+    "gpt-width-1024": (16, 1024, 2816, 16, 16, 50_304, 64, 0),
+    "experts-64-of-4-layers": (4, 2048, 1408, 16, 16, 102_400, 128, 64),
     "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
     "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
@@ -252,10 +257,11 @@ def forecast(setting: Setting, world: int) -> float:
         target: Target | None = explain_config(folder, lengths, world, speeds="h200").target
     assert target is not None
     assert target.needs is not None
-    needs = target.needs.checkpointed() if "checkpointed" in setting.options else target.needs
+    needs = target.needs.of_loss()
+    needs = needs.checkpointed() if "checkpointed" in setting.options else needs
     tiled, offload = "tile" in setting.options, setting.offload
     memory = predict(needs, replace(target.share(), tiled=tiled, on_host=offload, accumulated=False))
-    print(json.dumps({"setting": setting.name, **memory.parts}))
+    print(json.dumps({"setting": setting.name, "at": memory.at, **memory.parts}))
     return memory.peak / GIB
 
 

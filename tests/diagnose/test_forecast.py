@@ -140,12 +140,15 @@ ONCE: tuple[tuple[str, int, dict[str, Any], float], ...] = (
     ("0.9b", 131_072, {}, 16.1),
     ("8b", 262_144, {"tiled": True}, 108.5),
     ("8b", 524_288, {"tiled": True, "on_host": ("checkpoints",)}, 120.9),
+    ("1.1b", 131_072, {}, 29.6),
+    ("8b-of-8", 65_536, {}, 30.1),
+    ("8b-of-8", 131_072, {"tiled": True}, 33.6),
 )
-"""(model, tokens, what `Share` has, GiB per GPU), checkpointed, 2 H200, no accumulation; of tiles, heads alone."""
+"""(model, tokens, what `Share` has, GiB a GPU), checkpointed, 2 H200, no accumulation; MLPs are tiled in 8b-of-8."""
 
 
 EIGHT = {"enters": 4096.0, "kept": 69632.0, "before_attention": 18432.0, "widest": 14336.0, "queries": 4096.0,
-         "keys": 2048.0}  # fmt: skip
+         "keys": 2048.0, "wide": 43008.0}  # fmt: skip
 """Sizes of a layer of Llama-3-8B, as `needs_of` reads them off its graph."""
 
 
@@ -153,8 +156,8 @@ EIGHT = {"enters": 4096.0, "kept": 69632.0, "before_attention": 18432.0, "widest
 def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16, "head_dim": 128}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    config = transformers.LlamaConfig(**sizes, **heads, vocab_size=128_256, architectures=["LlamaForCausalLM"])
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**sizes, vocab_size=128_256, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
     large = needs(explain_config(str(tmp_path), [4096], 2))
     assert len(large.layers) == 16
@@ -162,11 +165,12 @@ def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
     small = replace(large, parameters=2 * 320 * 2048, trained=2 * 320 * 2048, logits=320)
     wide = replace(large.layers[0], parameters=218_112_000, trained=218_112_000, **EIGHT)
     eight = Needs((wide,) * 32, 2 * 128_256 * 4096, 2 * 128_256 * 4096, 4096, 128_256)
+    untied = replace(large, parameters=525_336_576, trained=525_336_576)
+    heads = {"1.1b": untied, "0.9b": small, "8b": eight}
+    models = {name: replace(m, layers=tuple(replace(x, wide=0.0) for x in m.layers)) for name, m in heads.items()}
+    models["8b-of-8"] = replace(eight, layers=eight.layers[:8])
     for name, tokens, given, measured in ONCE:
-        model = {"1.1b": replace(large, parameters=525_336_576, trained=525_336_576), "0.9b": small, "8b": eight}[
-            name
-        ].checkpointed()
-        model = replace(model, layers=tuple(replace(layer, wide=0.0) for layer in model.layers))
+        model = models[name].of_loss().checkpointed()
         share = Share(tokens // 2, tokens // 2, 2, accumulated=False, **given)
         assert predict(model, share).peak / GIB == pytest.approx(measured, rel=0.1), (name, tokens, given)
     for vocabulary, tokens, checkpointed, ranks, measured in MEASURED:
@@ -187,6 +191,21 @@ def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:
     assert [what for what, _ in tight.options][-1] == [what for what, _ in options(needs(plain), target.share())][1]
     assert "does NOT fit" in str(tight)
     assert fit_of(target, data_parallel=2).memory.weights == fit_of(target).memory.weights // 2
+
+
+def test_logits_that_are_returned_weigh_three_times(plain: Report, tmp_path: Path) -> None:
+    """They are read off the graph; the first advice is to return the loss alone."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=4096, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    found = needs(explain_config(str(tmp_path), [64], 2))
+    assert (needs(plain).returned, found.returned, found.logits) == (False, True, 4096)
+    share = Share(2**20, 2**20, 2)
+    assert predict(found, share).logits - predict(found.of_loss(), share).logits == 4 * 2**20 * 4096
+    names = [what for what, _ in options(found.checkpointed(), share)]
+    assert "loss alone" in names[0]
+    assert "tile" in names[1]
 
 
 @pytest.mark.long

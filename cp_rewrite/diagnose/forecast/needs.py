@@ -48,7 +48,8 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int) -> Needs:
     # The widest product outside of layers is the logits, which are counted by themselves.
     logits = max((graph.size(n) for n in graph.products if layers and not graph.path(n)), default=0.0)
     outside = graph.layer("")["kept"] - logits
-    return Needs(tuple(found), *weights[""], outside, logits)
+    returned = logits > 0 and any(graph.size(n) >= logits for n in gm.graph.output_node().all_input_nodes)
+    return Needs(tuple(found), *weights[""], outside, logits, returned)
 
 
 @dataclass

@@ -3,15 +3,17 @@
 R local rows on a rank, weights sharded over F ranks, b bytes per element of an activation (2: bf16):
 
     weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
-    gathered                    b bytes per parameter: two blocks, and what is in no block
+    gathered                    b bytes per parameter: a block and the one that is next, and what is in no block
     activations                 b R × the elements per token that the backward reads, of every layer; of a
                                 checkpointed layer those that enter it
-    and the larger of
-      the loss                  (4 + b) R × logits per token: in b bytes, and an fp32 copy or gradient; with tiles
-                                those of a tile, and the gradients of the hidden states and of the head
+    and the largest of
+      the loss                  b R × logits per token, whose place their gradient takes; (4 + b) if returned; with
+                                tiles those of a tile. And the gradients of the hidden states and of the head
       a layer's backward        its elements again where it is checkpointed, and the gradients of its two widest tensors
                                 and of what enters it; or of attention, with the keys of other ranks. With tiles no more
-                                of its wide tensors than a tile holds
+                                of its wide tensors than a tile holds. And b bytes per parameter for the layer's
+                                gradients, 4 for those of the layer behind it, which FSDP2 sums over ranks meanwhile
+      the end                   the gradients of what is in no block, in b bytes and in 4, and summed in 4 / F
 
 Without gradients of an earlier micro-batch, those of a layer come as its activations go.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import pairwise
 
 GIB = 1 << 30
 ON_DEVICE = 3
@@ -67,7 +69,7 @@ class Needs:
     Args:
         layers: all of them. parameters, trained: of what is in no layer, embeddings and head.
         kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
-            logits, 0 where the model has none.
+            logits, 0 where the model has none. returned: the model returns them beside its loss.
     """
 
     layers: tuple[Layer, ...]
@@ -75,6 +77,7 @@ class Needs:
     trained: int
     kept: float
     logits: float
+    returned: bool = False
 
     @property
     def all_parameters(self) -> int:
@@ -83,6 +86,10 @@ class Needs:
     def checkpointed(self) -> Needs:
         """The same with every layer checkpointed."""
         return replace(self, layers=tuple(replace(layer, checkpointed=True) for layer in self.layers))
+
+    def of_loss(self) -> Needs:
+        """The same of a model that returns its loss alone."""
+        return replace(self, returned=False)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ class Share:
 class Memory:
     """Bytes of one GPU at its worst moment, by what takes them.
 
-    `at`: the moment, "loss" or "layer". `workspace` is there in a layer's backward, `logits` at the loss.
+    `at`: the moment, "loss", "layer" or "end". `workspace` is there in a layer's backward and at the end, `logits` at
+    the loss.
     """
 
     weights: int
@@ -136,45 +144,55 @@ class Memory:
     def __str__(self) -> str:
         sizes = {name: size / GIB for name, size in self.parts.items()}
         listed = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05] or ["each part under 0.1"]
-        moment = "at the loss" if self.at == "loss" else "in the backward of a layer"
-        return f"{self.peak / GIB:.1f} GiB {moment} ({', '.join(listed)})"
+        return f"{self.peak / GIB:.1f} GiB {_MOMENTS[self.at]} ({', '.join(listed)})"
+
+
+_MOMENTS = {"loss": "at the loss", "layer": "in the backward of a layer", "end": "at the end of the backward"}
 
 
 def predict(needs: Needs, share: Share) -> Memory:
-    """The worst moment of a step: at the loss, or in the backward of the layer that needs most."""
+    """The worst moment of a step: at the loss, in the backward of the layer that needs most, or at the end."""
     trained = needs.trained + sum(layer.trained for layer in needs.layers)
     here = 0 if "weights" in share.on_host else 4
-    blocks = sorted((layer.parameters for layer in needs.layers), reverse=True)[:2]
-    always = {
-        "weights": here * needs.all_parameters // share.ranks,
-        "optimizer": 2 * here * trained // share.ranks,
-        "gathered": share.item_bytes * (needs.parameters + sum(blocks)),
-    }
+    always = {"weights": here * needs.all_parameters // share.ranks, "optimizer": 2 * here * trained // share.ranks}
+    blocks = pairwise([0, *(layer.parameters for layer in needs.layers)])
+    outside = share.item_bytes * needs.parameters
+    gathered = [outside + share.item_bytes * sum(pair) for pair in blocks]
     gradients = here * trained // share.ranks if share.accumulated else 0
     kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
     away = needs.layers[:-ON_DEVICE] if "checkpoints" in share.on_host else ()
     kept -= sum(layer.enters for layer in away)
     activations = share.item_bytes * share.rows * kept
-    loss: dict[str, Any] = {"logits": round(_at_loss(needs, share)), "workspace": 0, "at": "loss"}
-    moments = [Memory(**always, gradients=gradients, activations=round(activations), **loss)]
+
+    def moment(at: str, gathered: int, *, workspace: int = 0, logits: float = 0.0) -> Memory:
+        there = {"gradients": gradients, "activations": round(activations), "workspace": workspace}
+        return Memory(**always, **there, gathered=gathered, logits=round(logits), at=at)
+
+    moments = [moment("loss", gathered[-1] if gathered else outside, logits=_at_loss(needs, share))]
     gradients += _head(needs, share)  # whole until the backward ends
+    behind = 0  # bytes of gradients that are being summed over ranks
     for i, layer in reversed([*enumerate(needs.layers)]):
-        now: dict[str, Any] = {"workspace": _in_layer(layer, share), "logits": 0, "at": "layer"}
-        moments.append(Memory(**always, gradients=gradients, activations=round(activations), **now))
+        own = share.item_bytes * layer.trained
+        moments.append(moment("layer", gathered[i], workspace=_in_layer(layer, share) + own + behind))
+        behind = 4 * layer.trained
         if i >= len(away):
             activations -= share.item_bytes * share.rows * (layer.enters if layer.checkpointed else layer.kept)
             activations += share.item_bytes * share.rows * layer.enters if away else 0
         gradients += 0 if share.accumulated else here * layer.trained // share.ranks
+    gradients -= _head(needs, share)
+    last = round((share.item_bytes + 4 + 4 / share.ranks) * needs.trained)
+    moments.append(moment("end", 0, workspace=last))  # nothing is gathered any more
     return max(moments, key=lambda memory: memory.peak)
 
 
 def _at_loss(needs: Needs, share: Share) -> float:
-    """Bytes of all logits and their gradients, or of a tile's, with gradients of hidden states and head."""
+    """Bytes of all logits or of a tile's, and the gradients of hidden states and head."""
     item, logits = share.item_bytes, needs.logits
-    if not share.tiled or not logits:
-        return (4 + item) * share.rows * logits
-    rows = min(share.rows, TILE_ROWS, TILE_BYTES / (4 * logits))
     hidden = needs.layers[-1].enters if needs.layers else 0.0
+    if not share.tiled or not logits:
+        each = 4 + item if needs.returned else item
+        return each * share.rows * logits + item * share.rows * hidden + _head(needs, share)
+    rows = min(share.rows, TILE_ROWS, TILE_BYTES / (4 * logits))
     # The head's gradient is summed in fp32.
     return (4 + item) * rows * logits + item * share.rows * hidden + _head(needs, share) * (4 + item) / item
 
@@ -195,7 +213,7 @@ def _in_layer(layer: Layer, share: Share) -> int:
     if not (share.tiled and layer.checkpointed and layer.wide):
         return round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
     tile = min(rows, TILE_ROWS, TILE_BYTES / (item * layer.widest))
-    inside = item * tile * (layer.wide + 2 * layer.widest) + (4 + item) * layer.parameters
+    inside = item * tile * (layer.wide + 2 * layer.widest) + 4 * layer.parameters  # their gradients' sums, in fp32
     return round(max(item * rows * (again - layer.wide + 2 * layer.enters) + inside, attention))
 
 
@@ -205,6 +223,9 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield "gradient checkpointing of the layers", predict(needs, share)
+    if needs.returned and not share.tiled:
+        needs = needs.of_loss()
+        yield "a model that returns its loss alone, not the logits", predict(needs, share)
     if not share.tiled and predict(needs, replace(share, tiled=True)).peak < predict(needs, share).peak:
         share = replace(share, tiled=True)
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
