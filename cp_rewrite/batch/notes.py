@@ -47,9 +47,11 @@ _NOT_SHIFTED = (
 _SIZES = re.compile(
     r"is out of bounds for dim|exceeds dimension size|ttempting to (expand|broadcast) a dimension|"
     r"must match the (existing )?size|out of range for tensor of size|split_sizes|is invalid for input of size|"
-    r"izes of tensors must match|shapes cannot be multiplied"
+    r"izes of tensors must match|shapes cannot be multiplied|when making fake tensor call|out of range|"
+    r"Observed exception"
 )
-"""What torch says where a number or a tensor of the model is of other sizes than a shard."""
+"""What torch says where a number or a tensor of the model is of other sizes than a shard: also of any op, or line of
+the model, that fails on the sizes that are traced."""
 
 
 class Block(AbstractContextManager[Any]):
@@ -133,7 +135,8 @@ def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str
 def _of_shares(total: int) -> str:
     return (
         f"torch traces the model on this rank's share of the row's {total} tokens. Places that stand in the model as "
-        "numbers (h[:, 20], h.narrow(1, 10, 8)) must lie in every rank's share: give them as a tensor (h[:, places]), "
-        "or make rows longer. A tensor of the model's own for all tokens, as a (T, T) mask in a buffer or closure, is "
-        "cut in forward ([:ids.shape[1]]) if it is causal or a band, else made in forward or given as an argument"
+        "numbers (h[:, 20], h.narrow(1, 10, 8), h.topk(20, 1)) must lie in every rank's share: give them as a "
+        "tensor (h[:, places]), or make rows longer. A tensor of the model's own for all tokens, as a (T, T) mask in a "
+        "buffer or closure, is cut in forward ([:ids.shape[1]]) if it is causal or a band, else made in forward or "
+        "given as an argument"
     )

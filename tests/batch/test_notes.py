@@ -41,6 +41,22 @@ def write(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h
 
 
+def largest(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h.topk(15, 1).values.sum(1, keepdim=True)
+
+
+def unbound(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h.unbind(1)[20][:, None]
+
+
+def convolved(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + torch.nn.functional.conv1d(h.mT, torch.ones(WIDTH, WIDTH, 15)).sum(-1)[:, None]
+
+
+def multiplied(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return torch.ones(1, 23, 23).bmm(h)
+
+
 def of_closure(b: Batch) -> Tensor:
     return TRIANGLE[None, None]
 
@@ -65,6 +81,10 @@ def repeated(b: Batch) -> Tensor:
         (split, document_mask, "share of the row's 23 tokens"),
         (viewed, document_mask, "share of the row's 23 tokens"),
         (write, document_mask, "make rows longer"),
+        (largest, document_mask, "h.topk(20, 1)"),
+        (unbound, document_mask, "share of the row's 23 tokens"),
+        (convolved, document_mask, "share of the row's 23 tokens"),
+        (multiplied, document_mask, "share of the row's 23 tokens"),
         (keep_tokens, of_closure, "is cut in forward ([:ids.shape[1]])"),
         (keep_tokens, with_closure, "is cut in forward ([:ids.shape[1]])"),
         (keep_tokens, repeated, "output_size=ids.shape[1]"),
