@@ -159,7 +159,8 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
     begins = ends - (tokens[:, 1] - tokens[:, 0])  # of each interval, in the rows of all ranks, rank after rank
     starts = (np.cumsum(order.sizes) - order.sizes)[pieces.rank] + pieces.q0
     by_row = np.argsort(starts, kind="stable")
-    cuts = np.union1d(begins, starts)  # each stretch from one cut to the next stays or moves as a whole
+    cuts = np.sort(np.append(begins, starts), kind="stable")
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]  # each stretch from one cut to the next stays or moves as a whole
     inside = np.searchsorted(begins, cuts, side="right") - 1
     start, rank = tokens[inside, 0] + cuts - begins[inside], owner[inside]
     stop = start + np.diff(cuts, append=ends[-1:])

@@ -9,47 +9,54 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.seconds import kernel_seconds
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD
+from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, Float
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import sections_of
 
+from .slices import Slices
 from .token_order import TokenOrder
 
 
 def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, device: Device, model: Model) -> float:
     """Seconds that an order costs at least under `needed`.
 
-    A rank's kernel works at least on the pairs that its queries see, and on the rows of tiles of its tokens. Where the
-    mask has no limit to the left, a rank needs all keys of every document (but for trees) whose last token it owns.
+    A rank's kernel works on whole sections as it does, and on parts of them at least on the pairs that their queries
+    see, and on the rows of tiles of their tokens; its keys are copied. Where the mask has no limit to the left, a rank
+    needs all keys of every document (but for trees) whose last token it owns.
     """
     sections = sections_of(documents, mask)
     if not len(sections.starts):
         return 0.0
     starts, stops, owners, _ = order.segments
-    # Running sums over the row at every bound x of a segment: the pairs seen by sections' tokens before x, and how
-    # many these tokens are. Sections before x's own count whole, x's own up to x.
     seen, before = SeenKeys(mask), sections.before
     sizes = sections.ends - sections.starts
-    length = before + sizes
-    work = (seen.of(length, length) - seen.of(length, before)) / TILE**2
-    work_before, tokens_before = np.cumsum(work) - work, np.cumsum(sizes) - sizes
+    length, exact = before + sizes, Slices.of_row(documents, mask).work[: len(sizes)]
+    work_before, tokens_before = np.append(0, np.cumsum(exact)), np.cumsum(sizes) - sizes
+
+    def part(s: Int, low: Int, high: Int) -> Float:
+        """Of tokens [low, high) of sections `s`, in tiles."""
+        pairs = seen.of(length[s], before[s] + high) - seen.of(length[s], before[s] + low)
+        least = pairs / TILE**2 + TILE_ROW_OVERHEAD * -(-(high - low) // TILE)
+        return np.where((low == 0) & (high == sizes[s]), exact[s], least)
+
+    # Each bound of a segment as a section, and how many of its tokens come before.
     bounds = np.append(starts, documents.total)
     at = np.maximum(sections.starts.searchsorted(bounds, side="right") - 1, 0)
     inside = np.minimum(np.maximum(bounds - sections.starts[at], 0), sizes[at])
-    done = seen.of(length[at], before[at] + inside) - seen.of(length[at], before[at])
-    done = work_before[at] + done / TILE**2
-    tokens = tokens_before[at] + inside
-    # Their differences: each segment's own.
-    work, real_tokens = done[1:] - done[:-1], tokens[1:] - tokens[:-1]
-    tile_rows = -(-real_tokens // TILE)
-    tiles = np.bincount(owners, work + TILE_ROW_OVERHEAD * tile_rows, order.world_size)
-    seconds = kernel_seconds(float(tiles.max()), 1, device, model)
+    first, low, last, high = at[:-1], inside[:-1], at[1:], inside[1:]
+    several = part(first, low, sizes[first]) + work_before[last] - work_before[first + 1] + part(last, high * 0, high)
+    work = np.where(first == last, part(first, low, high), several)
+    real_tokens = np.diff(tokens_before[at] + inside)
+    owned = np.bincount(owners, real_tokens, order.world_size)
+    tiles = np.bincount(owners, work, order.world_size)
+    copied = 5 * float(owned.max()) * model.kv_bytes / device.memory
+    seconds = kernel_seconds(float(tiles.max()), 1, device, model) + copied + 3 * (device.latency + device.launch)
     if mask.left is None and not mask.tree:
         docs = mask.documents(documents)
         real = docs.lengths > 0
         last_owner = owners[np.searchsorted(stops, docs.ends[real] - 1, side="right")]
         needed = np.bincount(last_owner, docs.lengths[real], order.world_size)
-        missing = float((needed - np.bincount(owners, real_tokens, order.world_size)).max())
+        missing = float((needed - owned).max())
         seconds += 2 * max(0.0, missing) * model.kv_bytes / device.link
     return seconds
 
