@@ -265,9 +265,10 @@ def _tiles(ranks: list[Slices], mask: PackedMask) -> Float:
 def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
     """The simple layouts, as they are and with equal tokens per rank."""
     total, spans = documents.total, documents.bounds
-    yield contiguous(total, world_size, unit)
+    if total % (2 * world_size * unit):  # else their twins are the same
+        yield contiguous(total, world_size, unit)
+        yield dual_chunk(np.array([0, total]), world_size, unit)
     yield even_contiguous(total, world_size, unit)
-    yield dual_chunk(np.array([0, total]), world_size, unit)
     yield even_head_tail(spans, world_size, unit)
     yield even_head_tail(spans, world_size, unit, near=True)
     if documents.lengths.size * (2 * world_size) ** 2 > MOST_RUNS:

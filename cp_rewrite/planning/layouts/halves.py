@@ -41,7 +41,7 @@ SLACK = 0.004
 """Share of a rank's work that is not worth a cut."""
 ROW_ACROSS = 1.0
 """Tenths of tiles that take as long as a row from another node: 64 and 8 heads, H200."""
-_POINTS, _ZOOMS = 24, 3
+_PARTS, _ZOOMS = np.linspace(0, 1, 24)[:, None], 3
 """A search looks at so many points of a range, then at as many between two of them, and so on."""
 
 
@@ -231,10 +231,10 @@ def _first_reaching(done: Callable[[Int], Float], low: Int, high: Int, work: Flo
     steps = (high - low) // unit
     first, last = np.zeros_like(low), steps
     for _ in range(_ZOOMS):
-        parts = np.linspace(0, 1, _POINTS)[:, None]
-        points = first + np.rint(parts * (last - first)).astype(np.int64)
+        points = first + np.rint(_PARTS * (last - first)).astype(np.int64)
         below = done(low + unit * points) < work
-        k = np.minimum(np.cumprod(below, axis=0).sum(0), _POINTS - 1)  # the first point that reaches it
+        below[-1] = False
+        k = below.argmin(0)  # the first point that reaches it
         columns = np.arange(len(low))
         first, last = points[np.maximum(k - 1, 0), columns], points[k, columns]
         if (last - first <= 1).all():
@@ -264,22 +264,25 @@ class _Placing:
         # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
         self._at = np.append(0, np.cumsum(slices.size)).astype(np.float64)
         self._done = np.append(0.0, np.cumsum(slices.work))
+        self._begin, self._end = ((self._at[at], self._done[at]) for at in (self.first[:-1], self.first[1:]))
 
     def run(self, most: int) -> None:
         """Place up to `most` slices of each group."""
         columns = np.arange(len(self.slack))
         least = LEAST_WHOLE * self.work.sum(0) / self.groups.ranks.sum(0)
         count = np.bincount(self.group, self.slices.work > least[self.group], len(self.slack)).astype(np.int64)
-        for k in range(min(most, int(count.max(initial=0)))):
-            i = self._top[np.minimum(self.first[:-1] + k, len(self._top) - 1)]
-            fits = self._fits(i) & (count > k)
+        places = np.arange(min(most, int(count.max(initial=0))))[:, None]
+        tops = self._top[np.minimum(self.first[:-1] + places, len(self._top) - 1)]
+        for i, there in zip(tops, places < count, strict=True):
+            fits = self._fits(i) & there
             side = np.where(self.work[1] > self.work[0], 1, 0)
-            big = ~fits.any(0) & (count > k) & (self.cut < 0) & (self.slices.work[i] > self.work.max(0))
-            if big.any():
-                chosen = np.flatnonzero(big)
-                self._cut_big(chosen, i[chosen], side[chosen])
+            either = fits[0] | fits[1]
+            big = np.flatnonzero(there & ~either & (self.cut < 0))
+            big = big[self.slices.work[i[big]] > self.work[:, big].max(0)] if len(big) else big
+            if len(big):
+                self._cut_big(big, i[big], side[big])
             side = np.where(fits[side, columns], side, 1 - side)
-            placed = np.flatnonzero(fits[side, columns])
+            placed = np.flatnonzero(either)
             self._place(placed, i[placed], side[placed])
         if (self.cut >= 0).any():
             chosen = np.flatnonzero(self.cut >= 0)
@@ -287,16 +290,15 @@ class _Placing:
 
     def _least(self, tokens: Int, groups: Int) -> Float:
         """What the sparsest `tokens` of groups do."""
-        begin = self.first[groups]
-        return np.interp(self._at[begin] + tokens, self._at, self._done) - self._done[begin]
+        at, done = self._begin
+        return np.interp(at[groups] + tokens, self._at, self._done) - done[groups]
 
     def _fits(self, i: Int) -> NDArray[np.bool_]:
         """(2, G): whether slice i[g] can go to each half: its other tokens can then do what is missing, and no more."""
         tokens, work = self.tokens - self.slices.size[i], self.work - self.slices.work[i]
         left = np.maximum(tokens, 0)
-        begin, end = self.first[:-1], self.first[1:]
-        done = np.interp(np.concatenate([self._at[begin] + left, self._at[end] - left]), self._at, self._done)
-        least, most = done[:2] - self._done[begin], self._done[end] - done[2:]
+        done = np.interp(np.concatenate([self._begin[0] + left, self._end[0] - left]), self._at, self._done)
+        least, most = done[:2] - self._begin[1], self._end[1] - done[2:]
         return (tokens >= 0) & (least <= work + self.slack) & (most >= work - self.slack)
 
     def _place(self, groups: Int, i: Int, side: Int) -> None:
