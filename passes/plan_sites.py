@@ -19,7 +19,7 @@ from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
-from cp_rewrite.planning.cost.seconds import Load, load_of
+from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.routes.by_exchange import (
     BETWEEN_GPUS,
     ROUTES,

@@ -39,9 +39,9 @@ USED = {
     "torch.distributed._symmetric_memory.rendezvous": "kernels.peers, for memory that GPUs share",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.ignore_fresh_unbacked_symbols": "canonicalize and graph.new_nodes",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards": "graph.new_nodes.tracing",
-    "torch.ops._c10d_functional.all_gather_into_tensor.default": "ops.all_gather",
+    "torch.ops._c10d_functional.all_gather_into_tensor.default": "ops.exchanges.all_gather",
     "torch.ops._c10d_functional.all_to_all_single.default": "ops.scatter_heads",
-    "torch.ops._c10d_functional.reduce_scatter_tensor.default": "ops.all_gather",
+    "torch.ops._c10d_functional.reduce_scatter_tensor.default": "ops.exchanges.all_gather",
     "torch.ops.aten._flash_attention_backward.default": "kernels.flash.aten_flash",
     "torch.ops.aten._flash_attention_forward.default": "kernels.flash.aten_flash",
 }

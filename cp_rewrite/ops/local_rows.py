@@ -1,11 +1,10 @@
-"""Rows of one rank: gathered, summed and packed. Ops with their fakes, and the exchange `local`.
+"""Rows of one rank: gathered, summed and packed. Ops with their fakes.
 
 Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V). Rows are (N, C).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels import rows as row_kernels
-from cp_rewrite.planning.routes.by_exchange import Exchange
-from cp_rewrite.planning.routes.gathered import LOCAL
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -80,15 +77,3 @@ def as_rows(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if base is not None and base is dv._base and base.shape == (k.shape[0], width) and base.is_contiguous():
         return base
     return torch.cat([dk.flatten(1), dv.flatten(1)], 1)
-
-
-def expand_kv(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
-    """(E, C) expanded rows of one rank."""
-    return _ops.gather_rows.default(packed_after(k, v, after), LOCAL.bind(route).kv_rows)
-
-
-def sum_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """fp32 gradients of k and v."""
-    x = LOCAL.bind(route)
-    total = _ops.sum_rows(dkv, x.sum_ptr, x.sum_rows, k.shape[0])
-    return split_kv(total, k.shape[1], k.shape[2], v.shape[2])

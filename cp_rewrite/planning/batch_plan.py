@@ -9,7 +9,7 @@ import numpy as np
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.seconds import load_of
+from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions

@@ -14,14 +14,8 @@ from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.seconds import (
-    Load,
-    exchange_seconds,
-    load_of,
-    needed_bytes,
-    same_node,
-    scattered_bytes,
-)
+from cp_rewrite.planning.cost.load import Load, load_of, same_node
+from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions

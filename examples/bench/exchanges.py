@@ -33,7 +33,8 @@ from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.cost.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.seconds import exchange_seconds, load_of
+from cp_rewrite.planning.cost.load import load_of
+from cp_rewrite.planning.cost.seconds import exchange_seconds
 from cp_rewrite.planning.routes import grid
 from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange, split_exchange
 from cp_rewrite.planning.routes.head_deal import HeadDeal

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.seconds import fill_seconds, kernel_seconds
+from cp_rewrite.planning.cost.load import kernel_seconds
+from cp_rewrite.planning.cost.seconds import fill_seconds
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out

@@ -17,15 +17,11 @@ from cp_rewrite.passes.plan_sites import decide, load_for, target_speeds, would_
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.seconds import (
-    Load,
-    all_gather_seconds,
-    exchange_seconds,
-    fill_seconds,
-    kernel_seconds,
-    needed_seconds,
-)
+from cp_rewrite.planning.cost.load import Load, kernel_seconds
+from cp_rewrite.planning.cost.seconds import exchange_seconds, fill_seconds
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
+from cp_rewrite.planning.routes.gathered import all_gather_seconds
+from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.torch_internals import fake_mode_of
 
 from .find_cut import Costs, find_cut

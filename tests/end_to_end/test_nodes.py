@@ -15,7 +15,8 @@ import cp_rewrite as cp
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.cost.devices import DEVICES, Model
-from cp_rewrite.planning.cost.seconds import load_of, needed_bytes, scattered_bytes
+from cp_rewrite.planning.cost.load import load_of
+from cp_rewrite.planning.cost.seconds import needed_bytes, scattered_bytes
 from cp_rewrite.planning.routes.by_exchange import part_of
 from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.torch_internals import process_group

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.routes.by_exchange import ExchangeName
 from tests.helpers.packs import grown
 
-EXCHANGES = ("all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p")
+EXCHANGES = tuple(name for name in get_args(ExchangeName) if name != "auto")
 MASKS = (
     PackedMask(),
     PackedMask(causal=False),

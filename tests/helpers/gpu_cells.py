@@ -22,6 +22,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.by_exchange import split_exchange
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from tests.helpers.conformance import attend_on, device_of, logits_error, make_inputs, run_cell
+from tests.helpers.conformance_cells import EXCHANGES as NAMES
 from tests.helpers.conformance_cells import LAYOUTS, Cell, te_cells
 from tests.helpers.tolerances import relative_error, tolerance
 
@@ -29,8 +30,8 @@ CAUSAL, FULL = PackedMask(), PackedMask(causal=False)
 WINDOW, BOTH = PackedMask(window=(200, 0)), PackedMask(causal=False, window=(100, 60))
 SPANS, SPANS_IN_WINDOW, TREE = PackedMask(spans=True), PackedMask(window=(200, 0), spans=True), PackedMask(tree=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-EXCHANGES = ("push", "needed", "all_gather", "p2p", "a2a")
-GRID_EXCHANGES = ("a2a+p2p", "a2a+needed", "a2a+all_gather")
+EXCHANGES = ("push", *(name for name in NAMES if not name.startswith("a2a+")))
+GRID_EXCHANGES = tuple(name for name in NAMES if name.startswith("a2a+"))
 ROWS = ("out", "dq", "dk", "dv")
 WHOLE = ("push", "needed", "all_gather")
 """Exchanges under which a query's keys are all there at once."""

@@ -19,9 +19,10 @@ from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.exchanges.push import give_back as return_kv
+from cp_rewrite.ops.exchanges.push import take as push_kv
 from cp_rewrite.ops.local_rows import as_rows, split_kv
 from cp_rewrite.ops.merge import fill_gaps
-from cp_rewrite.ops.one_sided import push_kv, return_kv
 from cp_rewrite.ops.pushed import stages
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import gathered_route

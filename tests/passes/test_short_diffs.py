@@ -24,7 +24,7 @@ from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.argument_names import module_numbers
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
+from cp_rewrite.planning.routes.by_exchange import split_exchange
 from cp_rewrite.torch_internals import fixed_number
 
 from .test_graph_diff import batch, causal_with_groups, same_document
@@ -159,7 +159,6 @@ verify_graph""",
 
     @pytest.mark.long
     def test_every_exchange(self) -> None:
-        assert {split_exchange(name)[1] for name in EXCHANGES} == set(ROUTES)
         self.assertExpectedInline(
             "\n".join(line for exchange in EXCHANGES for line in (exchange, *rows_moved(exchange))),
             """\

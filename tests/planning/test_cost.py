@@ -15,24 +15,19 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.cost.choose_exchange import Choice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
-from cp_rewrite.planning.cost.seconds import (
-    all_gather_seconds,
-    all_to_all_seconds,
-    exchange_seconds,
-    fill_seconds,
-    kernel_seconds,
-    load_of,
-    needed_seconds,
-    push_seconds,
-    ring_seconds,
-)
+from cp_rewrite.planning.cost.load import kernel_seconds, load_of
+from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_seconds, fill_seconds
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.plan import plan
+from cp_rewrite.planning.routes.gathered import all_gather_seconds
 from cp_rewrite.planning.routes.grid import outer_schedule
+from cp_rewrite.planning.routes.needed import needed_seconds
+from cp_rewrite.planning.routes.push import push_seconds
+from cp_rewrite.planning.routes.ring import ring_seconds
 from tests.helpers.packs import batches, masks
 
 H200 = DEVICES["h200"]
@@ -176,7 +171,10 @@ def test_rows_that_travel_beside_the_kernel_are_weighed_so(heads: tuple[int, int
     assert all(name in choice.reason for name in ALL)
     load = typical_load(4, mask)
     alone = kernel_seconds(load.tiles.max(), 0, H200, Model(heads))
-    pushed, needed = push_seconds(load, H200, Model(heads)), exchange_seconds(load, H200, Model(heads))["needed"]
+    pushed, needed = (
+        push_seconds(load, H200, Model(heads), load.world_size),
+        exchange_seconds(load, H200, Model(heads))["needed"],
+    )
     assert alone < pushed < needed
     assert "push" not in exchange_seconds(load, H200, Model(heads), ranks_per_node=2)
 

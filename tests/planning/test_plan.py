@@ -15,7 +15,7 @@ from cp_rewrite.__main__ import main
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.cost.seconds import kernel_seconds
+from cp_rewrite.planning.cost.load import kernel_seconds
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.plan import Plan, compare, plan

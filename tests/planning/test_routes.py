@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.exchange import WAYS
+from cp_rewrite.ops.exchange import CARRIERS
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, ExchangeName, split_exchange
 from cp_rewrite.planning.routes.route import KERNEL_TABLES
 from tests.helpers.packed import make_schedule
@@ -42,4 +42,5 @@ def test_tensors_are_as_the_table_says(
 def test_every_exchange_has_a_route_and_functions() -> None:
     named = {split_exchange(name)[1] for name in get_args(ExchangeName) if name != "auto"}
     assert named | set(BETWEEN_GPUS.values()) == set(ROUTES)
-    assert set(WAYS) == {kind for kind, route in ROUTES.items() if not route.in_steps}
+    for kind, carrier in CARRIERS.items():
+        assert callable(carrier.take) and callable(carrier.give_back), kind

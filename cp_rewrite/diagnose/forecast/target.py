@@ -10,8 +10,9 @@ from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.passes.plan_sites import inner_ranks, is_dry_run, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.cost.devices import Model
+from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
-from cp_rewrite.planning.cost.seconds import exchange_seconds, load_of, needed_bytes, scattered_bytes
+from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.routes.by_exchange import part_of
 from cp_rewrite.planning.routes.grid import outer_schedule

@@ -14,7 +14,7 @@ from torch.library import custom_op, register_autograd
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.ops import local_rows
-from cp_rewrite.ops.all_to_all import all_to_all_rows
+from cp_rewrite.ops.exchanges.needed import all_to_all_rows
 from cp_rewrite.ops.schemas import bind, call, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite

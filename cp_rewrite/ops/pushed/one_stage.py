@@ -20,8 +20,8 @@ from torch import Tensor
 from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, Parts
 from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.ops.exchanges.push import zero_others
 from cp_rewrite.ops.local_rows import split_kv
-from cp_rewrite.ops.one_sided import zero_others
 from cp_rewrite.planning.columns import PlaceRow, StageRow
 
 from .stages import csr_part, returned

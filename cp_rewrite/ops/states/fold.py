@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from cp_rewrite.ops.all_to_all import all_to_all_rows
+from cp_rewrite.ops.exchanges.needed import all_to_all_rows
 
 from .maps import Maps, run_chains
 

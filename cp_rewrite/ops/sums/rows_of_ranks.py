@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from cp_rewrite.ops.all_to_all import all_to_all_rows
+from cp_rewrite.ops.exchanges.needed import all_to_all_rows
 
 _ops: Any = torch.ops.cp_rewrite
 

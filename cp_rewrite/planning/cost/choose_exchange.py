@@ -10,7 +10,8 @@ import numpy as np
 from cp_rewrite.masks import PackedMask
 
 from .devices import Device, Model
-from .seconds import Load, exchange_seconds
+from .load import Load
+from .seconds import exchange_seconds
 from .tiles import TILE, TILE_ROW_OVERHEAD
 
 TOKENS_PER_RANK = 8192

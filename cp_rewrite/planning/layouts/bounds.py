@@ -7,7 +7,7 @@ import numpy as np
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.seconds import kernel_seconds
+from cp_rewrite.planning.cost.load import kernel_seconds
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, Float
 from cp_rewrite.planning.intervals import Int

@@ -18,7 +18,7 @@ ROUTES: dict[str, Route] = {
     "push": PUSH,
     "p2p": RING,
 }
-"""Kind of exchange -> its route. `ops/exchange.py` has the functions that move rows along it."""
+"""Kind of exchange -> its route. `ops/exchanges/KIND.py` moves rows along it; that of `p2p` is an attention op."""
 
 ExchangeName = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
 """What a user asks for."""

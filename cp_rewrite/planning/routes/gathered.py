@@ -8,11 +8,15 @@ The same tables serve one rank alone, which gathers nothing.
 
 from __future__ import annotations
 
+import numpy as np
+
 from cp_rewrite.capacity import Capacity
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import expand_ranges, sum_lists
 from cp_rewrite.planning.schedule import Schedule
 
-from .route import Arrays, PlanTensor, Route, filled, row_index
+from .route import Arrays, Cost, PlanTensor, Route, filled, row_index
 
 
 def gathered_route(schedule: Schedule, rank: int) -> Arrays:
@@ -51,6 +55,15 @@ def fixed_gathered_route(schedule: Schedule, rank: int, capacity: Capacity) -> A
     }
 
 
+def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
+    """`all_gather`: all rows go everywhere; each row enters another node once, over all of the node's adapters."""
+    g = min(ranks_per_node, load.world_size)
+    inside = np.array([(load.world_size - 1) * load.local_rows])
+    across = np.array([(load.world_size - g) * load.local_rows // g])
+    moved = transfer_seconds(inside, across, 4 * model.kv_bytes, device) + 2 * device.latency
+    return moved + copy_seconds(load, device, model) + kernel_seconds(load.tiles.max(), load.launches, device, model)
+
+
 _TENSORS = (PlanTensor("kv_rows"), PlanTensor("sum_ptr"), PlanTensor("sum_rows"))
 LOCAL = Route(_TENSORS, local_route, fixed_gathered_route)
-ALL_GATHER = Route(_TENSORS, gathered_route, fixed_gathered_route)
+ALL_GATHER = Route(_TENSORS, gathered_route, fixed_gathered_route, cost=Cost(all_gather_seconds, copies=7))

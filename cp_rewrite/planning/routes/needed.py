@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, same_node, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists, union
 from cp_rewrite.planning.schedule import Schedule
 
-from .route import Arrays, PlanTensor, Route, row_index
+from .route import Arrays, Cost, PlanTensor, Route, row_index
 
 
 def needed_route(schedule: Schedule, rank: int) -> Arrays:
@@ -63,6 +65,16 @@ def _sent_rows(schedule: Schedule, rank: int) -> tuple[Int, Int]:
     return rows % schedule.local_rows, np.bincount(rows // schedule.local_rows, minlength=schedule.world_size)
 
 
+def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
+    """`needed`: only rows that some piece reads move; one gather makes the expanded rows, one sum takes them apart."""
+    near = same_node(load.world_size, ranks_per_node)
+    inside, across = np.where(near, load.received, 0), np.where(near, 0, load.received)
+    there = transfer_seconds(inside.sum(1), across.sum(1), model.kv_bytes, device)
+    back = transfer_seconds(inside.sum(0), across.sum(0), 2 * model.kv_bytes, device)
+    kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
+    return 2 * there + back + copy_seconds(load, device, model) + kernel
+
+
 NEEDED = Route(
     (
         PlanTensor("kv_rows"),
@@ -74,4 +86,5 @@ NEEDED = Route(
         PlanTensor("return_rows"),
     ),
     needed_route,
+    cost=Cost(needed_seconds, copies=21),
 )

@@ -14,13 +14,22 @@ from numpy.typing import NDArray
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.columns import PlaceRow, StageRow
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.cost.tiles import window_tiles
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
 
 from .push_cut import Cut, choose_cut
-from .push_stages import StageLoad
-from .route import Arrays, PlanTensor, Route, filled, row_index
+from .push_stages import (
+    Shape,
+    StageLoad,
+    backward_seconds,
+    backward_stages,
+    forward_seconds,
+    forward_stages,
+)
+from .route import Arrays, Cost, PlanTensor, Route, filled, row_index
 
 _LOADED_BEYOND = 256
 """A kernel loads whole tiles: up to so many rows after the last expanded one must hold numbers, not NaN."""
@@ -100,6 +109,17 @@ def fixed_push_route(schedule: Schedule, rank: int, capacity: Capacity) -> Array
     }
 
 
+def push_seconds(load: Load, device: Device, model: Model, _: int) -> float:
+    """`push`: rows travel beside the kernel, which waits for all of them or runs in stages of heads."""
+    shape = Shape(*model.heads, model.head_dim, model.head_dim, model.item_bytes)
+    coming = load.received.sum(1)
+    columns = zip(load.tiles.tolist(), coming.tolist(), (load.expanded - coming).tolist(), strict=True)
+    loads = tuple(StageLoad(0, round(tiles), 0, rows, own, 0) for tiles, rows, own in columns)
+    there, back = forward_stages(loads, shape), backward_stages(loads, shape, kept=False)
+    forward = max(forward_seconds(each, shape, there, device) for each in loads)
+    return forward + max(backward_seconds(each, shape, back, False, device) for each in loads)
+
+
 PUSH = Route(
     (
         PlanTensor("expanded", on_host=True),
@@ -119,6 +139,7 @@ PUSH = Route(
     ),
     push_route,
     fixed_push_route,
+    cost=Cost(push_seconds, in_one_node=True),
 )
 
 

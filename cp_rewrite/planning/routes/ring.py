@@ -14,18 +14,21 @@ piece and step run one after another, in *rounds*.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.planning.columns import LaunchRow, PieceRow, RoundRow
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.load import Load, both_kernels, transfer_seconds
+from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.schedule import Schedule, kernel_tables
 
-from .route import KERNEL_TABLES, Arrays, PlanTensor, Route
+from .route import KERNEL_TABLES, Arrays, Cost, PlanTensor, Route
 
 TENSORS = (PlanTensor("kv_rows"), PlanTensor("sum_ptr"), PlanTensor("sum_rows"), PlanTensor("rounds", on_host=True))
 _ALL = np.int64(1) << 40
@@ -138,7 +141,29 @@ def ring_tables(schedule: Schedule, rank: int) -> Arrays:
     return {name: _joined(name, arrays) for name, arrays in parts.items()}
 
 
-RING = Route(TENSORS, ring_tables, in_steps=True)
+def ring_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
+    """`p2p`: P steps, each a kernel over one rank's keys beside a transfer, then a merge of out and log-sum-exp.
+
+    In the backward keys travel beside a step's kernel, fp32 gradients beside the next one; the last go home alone.
+    """
+    ranks, rows = load.world_size, load.local_rows
+    across = np.array([rows if ranks_per_node < ranks else 0])
+    step = transfer_seconds(np.array([rows]) - across, across, model.kv_bytes, replace(device, link=device.ring))
+    more_rows = (ranks - 1) * TILE_ROW_OVERHEAD * rows / TILE
+    there, back = both_kernels(load.tiles.max() + more_rows, load.launches * ranks, device, model)
+    # Read and written in fp32: out is merged in every step, dq and the gradients of keys are added up.
+    merged = rows * model.q_bytes / device.memory
+    summed = rows * model.kv_bytes / device.memory
+    there += (10 + 17 * (ranks - 1)) * merged + 2 * summed
+    back += (5 + 5 * ranks) * merged + (7 + 16 * ranks) * summed
+    copied = 5 * float(load.expanded.max()) * model.kv_bytes / device.memory
+    first, last = (ranks - 1) / ranks, 1 / ranks
+    forward = max(there * first, (ranks - 1) * step) + there * last
+    backward = max(back, 3 * (ranks - 1) * step) + 2 * step
+    return forward + backward + copied
+
+
+RING = Route(TENSORS, ring_tables, in_steps=True, cost=Cost(ring_seconds))
 
 
 def _joined(name: str, arrays: list[NDArray[np.integer]]) -> NDArray[np.integer]:

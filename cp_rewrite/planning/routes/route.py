@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.capacity import Capacity
+from cp_rewrite.planning.cost.devices import Device, Model
+from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import Schedule, at_least
 
@@ -37,6 +39,22 @@ KERNEL_TABLES = (
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What attention takes with an exchange, for `auto` to choose by.
+
+    Args:
+        seconds: of one layer, forward and backward, by load, device, model and the ranks that share a node.
+        copies: beyond what tells layouts apart, how often local rows are read or written: keys and values are packed,
+            rows to be sent are put behind each other, gradients are rounded.
+        in_one_node: only there can the exchange run.
+    """
+
+    seconds: Callable[[Load, Device, Model, int], float]
+    copies: int = 0
+    in_one_node: bool = False
+
+
+@dataclass(frozen=True)
 class Route:
     """How rows travel under one exchange.
 
@@ -46,12 +64,14 @@ class Route:
         fixed: makes them in the sizes of a capacity; None: the host must know how many rows travel.
         in_steps: other ranks' rows pass by a rank, step after step, inside of an attention op. `arrays` makes kernel
             tables for these steps too, and no rows can be kept for the backward.
+        cost: None: `auto` does not choose it.
     """
 
     tensors: tuple[PlanTensor, ...]
     arrays: Callable[[Schedule, int], Arrays]
     fixed: Callable[[Schedule, int, Capacity], Arrays] | None = None
     in_steps: bool = False
+    cost: Cost | None = None
 
     _named: Any = field(init=False, repr=False, compare=False)
 

@@ -18,12 +18,11 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.ops.local_rows import pack_kv, split_kv
+from cp_rewrite.ops.schemas import bind
 from cp_rewrite.planning.columns import PlaceRow
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import PUSH
-
-from .local_rows import pack_kv, split_kv
-from .schemas import bind
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -112,14 +111,14 @@ def zero_others(grads: Sequence[Tensor], here: slice) -> None:
         grad[here.stop :] = 0
 
 
-def push_kv(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
+def take(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows."""
     x = PUSH.bind(route)
     there = x.expanded, x.sends, x.targets, x.ends, x.copied, x.partners, x.capacity, x.place
     return _ops.push_rows.default(k, v, *there, exchange.group, after)
 
 
-def return_kv(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
+def give_back(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
     """dk and dv, in dkv's dtype."""
     x = PUSH.bind(route)
     back = x.copied, x.partners, x.capacity, x.place, x.holder_ptr, x.holders

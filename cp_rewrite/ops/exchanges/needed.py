@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.ops import local_rows
+from cp_rewrite.ops.local_rows import pack_kv, split_kv
+from cp_rewrite.ops.schemas import bind
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.needed import NEEDED
 from cp_rewrite.torch_internals import process_group
-
-from . import local_rows
-from .local_rows import pack_kv, split_kv
-from .schemas import bind
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -87,15 +86,13 @@ def _(*inputs: Any) -> Tensor:
     return x.dkv.new_empty(x.size, x.dkv.shape[1], dtype=torch.promote_types(x.dkv.dtype, torch.float32))
 
 
-def exchange_needed(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
+def take(k: Any, v: Any, route: Sequence[Any], exchange: Exchange, after: Tensor | None = None) -> Any:
     """(E, C) expanded rows."""
     x = NEEDED.bind(route)
     return _ops.exchange_rows.default(k, v, x.kv_rows, x.send_rows, x.splits, exchange.group, after)
 
 
-def return_needed(
-    dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange
-) -> tuple[Tensor, Tensor]:
+def give_back(dkv: Tensor, k: Tensor, v: Tensor, route: Sequence[Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
     """fp32 gradients of k and v."""
     _, *back = NEEDED.bind(route)
     total = _ops.return_rows.default(dkv, *back, k.shape[0], exchange.group)
