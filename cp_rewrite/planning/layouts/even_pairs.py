@@ -45,7 +45,7 @@ def even_pairs(
     Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
     """
     ranks, held, idle = len(quotas), np.asarray(quotas) > 0, 0
-    for turn in range(min(ROUNDS, 2 * node_size)):
+    for turn in range(ROUNDS):
         work = owners_work(owner, slices, ranks)
         limit = ENOUGH * float(work.mean())
         if work.max() <= limit or idle == IDLE:
