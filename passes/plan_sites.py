@@ -17,7 +17,7 @@ from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.graph.regions import graph_modules, region_calls
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, Choice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, ExchangeChoice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.routes.by_exchange import (
@@ -167,7 +167,7 @@ def _exchange_name(site: Site, spec: AttentionSpec, state: State, named: str) ->
     return "all_gather" if captured else exchange, why
 
 
-def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) -> Choice:
+def _cheapest(site: Site, spec: AttentionSpec, state: State, one_sided: bool) -> ExchangeChoice:
     """The exchange that takes least for this batch, or, where it has few tokens, for a typical one."""
     sharding = state.sharding
     item = min(2, spec.dtype.itemsize) if is_dry_run(state) else spec.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import ExchangeName
 from cp_rewrite.refusal import Reason
 from tests.house import glossary
-from tests.test_rooms import FLOORS
+from tests.test_rooms import FLOORS, SOURCES, room_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,6 +85,35 @@ def test_the_architecture_page_names_every_pass_and_room() -> None:
 def test_the_glossary_is_short_and_tells_each_word_once() -> None:
     words = glossary()
     assert len(set(words)) == len(words) <= 50
+
+
+def test_the_glossary_names_each_type_that_four_rooms_import() -> None:
+    readers = defaultdict[str, set[str]](set)
+    for module, file in SOURCES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    readers[alias.name].add(room_of(module))
+    shared = {name for name in classes() if len(readers[name]) >= 4}
+    table = (ROOT / "docs" / "internals" / "architecture.md").read_text().partition("## Glossary")[2]
+    assert "Sharding" in shared
+    assert {name for name in shared if f"`{name}`" not in table} == set()
+
+
+def test_no_class_outside_of_passes_shares_its_name() -> None:
+    shared = {name: modules for name, modules in classes().items() if len(modules) > 1}
+    others = {name for name, modules in shared.items() if not all(module.startswith("passes.") for module in modules)}
+    assert others <= {"Runs", "Trace"}, shared
+
+
+def classes() -> dict[str, list[str]]:
+    """Class of the source -> the modules that define it."""
+    found = defaultdict[str, list[str]](list)
+    for module, file in SOURCES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module)
+    return found
 
 
 def test_contributing_names_the_tables_that_there_are() -> None:

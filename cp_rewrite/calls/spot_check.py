@@ -13,7 +13,7 @@ from cp_rewrite.passes.locality.rules.vouched import vouched_calls
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import HigherOrderOperator, TorchDispatchMode  # pyright: ignore
 
-from .tokens_alone import Mixes, halves, run, taken, tensors_of, token_dims
+from .tokens_alone import MixesTokens, halves, run, taken, tensors_of, token_dims
 
 TOKENS = 256
 """At most so many are looked at: two blocks of most kernels."""
@@ -69,7 +69,7 @@ class SpotCheck(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             try:
                 with torch.no_grad():
                     _look(func, (args, kwargs), dims)
-            except Mixes as mixes:
+            except MixesTokens as mixes:
                 self.found.append(f"{func._schema.name}, named in local_ops, does not treat tokens alone: {mixes}")
             except Exception:
                 pass  # it does not take so few tokens
@@ -80,7 +80,7 @@ def _look(func: Any, args: Any, dims: Sequence[int | None]) -> None:
     """Compare a few tokens with one half and the other.
 
     Raises:
-        Mixes: they differ.
+        MixesTokens: they differ.
     """
     tensors = tensors_of(args)
     sizes = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}

@@ -19,7 +19,7 @@ FEWEST_DIGITS = 0.1
 """Of dtypes of fewer digits."""
 
 
-class Mixes(Exception):
+class MixesTokens(Exception):
     """What an op does to tokens beside treating each alone."""
 
 
@@ -33,24 +33,26 @@ def token_dims(
         parts: (n,) int64 each: tokens, which the op is given without the others.
         whole: its results for all tokens, if known.
     Raises:
-        Mixes: it does not treat them alone. Whatever the op raises.
+        MixesTokens: it does not treat them alone. Whatever the op raises.
     """
     wholes = tensors_of(run(op, args) if whole is None else whole)
     found: list[int | None] = [None] * len(wholes)
     for index in parts:
         cut = tensors_of(run(op, taken(args, dims, index)))
         if len(cut) != len(wholes):
-            raise Mixes(f"gives {len(cut)} tensors for {len(index)} tokens, {len(wholes)} for all")
+            raise MixesTokens(f"gives {len(cut)} tensors for {len(index)} tokens, {len(wholes)} for all")
         for i, (part, result) in enumerate(zip(cut, wholes, strict=True)):
             dim = _token_dim(part, result, index)
             error = difference(part, result.index_select(dim, index))
             if error > limit_of([*wholes, *tensors_of(args)]):
-                raise Mixes(f"result {i} of {len(index)} tokens differs from that of all by {error:.1e} of its norm")
+                raise MixesTokens(
+                    f"result {i} of {len(index)} tokens differs from that of all by {error:.1e} of its norm"
+                )
             if found[i] not in (None, dim):
-                raise Mixes(f"result {i} has its tokens in other dims for other tokens")
+                raise MixesTokens(f"result {i} has its tokens in other dims for other tokens")
             found[i] = dim
     if not wholes:
-        raise Mixes("gives no tensor")
+        raise MixesTokens("gives no tensor")
     return [dim for dim in found if dim is not None]
 
 
@@ -95,8 +97,8 @@ def _token_dim(part: Tensor, whole: Tensor, index: Tensor) -> int:
         if len(other) == 1 and part.shape[other[0]] == len(index):
             return other[0]
         if not other:
-            raise Mixes(f"a result of shape {tuple(whole.shape)} has no token dim")
-    raise Mixes(f"a result of shape {tuple(whole.shape)} has shape {tuple(part.shape)} for {len(index)} tokens")
+            raise MixesTokens(f"a result of shape {tuple(whole.shape)} has no token dim")
+    raise MixesTokens(f"a result of shape {tuple(whole.shape)} has shape {tuple(part.shape)} for {len(index)} tokens")
 
 
 def run(op: Callable[..., Any], args: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cp_rewrite.calls.tokens_alone import Mixes, difference, halves, limit_of, run, taken, tensors_of, token_dims
+from cp_rewrite.calls.tokens_alone import MixesTokens, difference, halves, limit_of, run, taken, tensors_of, token_dims
 
 SEEDS = 3
 """Cuts that are tried."""
@@ -115,13 +115,13 @@ class _Watched:
         device = tensors_of(self.args)[0].device
         try:
             if self.trouble:
-                raise Mixes(self.trouble)
+                raise MixesTokens(self.trouble)
             parts = [half for seed in range(SEEDS) for half in halves(count, count, device, seed)]
             with torch.no_grad():
                 results = token_dims(self.op, self.args, dims, parts)
             for i in range(0, len(parts), 2):
                 self._backward(dims, results, parts[i : i + 2], count)
-        except Mixes as mixes:
+        except MixesTokens as mixes:
             return TokenDims(given, why=str(mixes))
         except Exception as error:
             return TokenDims(given, why=f"raises {type(error).__name__} on a part: {str(error).partition(chr(10))[0]}")
@@ -142,11 +142,11 @@ class _Watched:
                 continue
             one, other = (each[i] for each in cut)
             if one is None or other is None:
-                raise Mixes(f"tensor {i} of the arguments has a gradient from all tokens, and none from some")
+                raise MixesTokens(f"tensor {i} of the arguments has a gradient from all tokens, and none from some")
             found = one + other if dim is None else torch.cat([one, other], dim)
             error = difference(found, expected if dim is None else expected.index_select(dim, torch.cat([*parts])))
             if error > limit_of([expected]):
-                raise Mixes(f"the gradient of tensor {i} of the arguments differs by {error:.1e} of its norm")
+                raise MixesTokens(f"the gradient of tensor {i} of the arguments differs by {error:.1e} of its norm")
 
     def _gradients(self, args: Any, results: Sequence[int], index: Tensor) -> list[Tensor | None]:
         """Of each tensor among arguments of the tokens `index`. A result's own is drawn, for each token the same."""

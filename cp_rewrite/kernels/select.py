@@ -98,7 +98,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel that runs, None when none can; and why each kernel that was asked can't, by name."""
 
     kernel: str | None
@@ -109,7 +109,7 @@ class Choice:
         return "\n".join([f"kernel {self.kernel}" if self.kernel else "no kernel", *lines])
 
 
-def choose_kernel(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> Choice:
+def choose_kernel(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto") -> KernelChoice:
     """The first backend or pair that can run `spec`, or the one named, which never falls back.
 
     Raises:
@@ -123,9 +123,9 @@ def choose_kernel(spec: AttentionSpec, facts: DeviceFacts, kernel: str = "auto")
     for name in (*faster, *ORDER) if kernel == "auto" else (kernel,):
         why = reasons(name, spec, facts)
         if not why:
-            return Choice(name, tuple(rejected))
+            return KernelChoice(name, tuple(rejected))
         rejected.append((name, tuple(why)))
-    return Choice(None, tuple(rejected))
+    return KernelChoice(None, tuple(rejected))
 
 
 def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:

@@ -31,7 +31,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Call:
+class SegmentCall:
     """What runs a segment, given its inputs. `done`: those of them that nothing behind it reads."""
 
     unit: int
@@ -55,13 +55,13 @@ def described(
 
 def compile_once(
     gm: fx.GraphModule, parts: Sequence[Described], compile_one: Compile, written: Collection[int]
-) -> list[Call]:
+) -> list[SegmentCall]:
     """Calls in the order in which the segments run. `compile_one` compiles a graph, given its example inputs.
     `written`: memory that any part of the whole graph writes into."""
     returned = {*outputs_of(gm)}
     last_use = {node: i for i, part in enumerate(parts) for node in part.segment.inputs}
     made: dict[Hashable, Callable[..., Any]] = {}
-    calls: list[Call] = []
+    calls: list[SegmentCall] = []
     for i, part in enumerate(parts):
         segment = part.segment
         with progress("compile", i + 1, len(parts)):
@@ -69,12 +69,12 @@ def compile_once(
                 take_snapshots(segment.graph_module, written)
                 made[part.kind] = compile_one(segment.graph_module, part.examples)
         done = tuple(node for node in segment.inputs if last_use[node] == i and node not in returned)
-        calls.append(Call(segment.unit, segment.inputs, segment.outputs, done, made[part.kind]))
+        calls.append(SegmentCall(segment.unit, segment.inputs, segment.outputs, done, made[part.kind]))
     observe.count_segments(len(parts), len(made))
     return calls
 
 
-def in_order(gm: fx.GraphModule, calls: Sequence[Call]) -> Callable[..., list[Any]]:
+def in_order(gm: fx.GraphModule, calls: Sequence[SegmentCall]) -> Callable[..., list[Any]]:
     """What runs a graph call by call: it takes the graph's arguments, and gives its outputs."""
     outputs = outputs_of(gm)
     read = {node for call in calls for node in call.inputs} | {*outputs}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.cost.choose_exchange import Choice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import kernel_seconds, load_of
 from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_seconds, fill_seconds
@@ -146,7 +146,7 @@ KEYS = ("all_gather", "needed")
 ALL = (*KEYS, "p2p", "a2a")
 
 
-def choose(model: Model, ranks: int, mask: PackedMask, names: tuple[str, ...] = KEYS) -> Choice:
+def choose(model: Model, ranks: int, mask: PackedMask, names: tuple[str, ...] = KEYS) -> ExchangeChoice:
     return choose_exchange(model, typical_load(ranks, mask), H200, names)
 
 

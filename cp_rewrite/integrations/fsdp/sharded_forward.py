@@ -27,7 +27,7 @@ from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.writes import written_memory
-from cp_rewrite.segments.compiled import Call, compile_once, described, in_order
+from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
 
@@ -133,7 +133,7 @@ class SegmentBackend(Backend):
         stores = [self.store if i < last and call.unit != ROOT else None for i, call in enumerate(calls)]
         return in_order(gm, [self._in_block(c, owners, store) for c, store in zip(calls, stores, strict=True)])
 
-    def _in_block(self, call: Call, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> Call:
+    def _in_block(self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> SegmentCall:
         """The call inside of one of its block, with inputs but for weights."""
         segment = _Segment(call, owners, store)
         run = segment if call.unit == ROOT else functools.partial(_call, self.blocks[call.unit - 1], segment)
@@ -167,7 +167,7 @@ class _Segment:
     `store`: where what the backward reads of its inputs goes; None: it stays.
     """
 
-    def __init__(self, call: Call, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> None:
+    def __init__(self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> None:
         self._run, self._store = call.run, store
         self._weights = [owners.get(node) for node in call.inputs]
 

@@ -16,7 +16,7 @@ from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen
-from .fa4_calls import Call, aligned, forward_call, key_of, noting, without_grad
+from .fa4_calls import FlashCall, aligned, forward_call, key_of, noting, without_grad
 from .fa4_internals import capabilities, run_backward, was_read
 from .launches import Launch
 
@@ -77,7 +77,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: 
         kernel(*without_grad(*tensors), *rest)
         return
     run: Any = _interface()._flash_attn_fwd
-    calls: list[Call] | None = [] if was_read() and key not in launch.kept else None
+    calls: list[FlashCall] | None = [] if was_read() and key not in launch.kept else None
     if calls is not None:
         run = noting(run, calls)
     run(q, k, v, softmax_scale=params.scale, softcap=params.softcap or None, out=out, lse=lse, **_arguments(launch))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .overlap import BackwardOverlap
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+FlashCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """(a compiled kernel, its arguments)."""
 
 _FORWARD = 5
@@ -33,7 +33,7 @@ _ROUNDING = 2
 class _NotingCache:
     """A compile cache of the library's, whose kernels note their calls."""
 
-    def __init__(self, cache: Any, calls: list[Call]) -> None:
+    def __init__(self, cache: Any, calls: list[FlashCall]) -> None:
         self._cache, self._calls = cache, calls
 
     def __contains__(self, key: Any) -> bool:
@@ -52,7 +52,7 @@ class _NotingCache:
         return call
 
 
-def noting(function: Any, calls: list[Call], helpers: Mapping[str, Any] | None = None) -> Any:
+def noting(function: Any, calls: list[FlashCall], helpers: Mapping[str, Any] | None = None) -> Any:
     """A function of the library over a copy of its globals: it notes in `calls` what kernels of its own it calls.
     helpers: further globals that are replaced."""
     itself = SimpleNamespace(compile_cache=_NotingCache(function.compile_cache, calls))
@@ -77,7 +77,7 @@ def without_grad(*tensors: Tensor) -> list[Tensor]:
     return [x.detach() if x.requires_grad else x for x in tensors]
 
 
-def forward_call(calls: Sequence[Call], tensors: Sequence[Tensor], lengths: Sequence[Tensor]) -> Call | None:
+def forward_call(calls: Sequence[FlashCall], tensors: Sequence[Tensor], lengths: Sequence[Tensor]) -> FlashCall | None:
     """(kernel, arguments after the layer's own) of a noted forward over q, k, v, out, lse; None: can't be repeated."""
     if len(calls) != 1:
         return None
@@ -90,7 +90,7 @@ class BackwardCalls:
     """What a backward called. calls: of the library's kernels, in order. writes: of ours in place of its rounding of dk
     and dv: (sums, where they are written, overlap)."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FlashCall] = field(default_factory=list)
     writes: list[Callable[[Tensor, Tensor, BackwardOverlap | None], None]] = field(default_factory=list)
 
     def again(self, tensors: Sequence[Tensor], lengths: Sequence[Tensor]) -> BackwardAgain | None:
@@ -125,9 +125,9 @@ class BackwardAgain:
     """
 
     shapes: tuple[torch.Size, torch.Size, torch.Size | None]
-    first: Call
-    kernel: Call
-    ends: Sequence[Call]
+    first: FlashCall
+    kernel: FlashCall
+    ends: Sequence[FlashCall]
     writes: Sequence[Callable[[Tensor, Tensor, BackwardOverlap | None], None]]
 
     def __call__(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], overlap: BackwardOverlap | None) -> None:

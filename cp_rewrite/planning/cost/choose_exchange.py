@@ -19,7 +19,7 @@ TOKENS_PER_RANK = 8192
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExchangeChoice:
     """An exchange, and why it was chosen."""
 
     exchange: str
@@ -33,7 +33,7 @@ def choose_exchange(
     names: Collection[str],
     ranks_per_node: int | None = None,
     grids: Mapping[int, Load] | None = None,
-) -> Choice:
+) -> ExchangeChoice:
     """The cheapest exchange for one attention site. Pure: equal on all ranks.
 
     Args:
@@ -43,7 +43,7 @@ def choose_exchange(
         ranks_per_node, grids: as of `exchange_seconds`.
     """
     if load.world_size == 1:
-        return Choice("local", "one rank: nothing moves")
+        return ExchangeChoice("local", "one rank: nothing moves")
     predicted = exchange_seconds(load, device, model, ranks_per_node, grids)
     seconds = {name: predicted[name] for name in names if name in predicted}
     best, *others = sorted(seconds, key=seconds.__getitem__)
@@ -54,7 +54,7 @@ def choose_exchange(
         f"({load.world_size} ranks, {model.heads[0]}/{model.heads[1]} heads of {model.head_dim}, "
         f"{load.local_rows} tokens per rank, {share:.0%} of remote rows needed)"
     )
-    return Choice(best, reason)
+    return ExchangeChoice(best, reason)
 
 
 def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK) -> Load:

@@ -20,7 +20,7 @@ from cp_rewrite.planning.cost.tiles import window_tiles
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
 
-from .push_cut import Cut, choose_cut
+from .push_cut import PushCut, choose_cut
 from .push_stages import (
     Shape,
     StageLoad,
@@ -60,7 +60,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
     """
     ranks = range(schedule.world_size)
     # A captured step always waits: in another batch rows of peers may come.
-    cuts = [choose_cut(schedule, each) if cut else Cut(0, 0, awaited=1) for each in ranks]
+    cuts = [choose_cut(schedule, each) if cut else PushCut(0, 0, awaited=1) for each in ranks]
     mine, tables = cuts[rank], schedule.attention(rank)
     copied = np.where([each.whole for each in cuts], 0, schedule.expanded)
     runs = schedule.runs.take(copied[schedule.runs.reader] > 0)
@@ -143,12 +143,12 @@ PUSH = Route(
 )
 
 
-def _stages(tables: Arrays, cut: Cut) -> StageRow[int]:
+def _stages(tables: Arrays, cut: PushCut) -> StageRow[int]:
     n = int(np.searchsorted(tables["cu_seqlens_k"], cut.keys))
     return StageRow(n, int(tables["cu_seqlens_q"][n]), cut.keys, cut.early, cut.awaited)
 
 
-def _loads(schedule: Schedule, cuts: list[Cut]) -> Int:
+def _loads(schedule: Schedule, cuts: list[PushCut]) -> Int:
     """`loads` of `push_route`."""
     pieces, runs = schedule.pieces, schedule.runs
     tiles = window_tiles(pieces.q1 - pieces.q0, pieces.key1 - pieces.key0, pieces.left, pieces.right)
@@ -168,7 +168,7 @@ def _loads(schedule: Schedule, cuts: list[Cut]) -> Int:
     return np.array(found, dtype=np.int64)
 
 
-def _sends(runs: Runs, rank: int, cuts: list[Cut], world_size: int) -> tuple[Int, Int, Int]:
+def _sends(runs: Runs, rank: int, cuts: list[PushCut], world_size: int) -> tuple[Int, Int, Int]:
     """(local rows, targets, ends) of `push_route`. Every rank begins with the peer after it: at no time do all ranks
     write to one."""
     columns = [(cut.keys, cut.early, cut.count) for cut in cuts]

@@ -31,7 +31,7 @@ _WORTH = 1024
 
 
 @dataclass(frozen=True)
-class Cut:
+class PushCut:
     """Args:
     keys: expanded rows before the cut; 0: there is one part.
     early: the part (0 or 1) that can begin first. awaited: how many rows of peers it reads.
@@ -51,27 +51,27 @@ class Cut:
         return self.keys == 0 < self.count
 
 
-def choose_cut(schedule: Schedule, rank: int) -> Cut:
+def choose_cut(schedule: Schedule, rank: int) -> PushCut:
     """The cut before or after the entries whose keys are read in place, or, where these are few, between two pieces."""
     mine = slice(*schedule.piece_bounds[rank : rank + 2])
     runs = schedule.runs.take(schedule.runs.reader == rank)
     coming = runs.take(runs.owner != rank)
     total = int(coming.length.sum())
     if schedule.launch[mine].any():
-        return Cut(0, 0, total)
+        return PushCut(0, 0, total)
     expanded = int(schedule.expanded[rank])
     source, count, early = max(_in_place(runs, rank), key=lambda block: block[1])
     if count == expanded > 0:
-        return Cut(0, 0, 0, source, count)
+        return PushCut(0, 0, 0, source, count)
     if total and count >= _WORTH:
-        return Cut(expanded - count if early else count, early, 0, source, count)
+        return PushCut(expanded - count if early else count, early, 0, source, count)
     pieces = schedule.pieces.take(mine)
     if len(pieces) < 2:
-        return Cut(0, 0, total)
+        return PushCut(0, 0, total)
     return _between_pieces(pieces, np.bincount(coming.piece - mine.start, coming.length, len(pieces)))
 
 
-def _between_pieces(pieces: Pieces, coming: NDArray[Any]) -> Cut:
+def _between_pieces(pieces: Pieces, coming: NDArray[Any]) -> PushCut:
     """The cut between two of a rank's pieces that lets most rows arrive beside work: as many as the late part waits
     for, and the early part has work for. `coming`: rows of peers that each piece reads."""
     total = int(coming.sum())
@@ -83,8 +83,8 @@ def _between_pieces(pieces: Pieces, coming: NDArray[Any]) -> Cut:
     beside = np.stack([np.minimum(before, total - read), np.minimum(after, read)])  # by early part
     early, piece = divmod(int(beside.argmax()), len(pieces) - 1)
     if beside[early, piece] < _WORTH:
-        return Cut(0, 0, total)
-    return Cut(int(keys[: piece + 1].sum()), early, int(total - read[piece] if early else read[piece]))
+        return PushCut(0, 0, total)
+    return PushCut(int(keys[: piece + 1].sum()), early, int(total - read[piece] if early else read[piece]))
 
 
 def _in_place(runs: Runs, rank: int) -> list[tuple[int, int, int]]:
