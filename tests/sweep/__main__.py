@@ -10,7 +10,7 @@ import importlib
 import json
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="cases at once, each on two processes")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
     parser.add_argument("--deadline", type=float, default=3600, help="seconds for all")
+    parser.add_argument("--tile", type=int, help="rows of a tile, as Sharding(tile=…) has it")
     parser.add_argument("--out", type=Path, default=Path("outcomes.jsonl"))
     parser.add_argument("--write", type=Path, help="only write docs/generated/models.md from these outcomes")
     options = parser.parse_args()
@@ -36,7 +37,11 @@ def main() -> None:
         versions, outcomes = json.loads(lines[0])["versions"], [Outcome(**json.loads(line)) for line in lines[1:]]
         return write(outcomes, versions)
     names = [name for name in options.models.split(",") if name]
-    cases = [case for case in all_cases() if not names or case.name in names or case.head in names]
+    cases = [
+        replace(case, tile=options.tile)
+        for case in all_cases()
+        if not names or case.name in names or case.head in names
+    ]
     counts: Counter[str] = Counter()
     untried = dict.fromkeys(case.name for case in cases)
     transformers: Any = importlib.import_module("transformers")

@@ -40,12 +40,14 @@ packed documents would see each other, so that a row is one document there."""
 
 @dataclass(frozen=True)
 class Case:
-    """A class of transformers, whether it computes the loss itself, and whether it is in training mode."""
+    """A class of transformers, whether it computes the loss itself, and whether it is in training mode.
+    `tile`: as `Sharding` has it."""
 
     name: str
     head: str
     own_loss: bool = True
     training: bool = True
+    tile: int | None = None
 
 
 class Result(NamedTuple):
@@ -92,6 +94,8 @@ def build(case: Case) -> Wrapped:
     torch.manual_seed(0)
     kind = class_of(case.name)
     config = small_config(kind.config_class)
+    if case.tile and hasattr(config, "vocab_size"):
+        config.vocab_size *= 40  # heads are worth a tile then
     if not hasattr(config, "classifier_dropout"):  # heads have 0.1 without it
         config.classifier_dropout = 0.0
     model = kind(config)
@@ -127,7 +131,8 @@ def batch_of(case: Case) -> dict[str, Tensor]:
 def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
     tokens = dict.fromkeys([name for name, value in batch_of(case).items() if value.ndim > 1], 1)
     packing = cp.PositionIds("position_ids") if "position_ids" in tokens else cp.WholeRows()
-    return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name), across_documents=True)
+    return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name), across_documents=True,
+                       tile=case.tile)  # fmt: skip
 
 
 def shifts(case: Case) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.ops.tiles.region import REGIONS
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
 from .cases import Case, batch_of, build, sharding_of, shifts
@@ -34,6 +35,7 @@ class Outcome:
             four times its noise.
         fp64: whether they are of a comparison in fp64, after one in fp32 was beyond its limit.
         noise: of that gradient on one process, between fp32 and fp64.
+        tile: rows of a tile, where there are tiles. tiled: regions that ran tile by tile.
         layers: the kinds of layers that it has. absent: those of the model's file that it has none of.
     """
 
@@ -53,6 +55,8 @@ class Outcome:
     worst: str = ""
     layers: list[str] = field(default_factory=list[str])
     absent: list[str] = field(default_factory=list[str])
+    tile: int | None = None
+    tiled: int = 0
     seconds: float = 0.0
 
 
@@ -61,7 +65,7 @@ class Trial:
 
     def __init__(self, case: Case, rank: int, mesh_of: Callable[[], DeviceMesh], stage: Callable[[str], None]) -> None:
         self.case, self.rank, self.mesh_of, self.stage = case, rank, mesh_of, stage
-        self.outcome = Outcome(case.name, case.head, own_loss=case.own_loss, training=case.training)
+        self.outcome = Outcome(case.name, case.head, own_loss=case.own_loss, training=case.training, tile=case.tile)
 
     def run(self) -> Outcome:
         out = self.outcome
@@ -121,6 +125,7 @@ class Trial:
             loss = compiled(**local).loss
             total = sharding.whole(loss).item()
         loss.backward()
+        self.outcome.tiled = len(REGIONS)
         cp.sum_gradients(model.parameters(), sharding)
         return total, gradients(model)
 
