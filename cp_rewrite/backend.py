@@ -266,7 +266,7 @@ def _checked(
         out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
         watch_backward(sharding, call, trained, out)
-        end_with_batch(sharding, plan.number, out)
+        end_with_batch(sharding, plan.number, call, out)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
 from cp_rewrite.batch.active import check_not_traced, in_batch
+from cp_rewrite.batch.steps.backward import begun_from
 from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
@@ -189,7 +190,7 @@ def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Shardi
         check_not_traced()
         if not in_batch() and not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        return map_tensors(lambda value: scaled(whole(value, sharding), factor), run(*args, **kwargs))
+        return map_tensors(lambda x: begun_from(scaled(whole(x, sharding), factor), x), run(*args, **kwargs))
 
     model.forward = forward
 

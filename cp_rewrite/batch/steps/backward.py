@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,28 +76,44 @@ def watch_backward(sharding: Sharding, call: str, weights: Sequence[nn.Parameter
         if backwards is not None:
             _sample(backwards, weights)
 
-    for node in _last_nodes(out):
-        node.register_prehook(begin)
+    _begin_with(out, begin)
 
 
-def end_with_batch(sharding: Sharding, batch: int, out: Sequence[Any]) -> None:
-    """With a capacity: raise where the backward of a call runs once the next batch is in the buffers that it reads."""
+def end_with_batch(sharding: Sharding, batch: int, call: str, out: Sequence[Any]) -> None:
+    """With a capacity: note the backward of a call, and raise where it runs once the next batch is in the buffers that
+    it reads."""
     if sharding.capacity is None:
         return
-    buffers = buffers_of(sharding)
+    buffers, begun = buffers_of(sharding), list[bool]()
 
-    def check(*_: Any) -> None:
+    def begin(*_: Any) -> None:
         if buffers.batch != batch:
             raise RuntimeError(f"cp_rewrite: {OVERWRITTEN}")
+        if not begun:
+            begun.append(True)
+            history.note_backward(sharding.group_name, call)
 
-    for node in _last_nodes(out):
-        node.register_prehook(check)
+    _begin_with(out, begin)
 
 
-def _last_nodes(out: Sequence[Any]) -> set[Any]:
-    """Where the backward of a call begins. An op in place on a view of a result passes the view's own node by."""
-    bases = [value._base if value._is_view() else value for value in out if isinstance(value, Tensor)]
-    return {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}
+def _begin_with(out: Sequence[Any], begin: Callable[..., None]) -> None:
+    """Have `begin` called where the backward of a call comes to its results."""
+    # An op in place on a view of a result passes the view's own node by.
+    values = [value for value in out if isinstance(value, Tensor)]
+    bases = [value._base if value._is_view() else value for value in values]
+    for node in {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}:
+        node.register_prehook(begin)
+    for value in values:
+        value._cp_rewrite_begin = begin  # type: ignore[attr-defined]
+
+
+def begun_from(output: Tensor, result: Tensor) -> Tensor:
+    """The output that a model returns for a result of its graph. The backward begins with the output: FSDP gathers
+    weights there, and would wait for a rank that skips it before anything was noted."""
+    begin = getattr(result, "_cp_rewrite_begin", None)
+    if begin is not None and output.requires_grad:
+        output.register_hook(begin)
+    return output
 
 
 @torch.no_grad()
