@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,3 +88,19 @@ def test_documents_stay_in_a_node():
     one_each = plan([8 * 4096] * 8, 64, ranks_per_node=8)
     assert one_each.node_rows.sum() == 0
     assert one_each.imbalance <= 1.01
+
+
+def test_no_step_loops_over_documents():
+    """Calls of Python functions do not grow with the documents, nor much with the ranks."""
+
+    def calls(documents: int, world_size: int) -> int:
+        lengths = np.random.default_rng(0).integers(1, 200, documents).tolist()
+        profile = cProfile.Profile()
+        profile.enable()
+        plan(lengths, world_size, ranks_per_node=8)
+        profile.disable()
+        return sum(entry.callcount for entry in profile.getstats())
+
+    few = calls(4000, 64)
+    assert calls(16000, 64) < 1.1 * few
+    assert calls(16000, 256) < 2 * few
