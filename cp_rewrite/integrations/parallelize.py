@@ -10,7 +10,8 @@ loss                             a    a    b    b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
 from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.steps.backward import begun_from
 from cp_rewrite.batch.steps.gradients import note_summed
-from cp_rewrite.batch.steps.optimizers import check_no_optimizer
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.integrations.fsdp.offload import HostStore
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments, shard_weights
@@ -96,7 +97,7 @@ def parallelize(
             raise ValueError("blocks, mp_policy and offload are FSDP's: leave them out, or data_parallel='fsdp'")
         wrapped = _with_ddp(model, mesh, sharding)
     else:
-        check_no_optimizer(model.parameters())
+        _check_no_optimizer(model.parameters())
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         check_shared_weights(model, chosen)
         twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
@@ -220,3 +221,15 @@ def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any, offload: An
             "whose others would train models of their own: pass the whole mesh, parallelize(model, mesh, sharding); "
             "for models of their own make a mesh of each model's ranks alone"
         )
+
+
+def _check_no_optimizer(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise a ValueError where an optimizer holds one of these parameters, which are about to be replaced."""
+    replaced = set(map(id, parameters))
+    for value in gc.get_objects():
+        groups = getattr(value, "param_groups", ()) if issubclass(type(value), Optimizer) else ()
+        if any(id(p) in replaced for group in groups for p in group["params"]):
+            raise ValueError(
+                f"an optimizer ({type(value).__name__}) was made of this model's weights, which parallelize replaces "
+                "by shards: its steps would change nothing. Make it afterwards, of parallelize's model, or delete it"
+            )

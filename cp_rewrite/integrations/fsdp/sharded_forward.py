@@ -27,13 +27,16 @@ from cp_rewrite.backend import Backend
 from cp_rewrite.passes.graph.dynamo_internals import input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
 
-from .block_hooks import skip_hooks
 from .offload import HostStore
 from .twin import Twin
+
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
 
 def shard_weights(
@@ -187,3 +190,31 @@ def _run_segments_in(block: nn.Module) -> None:
         return args[0](*args[1:]) if args and isinstance(args[0], _Segment) else plain(*args, **kwargs)
 
     block.forward = forward
+
+
+def skip_hooks(block: nn.Module, is_segment: Callable[[Any], bool]) -> None:
+    """Let the hooks that a block has before FSDP shards it pass over calls whose first argument is a segment.
+
+    The twin has copies of them, which are traced: a segment that runs inside a call of the block must not run them once
+    more, on what crosses between segments.
+
+    Raises:
+        ValueError: it has hooks of the backward, which is the segments' own.
+    """
+    if any(getattr(block, kind) for kind in _BACKWARD):
+        raise ValueError(
+            f"a {type(block).__name__} has a hook of its backward, which would see the gradients of a segment of the "
+            f"graph: {BACKWARD_HOOKS}"
+        )
+
+    def outside(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+            return None if args and is_segment(args[0]) else hook(module, args, *rest)
+
+        return run
+
+    for kind in _FORWARD:
+        hooks = getattr(block, kind)
+        for number, hook in hooks.items():
+            hooks[number] = outside(hook)
