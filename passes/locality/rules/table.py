@@ -150,7 +150,7 @@ SUMMED = (
     # over tokens: the place in the whole row
     rule("argmax argmin", Alone(reductions.reduce), OverRanks(first.largest_place)),
     rule("any all", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
-    rule("median mode kthvalue", Alone(reductions.reduce, SUMS)),
+    rule("median nanmedian mode kthvalue", Alone(reductions.reduce, SUMS)),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     rule("mm addmm bmm baddbmm mv addmv dot addbmm", Alone(reductions.product)),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part

@@ -15,6 +15,7 @@ import torch
 from cp_rewrite.passes.predicate.context import Rule, RuleContext
 from cp_rewrite.passes.predicate.exact import on_constants
 from cp_rewrite.passes.predicate.symbolic import (
+    ONE,
     ZERO,
     SymTensor,
     Undecidable,
@@ -79,6 +80,16 @@ def _abs(ctx: RuleContext, x: SymTensor) -> SymTensor:
         return choose(compare("ge", a, ZERO), numeric(a), -numeric(a))
 
     return ctx.pointwise(absolute, x)
+
+
+def _sign(ctx: RuleContext, x: SymTensor) -> SymTensor:
+    if ctx.out.dtype is torch.bool:
+        return x
+
+    def sign(a: Value) -> Value:
+        return choose(compare("gt", a, ZERO), ONE, choose(compare("lt", a, ZERO), -ONE, ZERO))
+
+    return ctx.pointwise(sign, x)
 
 
 def _minimum(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
@@ -148,6 +159,7 @@ ELEMENTS: dict[str, Rule] = {
     "mul": _mul,
     "neg": _neg,
     "abs": _abs,
+    "sign": _sign,
     "minimum": _minimum,
     "maximum": _maximum,
     "clamp clamp_min clamp_max": _clamp,

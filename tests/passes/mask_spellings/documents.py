@@ -20,6 +20,12 @@ def ids_equal_and_index(**b: Tensor) -> Tensor:
     return same(b["doc_ids"]) & causal(b)
 
 
+@spelling(DOCUMENTS, CAUSAL)
+def ids_and_sign_of_distance(**b: Tensor) -> Tensor:
+    i = index(b)
+    return same(b["doc_ids"]).sign() & ((i[:, None] - i[None, :]).sign() >= 0)
+
+
 @spelling(DOCUMENTS, FULL)
 def ids_equal(**b: Tensor) -> Tensor:
     return same(b["doc_ids"])
