@@ -93,12 +93,12 @@ class PackedMask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has neither chunks nor spans nor trees."""
+        """True if it has neither chunks nor spans nor trees."""
         return self.chunk is None and not self.spans and not self.tree
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a query may see keys after it."""
+        """True if a query may see keys after it."""
         return self.right != 0 or self.spans
 
     def documents(self, documents: Documents) -> Documents:
@@ -133,7 +133,7 @@ class PackedMask:
         return self.sees(docs, index[:, None], index)
 
     def sees(self, documents: Documents, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the queries at places `q` of the row see the keys at `k`, to which they broadcast; -1 is no token."""
+        """True if the queries at places `q` of the row see the keys at `k`, to which they broadcast; -1 is no token."""
         keep = self.reaches(q - k)
         if self.spans:
             spans = self.spans_of(documents)
@@ -147,7 +147,7 @@ class PackedMask:
         return keep & (ids[q] == ids[k]) & (ids[q] >= 0) & (q >= 0) & (k >= 0)
 
     def reaches(self, delta: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
+        """True if the window lets a query see a key that stands `delta` tokens before it, whatever their documents."""
         keep = np.ones(delta.shape, dtype=np.bool_)
         if self.left is not None:
             keep &= delta <= self.left

@@ -74,7 +74,7 @@ def known_number(tensor: Tensor) -> Any:
 
 
 def is_parameter(value: Any) -> bool:
-    """Whether a tensor, a fake one perhaps, is a weight."""
+    """True if a tensor, a fake one perhaps, is a weight."""
     return isinstance(value, nn.Parameter) or bool(getattr(value, "_is_param", False))
 
 
@@ -120,7 +120,7 @@ _functorch: Any = torch._C._functorch
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor stands inside a `torch.func` transform (vmap, grad, jvp)."""
+    """True if a tensor stands inside a `torch.func` transform (vmap, grad, jvp)."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -143,7 +143,7 @@ def leave_vmaps(depth: int) -> None:
 
 
 def is_transform(target: Any) -> bool:
-    """Whether a node's target enters, leaves or is part of a transform, or takes gradients."""
+    """True if a node's target enters, leaves or is part of a transform, or takes gradients."""
     module = str(getattr(target, "__module__", ""))
     return module.startswith(("torch._functorch", "torch._C._functorch")) or target is torch.autograd.grad
 
@@ -214,7 +214,7 @@ def guard(shape_env: Any, condition: sympy.Basic) -> None:
 
 
 def is_compiled_around() -> bool:
-    """Whether a function that was given to torch.compile is running: frames that Dynamo left to Python are inside."""
+    """True if a function that was given to torch.compile is running: frames that Dynamo left to Python are inside."""
     return callable(get_eval_frame_callback())
 
 

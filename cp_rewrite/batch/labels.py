@@ -72,7 +72,7 @@ def check_shifts(plan: ActivePlan, moved: Collection[str]) -> None:
 
 
 def is_label(name: str, value: Tensor, label_arg: str) -> bool:
-    """Whether -100 in this argument says that a token is no target: rows without a token hold it."""
+    """True if -100 in this argument says that a token is no target: rows without a token hold it."""
     return name in LABELS | {label_arg} and not value.is_floating_point()
 
 

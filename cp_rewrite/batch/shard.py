@@ -226,7 +226,7 @@ def _check_labels(plan: BatchPlan, labels: Mapping[str, Tensor], tokens: Mapping
 def _spares(
     sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Tensor], tokens: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Of each argument the row of which this rank's fill is a copy where it has no row to copy itself. Nothing where
+    """Argument -> the row of which this rank's fill is a copy where it has no row to copy itself. Nothing where
     it has, in this batch and in others that replay its step."""
     if sharding.capacity is None and not (plan.fill and (plan.copied_rows(sharding.rank) == plan.local_size).any()):
         return {}

@@ -22,7 +22,7 @@ from cp_rewrite.sharding import Sharding
 
 
 class AgreedInputs:
-    """Of one graph, after the passes. Its first call compares everything, later ones what `shard` has not compared.
+    """Checks of one rewritten graph's inputs. Its first call compares everything, later ones what `shard` has not.
 
     `weights`: names of weights and buffers -> their places among a call's arguments.
     """

@@ -31,7 +31,7 @@ from cp_rewrite.refusal import RewriteRefused, source_line
 
 
 class CallChecks:
-    """Of one graph, after the passes."""
+    """Checks of the calls of one rewritten graph."""
 
     def __init__(self, state: State) -> None:
         found = state.locality

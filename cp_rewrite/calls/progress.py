@@ -23,7 +23,7 @@ from cp_rewrite.torch_internals import on_compiles
 _started: dict[str, float] = {}
 """By stage that was begun and not ended: when."""
 _backwards = [0, 0]
-"""Of segments that were compiled: backwards that were compiled since, and those that are to come."""
+"""Compiled segments: backwards that were compiled since, and those that are to come."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def progress(what: str, part: int = 1, parts: int = 1) -> Generator[None]:
 
 
 def speaks() -> bool:
-    """Whether this process is rank 0, or the only one, and has a terminal."""
+    """True if this process is rank 0, or the only one, and has a terminal."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return rank == 0 and sys.stderr.isatty()
 

@@ -1,4 +1,4 @@
-"""Whether an op treats each token alone, told by numbers: what it gives for some tokens is what it gives for all, cut.
+"""Test by numbers that an op treats each token alone: what it gives for some tokens is what it gives for all, cut.
 
 x (6, C)                  op(x)            a b c d e f
 tokens 4 0 2 of x         op(x[4, 0, 2])   e a c          tokens 5 1 3     f b d
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Relative norm error by dtype: kernels add up in other orders on other sizes."""
 FEWEST_DIGITS = 0.1
-"""Of dtypes of fewer digits."""
+"""The same limit for dtypes of fewer digits."""
 
 
 class MixesTokens(Exception):

@@ -222,7 +222,7 @@ _KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is in
 
 
 def _is_of_sums(emit: Any) -> bool:
-    """Whether sums over ranks are put in, which are listed as collectives."""
+    """True if sums over ranks are put in, which are listed as collectives."""
     return isinstance(emit, Converted) and any(isinstance(each, OfSums) for each in emit.conversions)
 
 

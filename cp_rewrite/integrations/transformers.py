@@ -120,7 +120,7 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Of a PEFT model the one inside, whose forward takes the batch."""
+    """The model inside of a PEFT model, whose forward takes the batch."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 

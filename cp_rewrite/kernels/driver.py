@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 _CODES = {"u32": "I", "u64": "Q", "i64": "q", "int": "i", "float": "f"}
-"""Of `struct`, for the parameters' types in `csrc/`; pointers are `P`."""
+"""Codes of `struct` for the parameters' types in `csrc/`; pointers are `P`."""
 
 
 def parameter_codes(source: str, name: str) -> str:

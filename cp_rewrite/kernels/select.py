@@ -92,7 +92,7 @@ class Capabilities:
     unrounded_on: frozenset[int] = frozenset()
 
     def unrounded_gradients(self, q_RHD: Tensor, heads_kv: int) -> bool:
-        """Whether gradients of keys can be had before they are rounded (`Params.unrounded`, `BackwardOverlap.mxint15`).
+        """True if gradients of keys can be had before they are rounded (`Params.unrounded`, `BackwardOverlap.mxint15`).
         The same on all GPUs of one kind."""
         return q_RHD.shape[1] != heads_kv and device_facts(q_RHD.device).major in self.unrounded_on
 

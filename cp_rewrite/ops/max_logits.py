@@ -42,7 +42,7 @@ class _Record:
 _records: dict[Hashable, _Record] = {}
 """By what compiled graphs depend on."""
 _current: ContextVar[_Record | None] = ContextVar("cp_rewrite_max_logits", default=None)
-"""Of the batch in flight, where it is watched."""
+"""Largest logits of the batch in flight, where it is watched."""
 _DEALT = "|"
 
 

@@ -71,7 +71,7 @@ _known = WeakTensorKeyDictionary()
 
 
 def has_gaps(tables: Tables, rows: int) -> bool:
-    """Whether some of the local rows may be of no document: of tables that are no ring's. Found once per batch."""
+    """True if some of the local rows may be of no document: of tables that are no ring's. Found once per batch."""
     known = _known.get(tables.pieces)
     if known is None:
         at = PieceRow(*tables.pieces.unbind(1))

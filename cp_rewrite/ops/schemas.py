@@ -19,7 +19,7 @@ from .merge import sinks_gradient
 
 @cache
 def argument_names(op: Any) -> tuple[str, ...]:
-    """Of an op, in order: `torch.ops.cp_rewrite.NAME.default`."""
+    """An op's arguments in order: `torch.ops.cp_rewrite.NAME.default`."""
     return tuple(argument.name for argument in op._schema.arguments)
 
 

@@ -17,8 +17,8 @@ SIZES_ARE_BOUNDS = -1
 
 
 class PieceRow(NamedTuple, Generic[T]):
-    """Of `pieces`: queries [q0, q1), local rows, see keys [k0, k1), expanded rows, through a kernel's window (left,
-    right), aligned at the bottom right; -1: no limit. launch: the number of the launch that does it."""
+    """A row of `pieces`: queries [q0, q1), local rows, see keys [k0, k1), expanded rows, through a window (left, right)
+    of the kernel, aligned at the bottom right; -1: no limit. launch: the number of the launch that does it."""
 
     q0: T
     q1: T
@@ -34,7 +34,7 @@ class PieceRow(NamedTuple, Generic[T]):
 
 
 class LaunchRow(NamedTuple, Generic[T]):
-    """Of `launches`: the window of all its pieces, and the longest entry of each side, in rows."""
+    """A row of `launches`: the window of all its pieces, and the longest entry of each side, in rows."""
 
     left: T
     right: T
@@ -43,8 +43,8 @@ class LaunchRow(NamedTuple, Generic[T]):
 
 
 class RoundRow(NamedTuple, Generic[T]):
-    """Of a ring's `rounds`: the step, and where the round's part of each other table begins and ends. A step of -1 only
-    fills the table up to two rows."""
+    """A row of a ring's `rounds`: the step, and where the round's part of each other table begins and ends. A step of
+    -1 only fills the table up to two rows."""
 
     step: T
     entry0: T

@@ -109,7 +109,7 @@ def _crossing(nodes: Sequence[fx.Node]) -> list[int | None]:
 
 
 def _opened(nodes: Sequence[fx.Node]) -> list[bool]:
-    """Whether a cut before each node, or behind the last, is inside of autocast, of a transform or of another grad
+    """True if a cut before each node, or behind the last, is inside of autocast, of a transform or of another grad
     mode."""
     depth, inside = 0, [False]
     first: bool | None = None

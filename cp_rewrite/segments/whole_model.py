@@ -54,7 +54,7 @@ def block_weights(gm: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _writes_across(gm: fx.GraphModule, segments: Sequence[Segment], written: Collection[int]) -> bool:
-    """Whether memory that crosses from segment to segment is written in place: a compiler of one sees no views that
+    """True if memory that crosses from segment to segment is written in place: a compiler of one sees no views that
     another has of it."""
     crossing = {node for segment in segments for node in segment.inputs if node.op != "placeholder"}
     crossing |= {node for node in gm.graph.find_nodes(op="placeholder") if needs_gradient(node)}

@@ -48,7 +48,7 @@ def check_not_traced() -> None:
 
 
 def in_batch() -> bool:
-    """Whether a batch's block is open, of whatever annotation."""
+    """True if a batch's block is open, of whatever annotation."""
     current = _current.get()
     return current is not None and current[1]
 

@@ -35,7 +35,7 @@ def mark_part(value: Tensor, part: bool = True) -> None:
 
 
 def is_part(value: Tensor) -> bool:
-    """Whether `mark_part` noted that it is."""
+    """True if `mark_part` noted that it is."""
     return known_part(value) is True
 
 

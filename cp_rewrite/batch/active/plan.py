@@ -33,7 +33,7 @@ from .plan_input import COPIED_ROWS, HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_I
 from .take_tokens import beside, with_valid_fill
 
 Place = tuple[PackedMask, str | None, int]
-"""Of arrays: a mask, an exchange (None: the kernel tables that exchanges share), and a rank."""
+"""Key of arrays: a mask, an exchange (None: the kernel tables that exchanges share), and a rank."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class ActivePlan:
     tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     """The token dim of each argument that was cut, of those that `shard` made too."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Of the batch, in this process."""
+    """The batch's number in this process."""
     counted: str | None = None
     """The argument whose targets were counted, once shifted, for `num_items_in_batch`; None: they were not."""
     masks: Collection[str] = ()
@@ -58,7 +58,7 @@ class ActivePlan:
     seams: Sequence[int] = ()
     """Tokens at which the rows begin that were joined to the batch's one, but for the first."""
     ran: bool = False
-    """Whether a graph asked for it."""
+    """True if a graph asked for it."""
     sites: list[Any] = field(default_factory=list[Any])
     """The `Traffic` of graphs that ran, as often as they did."""
     fill: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -152,7 +152,7 @@ class ActivePlan:
                 )
 
     def is_as_handed(self, name: str, value: Any) -> bool:
-        """Whether a call's argument is what `shard` handed over, and compared, and was not written to since."""
+        """True if a call's argument is what `shard` handed over, and compared, and was not written to since."""
         if not isinstance(value, Tensor):
             given = self.batch.get(name)
             return isinstance(given, int | float) and given == value
@@ -161,7 +161,7 @@ class ActivePlan:
 
     @cached_property
     def _fills(self) -> bool:
-        """Whether this rank has rows without a token, or may have some when this step is replayed."""
+        """True if this rank has rows without a token, or may have some when this step is replayed."""
         fixed = self.sharding.capacity is not None
         return fixed or bool((self.plan.local_indices(self.sharding.rank) < 0).any())
 

@@ -29,7 +29,7 @@ class PlanInput:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it has an entry for each of this rank's tokens, of one row of the batch or of all."""
+        """True if it has an entry for each of this rank's tokens, of one row of the batch or of all."""
         if isinstance(self.read, Scan):
             return self.tensor in SCAN[:3]
         narrow = isinstance(self.read, Neighbours) and self.read.span == 1

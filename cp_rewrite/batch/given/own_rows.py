@@ -33,7 +33,7 @@ from cp_rewrite.torch_internals import all_bytes, host_group
 from .shape import shape_of
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
-"""Of a sharding's group: the one by which hosts exchange rows in `shard`."""
+"""Sharding's group -> the one by which hosts exchange rows in `shard`."""
 _made: Counter[str] = Counter()
 """How many groups of hosts this process has made, by group."""
 

@@ -88,7 +88,7 @@ def _odd_block(
 
 
 def _is_apart(ids: Ints, q: tuple[int, int], k: tuple[int, int], mask: PackedMask, whole: bool) -> bool:
-    """Whether it shows at a glance that a block is rightly left out, or rightly seen `whole`."""
+    """True if it shows at a glance that a block is rightly left out, or rightly seen `whole`."""
     low, high = q[0] - (k[1] - 1), q[1] - 1 - k[0]
     left, right = np.inf if mask.left is None else mask.left, np.inf if mask.right is None else mask.right
     if whole:

@@ -27,7 +27,7 @@ def compact(value: Tensor) -> Tensor:
 
 
 def is_added(value: Tensor) -> bool | None:
-    """Whether a tensor, of any shape, is an additive mask, or one of flags (True or 1: seen); None: it is neither."""
+    """True if a tensor, of any shape, is an additive mask, or one of flags (True or 1: seen); None: it is neither."""
     if value.dtype == torch.bool:
         return False
     if value.dtype.is_complex:

@@ -224,7 +224,7 @@ def _key(kind: str, rank: int) -> str:
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this machine is there, and is no zombie that nobody has waited for."""
+    """True if a process of this machine is there, and is no zombie that nobody has waited for."""
     try:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as stat:
@@ -271,6 +271,6 @@ def _main_frame() -> FrameType | None:
 
 
 def _waits_for_no_rank(frame: FrameType) -> bool:
-    """Whether what runs is a function of Python's standard library: collectives are torch's."""
+    """True if what runs is a function of Python's standard library: collectives are torch's."""
     file = frame.f_code.co_filename
     return file.startswith(_STANDARD_LIBRARY[0]) and not file.startswith(_STANDARD_LIBRARY[1])

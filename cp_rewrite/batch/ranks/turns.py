@@ -50,7 +50,7 @@ _FAILED = "failed"
 
 
 def talks(sharding: Sharding) -> bool:
-    """Whether the annotation has other ranks, in processes of their own."""
+    """True if the annotation has other ranks, in processes of their own."""
     if sharding.world_size == 1 or isinstance(sharding.mesh, int):
         return False
     return dist.get_backend(sharding.group) != "fake"  # a group of one process that plays many

@@ -33,7 +33,7 @@ _LIMIT = 2e-3
 
 @dataclass
 class Backwards:
-    """Of one group: what is known of its last backward."""
+    """The last backward of one group, as far as it is known."""
 
     count: int = 0
     sampled: list[tuple[weakref.ref[nn.Parameter], int, int]] = field(default_factory=list[Any])
@@ -48,7 +48,7 @@ _groups: dict[str, Backwards] = {}
 
 
 def is_summing(sharding: Sharding) -> bool:
-    """Whether `sum_gradients` was called for the group."""
+    """True if `sum_gradients` was called for the group."""
     return sharding.group_name in _groups
 
 
@@ -191,7 +191,7 @@ def _scaled_alike(_: str, ranks: list[list[float]]) -> None:
 
 
 def is_summed(sharding: Sharding, parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient is summed, and no backward was since.
+    """True if a parameter's gradient is summed, and no backward was since.
 
     Raises:
         RuntimeError: it is, and was changed since, as by clipping.

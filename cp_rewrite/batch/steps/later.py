@@ -71,7 +71,7 @@ def compare(notes: Sequence[_Note], texts: Sequence[str]) -> None:
 
 
 def watched(sharding: Sharding) -> bool:
-    """Whether steps are compared: a step that is replayed, as with a capacity, runs no Python."""
+    """True if steps are compared: a step that is replayed, as with a capacity, runs no Python."""
     return sharding.check_batches and sharding.capacity is None and talks(sharding)
 
 

@@ -28,7 +28,7 @@ _AT_ONCE = 8
 """Weights and buffers that are sampled in a call, by turns."""
 _UNSAMPLED = (torch.complex64, torch.complex128)
 _LIMITS = {True: 1e-4, False: 1e-6}
-"""Whether `sum_gradients` was called -> relative difference from which ranks hold other models. Below it they may round
+"""Was `sum_gradients` called -> relative difference from which ranks hold other models. Below it they may round
 otherwise, as optimizers do whose kernels each rank chose by measuring."""
 _HALF_LIMIT = 1e-3
 """The same where weights have 16 bits or fewer."""

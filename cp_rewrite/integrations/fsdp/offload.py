@@ -121,7 +121,7 @@ def _event(device: torch.device) -> Any:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether a copy has its strides."""
+    """True if a copy has its strides."""
     return torch.empty_like(x, device="meta").stride() == x.stride()
 
 

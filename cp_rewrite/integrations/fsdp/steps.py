@@ -34,7 +34,7 @@ def watch_steps(model: nn.Module, sharding: Sharding) -> None:
 
 
 class _Steps:
-    """Of a sharded model: in what state its weights were."""
+    """The state that a sharded model's weights were in."""
 
     def __init__(self, model: nn.Module) -> None:
         places = [(module._parameters, name) for module in model.modules() for name in module._parameters]

@@ -62,7 +62,7 @@ def features() -> set[str]:
 
 
 def has_backward() -> bool:
-    """Whether this build has one, and can be imported at all."""
+    """True if this build has one, and can be imported at all."""
     try:
         return hasattr(_ops(), "bwd")
     except ImportError:

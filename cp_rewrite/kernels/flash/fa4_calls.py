@@ -23,11 +23,11 @@ FlashCall = tuple[Callable[..., Any], tuple[Any, ...]]
 _FORWARD = 5
 """Arguments of the forward's kernel that are the layer's: q, k, v, out, lse."""
 _PREPROCESS = 6
-"""Of the backward's first kernel: out, dout, sums of out * dout, lse, lse in base 2, fp32 dq."""
+"""Arguments of the backward's first kernel: out, dout, sums of out * dout, lse, lse in base 2, fp32 dq."""
 _KERNEL = 9
-"""Of the backward's kernel: q, k, v, dout, lse in base 2, sums of out * dout, fp32 dq, and dk and dv or their sums."""
+"""Arguments of its main kernel: q, k, v, dout, lse in base 2, sums of out * dout, fp32 dq, dk and dv or their sums."""
 _ROUNDING = 2
-"""Of the last ones: fp32 sums, where they are written."""
+"""Arguments of its last ones: fp32 sums, where they are written."""
 
 
 class _NotingCache:
@@ -68,7 +68,7 @@ def key_of(tensors: Sequence[Tensor], *others: Any) -> tuple[Any, ...]:
 
 
 def aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels take them as they are: the library copies others. Not for lse, of which any rows will do."""
+    """True if kernels take them as they are: the library copies others. Not for lse, of which any rows will do."""
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
@@ -155,10 +155,10 @@ class BackwardAgain:
 
 
 def _same(found: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Whether the library passed tensors on as they were given, and no copies."""
+    """True if the library passed tensors on as they were given, and no copies."""
     return all(x.data_ptr() == y.data_ptr() for x, y in zip(found, given, strict=False))
 
 
 def _shared(rest: Sequence[Any], lengths: Sequence[Tensor]) -> bool:
-    """Whether no argument is a layer's own: no tensor but those of the batch."""
+    """True if no argument is a layer's own: no tensor but those of the batch."""
     return all(any(x is known for known in lengths) for x in rest if isinstance(x, Tensor))

@@ -31,13 +31,13 @@ from .fa4_calls import BackwardCalls, noting
 from .overlap import BackwardOverlap
 
 VERSIONS = ("4.0.0b36",)
-"""Of the package `flash-attn-4`."""
+"""Versions of the package `flash-attn-4`."""
 
 Convert = Callable[..., None]
 """`_bwd_postprocess_convert(accum, output, scale, cu_seqlens, seqused, arch, dtype, hdim, block_size, …)`."""
 
 _GROUP, _BLOCK = 16, 128
-"""Of `csrc/round_sums.cu`: rows that a block takes, and its threads."""
+"""Constants of `csrc/round_sums.cu`: rows that a block takes, and its threads."""
 _BASE = 256
 """Whole numbers below are exact in half precision."""
 _IN_PAIRS: cuda.Macros = (("IN_PAIRS", "1"),)
@@ -47,7 +47,7 @@ _orders: dict[tuple[Any, ...], _Order] = {}
 
 @cache
 def was_read() -> bool:
-    """Whether the installed version is one of `VERSIONS`."""
+    """True if the installed version is one of `VERSIONS`."""
     try:
         return version("flash-attn-4") in VERSIONS
     except PackageNotFoundError:  # built from source under another name

@@ -44,7 +44,7 @@ class Parts:
         return (first, slice(first.stop), shares[0]), (last, slice(first.stop, launch.stop), shares[1])
 
     def _launches(self, launch: Launch) -> tuple[Launch, Launch]:
-        """Of part 0 and part 1; made once per batch."""
+        """Tables of part 0 and part 1; made once per batch."""
         # What is kept holds the memory of `rest`, so that an address names it.
         known, key = launch.kept.get(Parts), (self.cut, self.rest[0].data_ptr(), self.rest[1].data_ptr())
         if known is None or known[0] != key:

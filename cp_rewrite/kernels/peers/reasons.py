@@ -14,7 +14,7 @@ from cp_rewrite import torch_internals
 from cp_rewrite.kernels import cuda
 
 _MAX_RANKS = 32
-"""Of `csrc/peers.cuh`."""
+"""The same in `csrc/peers.cuh`."""
 
 
 @cache
@@ -32,7 +32,7 @@ def group_reasons(group: str) -> tuple[str, ...]:
 
 
 def _joint_reasons(everyone: Sequence[tuple[list[str], str, str]]) -> set[str]:
-    """Of all ranks' own reasons, hosts and kinds of GPU."""
+    """All ranks' own reasons, hosts and kinds of GPU."""
     whys, hosts, kinds = zip(*everyone, strict=True)
     found = {reason for why in whys for reason in why}
     if len(set(hosts)) > 1:

@@ -74,7 +74,7 @@ def backward(
 
 
 def _in_place(run: Run, k: Tensor, v: Tensor, here: slice, holder_ptr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a batch whose ranks read nothing but their own rows `here`."""
+    """The gradients of a batch whose ranks read nothing but their own rows `here`."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     zero_others((dk, dv), here)
     dq = run((k[here], v[here]), BackwardOverlap((dk[here], dv[here]), holder_ptr=csr_part(holder_ptr, here)))

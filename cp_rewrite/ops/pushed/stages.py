@@ -91,7 +91,7 @@ def in_place(route: Any) -> slice:
 
 
 def whole(here: slice) -> bool:
-    """Whether all keys are read in place, of `in_place`."""
+    """True if all keys are read in place, of `in_place`."""
     return here.stop > here.start
 
 

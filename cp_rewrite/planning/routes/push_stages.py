@@ -55,7 +55,7 @@ class StageLoad(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of an attention. Args: heads, heads_kv. dim, dim_v: of k and of v. item_bytes: of an element."""
+    """Sizes of an attention. Args: heads, heads_kv. dim, dim_v: of k and of v. item_bytes: of an element."""
 
     heads: int
     heads_kv: int
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return self.heads_kv * (self.dim + self.dim_v) * self.item_bytes
 
 
@@ -152,10 +152,10 @@ def _kernel_seconds(load: StageLoad, shape: Shape, speed: float) -> float:
 
 
 def _link_seconds(rows: int, shape: Shape, device: Device, speed: float = 1.0) -> float:
-    """Of rows of peers, at a share of the link's speed."""
+    """Seconds that rows of peers take, at a share of the link's speed."""
     return rows * shape.row_bytes / (speed * device.link)
 
 
 def _copy_seconds(rows: int, shape: Shape, device: Device) -> float:
-    """Of copies of own rows, or of sums of their gradients, by the whole GPU."""
+    """Seconds that copies of own rows take, or sums of their gradients, by the whole GPU."""
     return 2 * rows * shape.row_bytes / device.memory

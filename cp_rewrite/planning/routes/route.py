@@ -80,7 +80,7 @@ class Route:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return tuple(tensor.name for tensor in self.tensors)
 
     def bind(self, tensors: Sequence[Any]) -> Any:
