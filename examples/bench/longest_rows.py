@@ -88,10 +88,15 @@ def plot(drawn: Sequence[Model], out: Path) -> None:
         for machine, line in zip(MACHINES, ("-", "--"), strict=True):
             for (way, on_host), color in zip(WAYS.items(), ("#4c78a8", "#f58518", "#1a7f37"), strict=True):
                 found = {gpus: model.longest(machine, gpus, on_host) for gpus in GPUS}
-                there = {str(gpus): one[0] for gpus, one in found.items() if one}
+                there = {gpus: one[0] for gpus, one in found.items() if one}
                 axes.plot(there.keys(), there.values(), line, color=color, marker="o", label=f"{machine}: {way}")
+        axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        axes.set_yticks(ticks := [2**n for n in range(15, 25)], [f"{tick // 1024:,}K" for tick in ticks])
+        axes.set_xticks(GPUS, [*map(str, GPUS)])
+        axes.set_yticks(
+            ticks := [2**n for n in range(15, 25)],
+            [f"{tick >> 10}K" if tick < 1 << 20 else f"{tick >> 20}M" for tick in ticks],
+        )
         axes.set_xlabel("GPUs")
         axes.set_title(f"{model.name}, predicted", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
