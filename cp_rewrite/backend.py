@@ -265,8 +265,8 @@ def _checked(
         call = history.note_call(sharding.group_name, number)
         out = checks.results(plan, vouched.call(compiled, args))
         weights.after()
+        end_with_batch(sharding, plan.number, out)
         watch_backward(sharding, call, trained, out)
-        end_with_batch(sharding, plan.number, call, out)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

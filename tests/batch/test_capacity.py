@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import cp_rewrite as cp
 from cp_rewrite.batch.active import PlanInput, active_plan, is_part
 from cp_rewrite.batch.buffers import buffers_of
-from cp_rewrite.batch.ranks import history
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash.launches import launches_of
@@ -183,20 +182,6 @@ def test_a_backward_after_the_next_batch_is_an_error_of_ours(outside: bool) -> N
         loss.backward()
     said = "".join((str(raised.value), *getattr(raised.value, "__notes__", ())))
     assert "cp_rewrite: with capacity, batches share their tensors" in said
-
-
-def test_a_backward_with_capacity_is_noted_once() -> None:
-    """By which a rank that skips it is named."""
-    sharding = cp.Sharding(1, {"x": 0}, cp.CuSeqlens("cu"), inner="eager", capacity=Capacity(5, 8, 64))
-    torch._dynamo.reset()
-    model: Any = torch.compile(Offsets(lambda h, cu, d: h[:, 0]), backend=cp.backend(sharding), fullgraph=True)
-    with sharding.shard({"x": torch.arange(14), "cu": torch.tensor([0, 5, 14])}) as local:
-        out = model(**local)
-    before = history.text(sharding.group_name)
-    out.sum().backward(retain_graph=True)
-    out.sum().backward()
-    noted = history.text(sharding.group_name).removeprefix(before)
-    assert re.fullmatch(r",b\d+\.\d+", noted), noted
 
 
 def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple[float, dict[str, Tensor]]]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.steps import later, weights
+from cp_rewrite.capacity import Capacity
 from tests.helpers.pool import Pool
 
 TOKENS = {"x": 1, "position_ids": 1}
@@ -35,9 +36,11 @@ class Model(nn.Module):
 class Loop:
     """A model on one rank, and what is done with it in each step."""
 
-    def __init__(self, mesh: DeviceMesh, rate: float = 1e-3, dropped: float = 0.0) -> None:
+    def __init__(self, mesh: DeviceMesh, rate: float = 1e-3, dropped: float = 0.0, fixed: bool = False) -> None:
         random: Any = "per_rank" if dropped else "refused"
-        self.sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner="eager", random=random)
+        capacity = Capacity(5, 8, 64) if fixed else None
+        packing = cp.PositionIds("position_ids")
+        self.sharding = cp.Sharding(mesh, TOKENS, packing, inner="eager", random=random, capacity=capacity)
         self.model, self.rank = Model(dropped), mesh.get_local_rank()
         self.compiled = torch.compile(self.model, backend=cp.backend(self.sharding), fullgraph=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), rate)
@@ -193,10 +196,10 @@ SLIPS: dict[Callable[[Loop, int], None], str] = {
 HARMLESS = (once, twice, scaled, skipped, zeroed)
 
 
-def slips_on(mesh: DeviceMesh) -> list[str]:
+def slips_on(mesh: DeviceMesh, fixed: bool) -> list[str]:
     found: list[str] = []
     for slip in SLIPS:
-        loop, error = Loop(mesh, rate=0.05), ""
+        loop, error = Loop(mesh, rate=0.05, fixed=fixed), ""
         try:
             for step in range(5):
                 slip(loop, step)
@@ -206,29 +209,32 @@ def slips_on(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-def test_what_drives_ranks_apart_is_an_error_on_all(pool: Pool) -> None:
-    for found in pool.run(2, slips_on):
+@pytest.mark.parametrize("fixed", [False, True], ids=["", "in buffers of fixed sizes"])
+def test_what_drives_ranks_apart_is_an_error_on_all(pool: Pool, fixed: bool) -> None:
+    for found in pool.run(2, slips_on, fixed):
         for (slip, says), error in zip(SLIPS.items(), found, strict=True):
             assert says in error, f"{slip.__name__}: {error}"
 
 
-def harmless_on(mesh: DeviceMesh) -> list[list[Tensor]]:
+def harmless_on(mesh: DeviceMesh, fixed: bool) -> list[list[Tensor]]:
     found: list[list[Tensor]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for run in HARMLESS:
-            loop = Loop(mesh)
+            loop = Loop(mesh, fixed=fixed)
             for step in range(4):
                 run(loop, step)
             found.append([p.detach() for p in loop.model.parameters()])
     return found
 
 
-def test_what_is_harmless_trains_as_one_sum_does(pool: Pool) -> None:
-    for ranks in zip(*pool.run(2, harmless_on), strict=True):
+@pytest.mark.parametrize("fixed", [False, True], ids=["", "in buffers of fixed sizes"])
+def test_what_is_harmless_trains_as_one_sum_does(pool: Pool, fixed: bool) -> None:
+    ran = pool.run(2, harmless_on, fixed)
+    for ranks in zip(*ran, strict=True):
         for weight, other in zip(*ranks, strict=True):
             assert torch.equal(weight, other)
-    for expected, *others in pool.run(2, harmless_on):
+    for expected, *others in ran:
         for found in others:
             torch.testing.assert_close(found, expected)
 

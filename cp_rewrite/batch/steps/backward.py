@@ -79,19 +79,15 @@ def watch_backward(sharding: Sharding, call: str, weights: Sequence[nn.Parameter
     _begin_with(out, begin)
 
 
-def end_with_batch(sharding: Sharding, batch: int, call: str, out: Sequence[Any]) -> None:
-    """With a capacity: note the backward of a call, and raise where it runs once the next batch is in the buffers that
-    it reads."""
+def end_with_batch(sharding: Sharding, batch: int, out: Sequence[Any]) -> None:
+    """With a capacity: raise where the backward of a call runs once the next batch is in the buffers that it reads."""
     if sharding.capacity is None:
         return
-    buffers, begun = buffers_of(sharding), list[bool]()
+    buffers = buffers_of(sharding)
 
     def begin(*_: Any) -> None:
         if buffers.batch != batch:
             raise RuntimeError(f"cp_rewrite: {OVERWRITTEN}")
-        if not begun:
-            begun.append(True)
-            history.note_backward(sharding.group_name, call)
 
     _begin_with(out, begin)
 
@@ -104,15 +100,15 @@ def _begin_with(out: Sequence[Any], begin: Callable[..., None]) -> None:
     for node in {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}:
         node.register_prehook(begin)
     for value in values:
-        value._cp_rewrite_begin = begin  # type: ignore[attr-defined]
+        value._cp_rewrite_begin = [*getattr(value, "_cp_rewrite_begin", ()), begin]  # type: ignore[attr-defined]
 
 
 def begun_from(output: Tensor, result: Tensor) -> Tensor:
     """The output that a model returns for a result of its graph. The backward begins with the output: FSDP gathers
     weights there, and would wait for a rank that skips it before anything was noted."""
-    begin = getattr(result, "_cp_rewrite_begin", None)
-    if begin is not None and output.requires_grad:
-        output.register_hook(begin)
+    if output.requires_grad:
+        for begin in getattr(result, "_cp_rewrite_begin", ()):
+            output.register_hook(begin)
     return output
 
 

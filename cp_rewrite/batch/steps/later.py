@@ -71,8 +71,9 @@ def compare(notes: Sequence[_Note], texts: Sequence[str]) -> None:
 
 
 def watched(sharding: Sharding) -> bool:
-    """True if steps are compared: a step that is replayed, as with a capacity, runs no Python."""
-    return sharding.check_batches and sharding.capacity is None and talks(sharding)
+    """True if steps are compared: all but those that a CUDA graph captures, whose replays run no Python."""
+    captured = sharding.capacity is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return sharding.check_batches and not captured and talks(sharding)
 
 
 def sample(tensors: Sequence[Tensor], each: int = SAMPLE) -> Tensor:

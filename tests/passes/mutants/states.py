@@ -143,7 +143,7 @@ class OwnBackwardOfOp(PackedModel):
 
 
 class HookOnGradient(PackedModel):
-    reason, line = "NO_LOCALITY_RULE", "h.register_hook"
+    reason, line = "NO_LOCALITY_RULE" if torch.__version__ >= (2, 12) else "TOKEN_MIXING", "h.register_hook"
 
     def mix(self, h: Tensor) -> Tensor:
         h.register_hook(lambda grad: grad - grad.mean(1, keepdim=True))
