@@ -31,7 +31,8 @@ def keep_sizes(state: State, inputs: Inputs) -> None:
     asked = [user for node in state.locality.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
-        if _is_number(node) and token_count(value_of(node), state.tokens.inputs[0].tokens) is not None:
+        found = token_count(value_of(node), state.tokens.inputs[0].tokens) if _is_number(node) else None
+        if found is not None and found.times:
             node.replace_all_uses_with(_number(node, 0, state, inputs))
 
 

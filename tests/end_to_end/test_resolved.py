@@ -125,9 +125,9 @@ LOSSES: dict[str, Loss] = {
     "exp_of_mean": lambda m, x, y: F.cross_entropy(*flat(x, y)).exp().sqrt() * m.scale.sum(),
     "weight_norm": lambda m, x, y: F.cross_entropy(*flat(x, y)) + 0.1 * m.scale.square().sum(),
     "sum_of_losses": lambda m, x, y: losses(x, y).sum() / 10,
-    "cross_entropy_picked": lambda m, x, y: F.cross_entropy(x[y > 5], y[y > 5], label_smoothing=0.1),
     "picked": lambda m, x, y: (
-        x[x > 0.3].mean()
+        F.cross_entropy(x[y > 5], y[y > 5], label_smoothing=0.1)
+        + x[x > 0.3].mean()
         + x[y > 5].mean(0).exp().sum()
         + (x.masked_select(x < 0).sum() / 9 + x.flatten(0, 1)[y.flatten() > 5].sum((0, 1)) / 9).tanh()
     ),
@@ -151,7 +151,7 @@ LOSSES: dict[str, Loss] = {
     "pooled_head": lambda m, x, y: F.cross_entropy(m.router(x.mean(1) @ m.pool), x.new_ones(len(x), dtype=torch.long)),
 }
 if torch.__version__ < (2, 12):
-    del LOSSES["cross_entropy_picked"]  # torch asks whether both picks are of one size
+    del LOSSES["picked"]  # torch asks whether both picks are of one size
 
 
 def balanced(m: Resolved, h: Tensor) -> Tensor:

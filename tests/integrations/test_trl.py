@@ -217,7 +217,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 def test_dpo_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
     expected = prefer(None, tmp_path / "one", PREFERENCES[case])
     for found in pair.run(2, prefer_as_rank, tmp_path / "two", PREFERENCES[case]):
-        compare(expected, found)
+        compare(expected, found, 1e-6 * max(10, PREFERENCES[case].get("max_steps", 0)))  # rounding adds up
 
 
 @pytest.mark.slow
