@@ -10,12 +10,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.active import ActivePlan, is_captured
 from cp_rewrite.passes.graph.argument_names import number_places, weight_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.sharding import Sharding
@@ -57,7 +56,7 @@ class AgreedInputs:
         Raises:
             RuntimeError: it names the ranks and what differs.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_captured():
             return
         calls, sharding = self._calls + 1, plan.sharding
         first = calls == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_rewrite.batch.active import is_captured
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.locality.rules.vouched import vouched_calls
 from cp_rewrite.passes.values.state import State
@@ -49,7 +50,7 @@ class SpotCheck(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         Raises:
             RuntimeError: a vouched op mixes tokens.
         """
-        if not self.calls or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not self.calls or is_captured():
             return compiled(*args)
         with self:
             out = compiled(*args)

@@ -51,7 +51,12 @@ def pack_rows(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
 
 @pack_rows.register_fake
 def _(k: Tensor, v: Tensor, after: Tensor) -> Tensor:
-    return k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+    return k.new_empty(k.shape[0], packed_width(k, v))
+
+
+def packed_width(k_RHD: Any, v_RHV: Any) -> Any:
+    """C: the elements of a row that `pack_kv` makes."""
+    return k_RHD.shape[1] * (k_RHD.shape[2] + v_RHV.shape[2])
 
 
 def pack_kv(k_RHD: Any, v_RHV: Any) -> Any:
@@ -73,7 +78,7 @@ def split_kv(kv_EC: Tensor, heads: int, dim_qk: int, dim_v: int) -> tuple[Tensor
 def as_rows(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """dk and dv packed like k and v, without a copy when a kernel wrote them into one such buffer."""
     base = dk._base
-    width = k.shape[1] * (k.shape[2] + v.shape[2])
-    if base is not None and base is dv._base and base.shape == (k.shape[0], width) and base.is_contiguous():
+    shape = k.shape[0], packed_width(k, v)
+    if base is not None and base is dv._base and base.shape == shape and base.is_contiguous():
         return base
     return torch.cat([dk.flatten(1), dv.flatten(1)], 1)

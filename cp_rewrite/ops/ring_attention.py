@@ -33,7 +33,7 @@ from cp_rewrite.planning.columns import RoundRow
 from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
-from .local_rows import as_rows, pack_kv, split_kv
+from .local_rows import as_rows, pack_kv, packed_width, split_kv
 from .max_logits import note, note_site
 from .merge import add_sinks, fill_gaps, merge_parts
 from .schemas import call, fake_results, register_attention
@@ -157,7 +157,7 @@ def ring_attention_backward(
 @ring_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]), dtype=wide)
+    return q.new_empty(q.shape), k.new_empty(k.shape[0], packed_width(k, v), dtype=wide)
 
 
 def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

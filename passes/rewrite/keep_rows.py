@@ -31,18 +31,17 @@ def keep_sizes(state: State, inputs: Inputs) -> None:
     asked = [user for node in state.locality.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
-        found = token_count(value_of(node), state.tokens.inputs[0].tokens) if _is_number(node) else None
-        if found is not None and found.times:
-            node.replace_all_uses_with(_number(node, 0, state, inputs))
+        if found := _of_tokens(node, state):
+            node.replace_all_uses_with(_number(found, state, inputs, node))
 
 
 def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
     """Run a node again on operands that keep all rows; sizes among its arguments are those of all rows."""
-    tokens, by = state.tokens.inputs[0].tokens, state.locality.fewer[node]
+    by = state.locality.fewer[node]
 
     def changed(given: fx.Node) -> fx.Node:
-        found = token_count(value_of(given), tokens) if _is_number(given) else None
-        return given if found is None or not found.times else _number(given, found.times * by, state, inputs, node)
+        found = _of_tokens(given, state)
+        return _number(found + TokenCount(found.times * by), state, inputs, node) if found else given
 
     node.args = fx.map_arg(node.args, changed)
     node.kwargs = fx.map_arg(node.kwargs, changed)
@@ -65,18 +64,21 @@ def leave_region(call: RegionCall, state: State) -> None:
         call.node.meta["example_value"] = _with_gradients(value, new)
 
 
-def _number(of: fx.Node, more: int, state: State, inputs: Inputs, before: fx.Node | None = None) -> fx.Node:
-    """A node for a number a S + b, from the tokens S of an input, and `more`."""
-    first = state.tokens.inputs[0]
-    found = token_count(value_of(of), first.tokens)
-    assert found is not None
-    graph = of.graph
+def _of_tokens(node: fx.Node, state: State) -> TokenCount | None:
+    """The number that a node gives, if it changes with the tokens."""
+    found = token_count(value_of(node), state.tokens.inputs[0].tokens) if _is_number(node) else None
+    return found if found is not None and found.times else None
+
+
+def _number(count: TokenCount, state: State, inputs: Inputs, before: fx.Node) -> fx.Node:
+    """A node for a number, from the tokens of an input."""
+    first, graph = state.tokens.inputs[0], before.graph
     source, dim = (first.node, first.dim) if graph is inputs.root.graph else (inputs.node(graph, HAS_TOKEN), 1)
 
     def emit() -> Any:
-        return (found + TokenCount(more)).of(fx.Proxy(source).size(dim))
+        return count.of(fx.Proxy(source).size(dim))
 
-    return insert(before or of, emit, inputs.mode, "sizes of all rows")
+    return insert(before, emit, inputs.mode, "sizes of all rows")
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""
 
-from .current import activate, active_plan, check_no_batch, check_not_traced, in_batch, last_plan
+from .current import activate, active_plan, check_no_batch, check_not_traced, in_batch, is_captured, last_plan
 from .marks import (
     TokenAxes,
     batch_number,
@@ -37,6 +37,7 @@ __all__ = [
     "check_no_batch",
     "check_not_traced",
     "in_batch",
+    "is_captured",
     "is_part",
     "known_part",
     "last_plan",

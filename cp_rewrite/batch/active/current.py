@@ -53,6 +53,11 @@ def in_batch() -> bool:
     return current is not None and current[1]
 
 
+def is_captured() -> bool:
+    """True if a CUDA graph captures what runs now: its replays run no Python."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def last_plan(sharding: Sharding) -> ActivePlan | None:
     """The plan of the last batch that was cut, whether its block has ended or not; None: of another Sharding."""
     current = _current.get()

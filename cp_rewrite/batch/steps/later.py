@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cp_rewrite.batch.active import is_captured
 from cp_rewrite.batch.agree import SAMPLE
 from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.sharding import Sharding, device_of
@@ -71,9 +72,8 @@ def compare(notes: Sequence[_Note], texts: Sequence[str]) -> None:
 
 
 def watched(sharding: Sharding) -> bool:
-    """True if steps are compared: all but those that a CUDA graph captures, whose replays run no Python."""
-    captured = sharding.capacity is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return sharding.check_batches and not captured and talks(sharding)
+    """True if steps are compared: all but those that a CUDA graph captures, which take a capacity."""
+    return sharding.check_batches and not (sharding.capacity and is_captured()) and talks(sharding)
 
 
 def sample(tensors: Sequence[Tensor], each: int = SAMPLE) -> Tensor:

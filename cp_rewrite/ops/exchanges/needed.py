@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.ops import local_rows
-from cp_rewrite.ops.local_rows import pack_kv, split_kv
+from cp_rewrite.ops.local_rows import pack_kv, packed_width, split_kv
 from cp_rewrite.ops.schemas import bind
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.needed import NEEDED
@@ -53,7 +53,7 @@ def exchange_rows(
 
 @exchange_rows.register_fake
 def _(k: Tensor, v: Tensor, kv_rows: Tensor, *_: Any) -> Tensor:
-    return k.new_empty(kv_rows.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+    return k.new_empty(kv_rows.shape[0], packed_width(k, v))
 
 
 @custom_op("cp_rewrite::return_rows", mutates_args=())

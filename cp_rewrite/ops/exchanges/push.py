@@ -18,7 +18,7 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.ops.local_rows import pack_kv, split_kv
+from cp_rewrite.ops.local_rows import pack_kv, packed_width, split_kv
 from cp_rewrite.ops.schemas import bind
 from cp_rewrite.planning.columns import PlaceRow
 from cp_rewrite.planning.routes.by_exchange import Exchange
@@ -61,7 +61,7 @@ def push_rows(
 
 @push_rows.register_fake
 def _(k: Tensor, v: Tensor, expanded: Tensor, *_: Any) -> Tensor:
-    return k.new_empty(expanded.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+    return k.new_empty(expanded.shape[0], packed_width(k, v))
 
 
 @custom_op("cp_rewrite::return_pushed", mutates_args=())

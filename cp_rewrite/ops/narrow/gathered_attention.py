@@ -17,7 +17,7 @@ from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import load
 from cp_rewrite.kernels.tables import Tables
-from cp_rewrite.ops.local_rows import as_rows, split_kv
+from cp_rewrite.ops.local_rows import as_rows, packed_width, split_kv
 from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import finished
 from cp_rewrite.ops.schemas import call, fake_results, register_attention
@@ -84,7 +84,7 @@ def gathered_attention_backward(
 
 @gathered_attention_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
+    return q.new_empty(q.shape), k.new_empty(k.shape[0], packed_width(k, v))
 
 
 def attend_gathered(

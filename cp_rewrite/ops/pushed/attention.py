@@ -36,7 +36,7 @@ from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
 from cp_rewrite.kernels.tables import Tables
-from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.ops.local_rows import packed_width, split_kv
 from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import finished
 from cp_rewrite.ops.schemas import bind, call, fake_results, register_attention
@@ -78,7 +78,7 @@ def pushed_attention(
     k, v = peers.dense_rows(k), peers.dense_rows(v)
     in_place = slice(at.source, at.source + at.early + at.whole)
     keys = near = k[in_place], v[in_place]
-    kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, k.shape[1] * (k.shape[2] + v.shape[2]))
+    kv = k.new_empty(x.copied.shape[0] if keep_kv else 0, packed_width(k, v))
     if len(sizes := stages.forward_sizes(q, k, v, x)) > 1:
         out, lse = stages.forward(q, k, v, tables, params, x, kernel, kv, group, sizes, site)
         return *finished(out, lse, tables, sinks), kv
@@ -105,7 +105,7 @@ def pushed_attention(
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = bind(_ops.pushed_attention.default, inputs)
     rows = PUSH.bind(x.route).copied.shape[0] if x.keep_kv else 0
-    return *fake_results(x.q, x.v), x.k.new_empty(rows, x.k.shape[1] * (x.k.shape[2] + x.v.shape[2]))
+    return *fake_results(x.q, x.v), x.k.new_empty(rows, packed_width(x.k, x.v))
 
 
 @custom_op("cp_rewrite::pushed_attention_backward", mutates_args=())

@@ -57,8 +57,8 @@ def _by_keys(load: Load, device: Device, model: Model, per_node: int) -> dict[st
     packed = load.local_rows * model.kv_bytes / device.memory
     return {
         kind: cost.seconds(load, device, model, per_node) + cost.copies * packed
-        for kind, cost in ((kind, route.cost) for kind, route in ROUTES.items())
-        if cost is not None and (per_node >= load.world_size or not cost.in_one_node)
+        for kind, route in ROUTES.items()
+        if (cost := route.cost) is not None and (per_node >= load.world_size or not cost.in_one_node)
     }
 
 

@@ -69,9 +69,9 @@ def _partners(work: Float, limit: float, node_size: int, turn: int) -> tuple[Int
     size, ranks = min(node_size, FIRST_BLOCK << turn // TURNS), np.arange(len(work))
     node = ranks // node_size * node_size
     first = node + (ranks - node) // size * size  # of each rank's block
-    half = (np.minimum(first + size, node + node_size) - first) // 2
-    order = np.lexsort((work, first))  # ranks first …, of a block, are order[first] …, by work
     end = np.minimum(first + size, node + node_size)
+    half = (end - first) // 2
+    order = np.lexsort((work, first))  # ranks first …, of a block, are order[first] …, by work
     above = work[order] > limit
     rivals = np.minimum(half, np.bincount(first, above, len(work)).astype(np.int64)[first])
     at = np.flatnonzero(above & (end - 1 - ranks < half))
