@@ -208,3 +208,17 @@ def test_a_store_that_is_late_once_is_not_said_to_be_gone(
     time.sleep(0.5)
     watch._leave()
     assert ("store, most often rank 0, died" in capsys.readouterr().err) == (failing > 1)
+
+
+def test_a_rank_that_is_still_being_killed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its connections close, and this rank's collective fails, before its process is gone."""
+    watch = heartbeat.Heartbeat(Faltering(0), 0, 2)
+    watch.others[1] = watch.me
+    still = iter([True, True, True])
+    monkeypatch.setattr(heartbeat, "_runs", lambda process: next(still, False))
+    monkeypatch.setattr(sys, "last_value", RuntimeError("gloo: Connection closed by peer"), raising=False)
+    watch.start()
+    watch._leave()
+    assert ") died; rank 0 can't go on without it" in capsys.readouterr().err

@@ -77,7 +77,8 @@ def in_batch(sharding: Sharding) -> Generator[None]:
         raise
 
 
-def _of_network(error: Exception) -> bool:
+def _of_network(error: BaseException) -> bool:
+    """True if a collective failed: a rank that is being killed closes its connections before its process is gone."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
@@ -182,7 +183,7 @@ class Heartbeat:
         error = getattr(sys, "last_value", None)
         try:
             self.store.set(_key("end", self.rank), f"failed: {type(error).__name__}: {error}" if error else _DONE)
-            found = self.dead() or self.apart() if error else None
+            found = error and (self.dead() or self.apart() or (_of_network(error) and self.soon()))
         except Exception:
             found = None
         if found:
