@@ -17,26 +17,22 @@ with code 1. One that waits in Python's own library (a queue, a lock, another pr
 from __future__ import annotations
 
 import atexit
-import linecache
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of
 
 from . import history
+from .main_thread import MainThread, Stillness
 
 PERIOD_S = 2.0
 SILENT_S = 25.0
@@ -44,10 +40,6 @@ GRACE_S = 25.0
 _DONE = "done"
 _LEFT = "left a batch: "
 _STORE = "the process that holds the group's store, most often rank 0, died"
-
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-"""The second is a folder of the first, and no part of it."""
-_LIBRARIES = tuple(str(Path(file).parent) for file in (str(torch.__file__), Path(__file__).parent.parent, os.__file__))
 
 _watched: dict[str, Heartbeat] = {}
 
@@ -159,22 +151,24 @@ class Heartbeat:
         return time.monotonic() - seen[1] < SILENT_S
 
     def _run(self) -> None:
-        beat, main = 0, _Stillness()
+        beat, main = 0, MainThread()
+        still = Stillness(main)
         while not self._stop.wait(PERIOD_S):
             beat += 1
             parted = None
             try:
-                self.store.set(_key("beat", self.rank), f"{beat} {history.text(self._group)} {_users_line()}")
+                self.store.set(_key("beat", self.rank), f"{beat} {history.text(self._group)} {main.users_line()}")
                 found = self.dead() or (parted := self.apart())
             except Exception:  # its server is a rank's process, which may be only slow
                 found = _STORE
             if found is None:  # or a machine that was only slow is back
-                main = _Stillness()
+                still = Stillness(main)
                 continue
             live = parted or found == _STORE or f" {_LEFT}" in found
-            if not live or main.seconds() > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
+            seconds = still.seconds(history.text(self._group))
+            if not live or seconds > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)
-            if main.seconds() > GRACE_S:
+            if seconds > GRACE_S:
                 os._exit(1)  # no Python error reaches a thread inside a collective
 
     def _leave(self) -> None:
@@ -234,44 +228,3 @@ def _runs(process: int) -> bool:
         return False
     except OSError:  # another user's, or a system without /proc
         return True
-
-
-def _users_line() -> str:
-    """Where the main thread is, outside of torch and of this package."""
-    frame = _main_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno or 0  # some instructions are of no line
-    return f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
-
-
-class _Stillness:
-    """How long the main thread has stood at one place of the program where it could wait for a rank."""
-
-    def __init__(self) -> None:
-        self.since, self.place = time.monotonic(), self._now()
-
-    def seconds(self) -> float:
-        """Since it was last seen to move."""
-        place = self._now()
-        if place is None or place != self.place:
-            self.since, self.place = time.monotonic(), place
-        return time.monotonic() - self.since
-
-    @staticmethod
-    def _now() -> tuple[int, int] | None:
-        """None: at no place where it could wait for a rank."""
-        frame = _main_frame()
-        return None if frame is None or _waits_for_no_rank(frame) else (id(frame), frame.f_lasti)
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _waits_for_no_rank(frame: FrameType) -> bool:
-    """True if what runs is a function of Python's standard library: collectives are torch's."""
-    file = frame.f_code.co_filename
-    return file.startswith(_STANDARD_LIBRARY[0]) and not file.startswith(_STANDARD_LIBRARY[1])
