@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.library import opcheck
 
-from cp_rewrite.ops.states import trial, whole
 from tests.helpers.recurrences import KINDS, inputs_of, options_of, oracle
 
 ops: Any = torch.ops.cp_rewrite
@@ -90,30 +87,3 @@ def test_numbers_are_those_of_transformers() -> None:
 def _assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_kernels_are_tried_inside_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with the reference in the kernels' place."""
-
-    def forward(kind: str, inputs: Any, t: Any, how: Any, group: str) -> Any:
-        wide = [x.float() for x in inputs]
-        return getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
-
-    def backward(kind: str, dout: Any, entries: Any, moves: Any, inputs: Any, t: Any, how: Any, group: str) -> Any:
-        given = dout.float(), entries, moves, [x.float() for x in inputs], [*vars(t).values()], kind
-        return ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)
-
-    def run(kind: str, inputs: Any, *_: Any) -> Tensor:
-        calls.append(kind)
-        return torch.zeros_like(inputs[2])
-
-    calls: list[str] = []
-    kernels = SimpleNamespace(forward=forward, backward=backward, whole=run)
-    for module in (trial, whole):
-        monkeypatch.setattr(module, "by_kernels", kernels)
-    monkeypatch.setattr(trial, "runs_by_kernels", lambda kind, inputs: inputs[0].dtype == torch.bfloat16)
-    trial._agree.cache_clear()
-    inputs = [x.to(torch.bfloat16).requires_grad_() for x in inputs_of("gated_delta_rule", 1, 9)]
-    torch.compile(lambda x: ops.gated_delta_rule(*x, None, 0.5, True) * 2, backend="aot_eager", fullgraph=True)(inputs)
-    trial._agree.cache_clear()
-    assert calls == ["gated_delta_rule"]

@@ -1,4 +1,5 @@
-"""Kernels are tried on a few tokens before they are trusted: once for each shape, beside the reference in fp32.
+"""Kernels are tried on a few tokens before they are trusted: once on a machine for each shape, beside the reference in
+fp32.
 
 Compilers of kernels have given wrong gradients without an error (Triton 3.4 to 3.7.0 on Hopper). A rank that falls back
 to the reference alone exchanges the same summaries.
@@ -6,6 +7,7 @@ to the reference alone exchanges the same summaries.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +22,20 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.states.select import runs_by_kernels
+from cp_rewrite.kernels.states.verdicts import verdict_of
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
 
 from . import by_kernels
-from .kinds import INPUTS, Options
+from .kinds import INPUTS, Options, fake_out
 
 _ops: Any = torch.ops.cp_rewrite
 _LIMIT = 3e-2
 """Relative norm of a difference in half precision; what is wrong differs by more than a tenth."""
 _ROWS = 300
+_TUNED_ROWS = 2048
+"""Tokens on which Triton tunes: what it chooses then holds for rows of any length."""
 
 
 def kernels_are_right(kind: str, inputs: Sequence[Tensor]) -> bool:
@@ -43,10 +48,21 @@ def kernels_are_right(kind: str, inputs: Sequence[Tensor]) -> bool:
 
 @cache
 def _agree(kind: str, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], device: Any) -> bool:
-    # What a compiled graph rules out of dispatch holds in its own thread. Another one begins on the first GPU.
-    with ThreadPoolExecutor(1, initializer=_work_on, initargs=(device,)) as apart:
-        errors = apart.submit(_errors, kind, dtypes, shapes, device).result()
-    right = max(errors) < _LIMIT
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    with verdict_of(kind, dtypes, shapes, gpu) as known:
+        if known.right:
+            return True
+        print(
+            f"cp_rewrite: kernels of {kind} are tuned and tried on this {gpu}, once for each shape; compiling them "
+            "takes minutes",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        # What a compiled graph rules out of dispatch holds in its own thread. Another one begins on the first GPU.
+        with ThreadPoolExecutor(1, initializer=_work_on, initargs=(device,)) as apart:
+            errors = apart.submit(_errors, kind, dtypes, shapes, device).result()
+        right = max(errors) < _LIMIT
+        if right:
+            known.keep()
     if not right:
         warnings.warn(
             f"kernels of {kind} differ from the reference by {max(errors):.1e} on this GPU: the reference runs, which "
@@ -62,34 +78,50 @@ def _work_on(device: torch.device) -> None:
 
 
 def _errors(kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any) -> list[float]:
-    """Relative norms of differences of results, states that enter, and all gradients, on a row in three pieces, last
-    piece first. What moves a state is not compared: kernels give none of first pieces, which nothing enters."""
-    inputs = _draw(kind, dtypes, shapes, device)
-    order = TokenOrder(_ROWS, (np.array([[230, _ROWS], [100, 230], [0, 100]]),))
-    plan = BatchPlan((Documents.from_lengths([30, _ROWS - 30]),), (order,), 1)
-    arrays = state_tables(plan, States(resets=True), 0)
-    tables = [torch.from_numpy(arrays[x.name]).to("cpu" if x.on_host else device) for x in STATES]
-    named = SimpleNamespace(**{x.name: table for x, table in zip(STATES, tables, strict=True)})
+    """Relative norms of differences of results, states that enter, and all gradients. What moves a state is not
+    compared: kernels give none of first pieces, which nothing enters."""
     how = Options(0.1, True) if INPUTS[kind][0] == "q" else Options()
-    given = [how.scale, how.l2norm] if INPUTS[kind][0] == "q" else []
-    wide = [x.float() for x in inputs]
-    expected = getattr(_ops, f"{kind}_on_pieces")(*wide, tables, *given, "")
-    dout = torch.randn(expected[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    dout = dout.to(inputs[0].dtype)
-    back = _ops.states_on_pieces_backward
-    expected = [*expected[:2], *back(dout.float(), *expected[1:], wide, tables, kind, how.scale, how.l2norm, "")]
-    found = by_kernels.forward(kind, inputs, named, how, "")
-    found = [*found[:2], *by_kernels.backward(kind, dout, *found[1:], inputs, named, how, "")]
-    pairs = zip(found, expected, strict=True)
+    _by_kernels(kind, how, *_problem(kind, dtypes, shapes, device, _TUNED_ROWS))
+    inputs, tables, dout = _problem(kind, dtypes, shapes, device, _ROWS)
+    found = _by_kernels(kind, how, inputs, tables, dout)
+    wide, given = [x.float() for x in inputs], [how.scale, how.l2norm]
+    expected = getattr(_ops, f"{kind}_on_pieces")(*wide, tables, *(given if INPUTS[kind][0] == "q" else []), "")
+    back = _ops.states_on_pieces_backward(dout.float(), *expected[1:], wide, tables, kind, *given, "")
+    pairs = zip(found, [*expected[:2], *back], strict=True)
     errors = [float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs]
     return [error if error == error else float("inf") for error in errors]
 
 
-def _draw(kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any) -> list[Tensor]:
+def _by_kernels(
+    kind: str, how: Options, inputs: Sequence[Tensor], tables: Sequence[Tensor], dout: Tensor
+) -> list[Tensor]:
+    named = SimpleNamespace(**{x.name: table for x, table in zip(STATES, tables, strict=True)})
+    out, entries, moves = by_kernels.forward(kind, inputs, named, how, "")
+    return [out, entries, *by_kernels.backward(kind, dout, entries, moves, inputs, named, how, "")]
+
+
+def _problem(
+    kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, rows: int
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Inputs, tables and a gradient of the result, of a row in three pieces, last piece first."""
+    inputs = _draw(kind, dtypes, shapes, device, rows)
+    first, second = rows // 3, 3 * rows // 4 + 5
+    order = TokenOrder(rows, (np.array([[second, rows], [first, second], [0, first]]),))
+    plan = BatchPlan((Documents.from_lengths([rows // 10, rows - rows // 10]),), (order,), 1)
+    arrays = state_tables(plan, States(resets=True), 0)
+    tables = [torch.from_numpy(arrays[x.name]).to("cpu" if x.on_host else device) for x in STATES]
+    shape = fake_out(kind, *inputs).shape
+    dout = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    return inputs, tables, dout.to(inputs[0].dtype)
+
+
+def _draw(
+    kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, length: int
+) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     found: list[Tensor] = []
     for name, dtype, shape in zip(INPUTS[kind], dtypes, shapes, strict=True):
-        rows = () if name == "A" else (1, _ROWS)
+        rows = () if name == "A" else (1, length)
         x = torch.randn(*rows, *shape, generator=generator, device=device)
         if name in ("g", "A"):
             x = -0.1 * F.softplus(x)

@@ -1,0 +1,150 @@
+"""The trial of kernels of recurrences, with the reference in the kernels' place, and Triton's cache played."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_rewrite.kernels.states import verdicts
+from cp_rewrite.kernels.states.verdicts import verdict_of
+from cp_rewrite.ops.states import trial, whole
+from tests.helpers.recurrences import inputs_of
+
+ops: Any = torch.ops.cp_rewrite
+
+
+class Kernels:
+    """As `by_kernels`, by the reference, which may be wrong by a factor. forwards: rows of each call on pieces."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.forwards: list[int] = []
+        self.wholes = 0
+
+    def forward(self, kind: str, inputs: Any, t: Any, how: Any, group: str) -> Any:
+        self.forwards.append(inputs[0].shape[1])
+        wide = [x.float() for x in inputs]
+        return getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
+
+    def backward(
+        self, kind: str, dout: Any, entries: Any, moves: Any, inputs: Any, t: Any, how: Any, group: str
+    ) -> Any:
+        given = dout.float(), entries, moves, [x.float() for x in inputs], [*vars(t).values()], kind
+        return [x * self.factor for x in ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)]
+
+    def whole(self, kind: str, inputs: Any, *_: Any) -> Tensor:
+        self.wholes += 1
+        return torch.zeros_like(inputs[2])
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Kernels]:
+    played = Kernels()
+    modules = {
+        "triton": SimpleNamespace(__version__="3.8.0"),
+        "triton.runtime.cache": SimpleNamespace(get_cache_manager=lambda key: folder_of(tmp_path, key)),
+        "fla.utils": SimpleNamespace(autotune_cache_kwargs={"cache_results": True}),
+    }
+    monkeypatch.setattr(verdicts, "import_module", modules.__getitem__)
+    monkeypatch.setattr(verdicts, "version", {"fla-core": "0.6.0"}.__getitem__)
+    for module in (trial, whole):
+        monkeypatch.setattr(module, "by_kernels", played)
+    monkeypatch.setattr(trial, "runs_by_kernels", lambda kind, inputs: inputs[0].dtype == torch.bfloat16)
+    trial._agree.cache_clear()
+    yield played
+    trial._agree.cache_clear()
+
+
+def folder_of(root: Path, key: str) -> SimpleNamespace:
+    bytes.fromhex(key)  # as Triton does
+    (root / key).mkdir(exist_ok=True)
+    return SimpleNamespace(cache_dir=str(root / key))
+
+
+def half(heads: int = 0) -> list[Tensor]:
+    inputs = [x.to(torch.bfloat16) for x in inputs_of("gated_delta_rule", 1, 9)]
+    return [torch.cat([x] * heads, 2) for x in inputs] if heads else inputs
+
+
+def is_right(inputs: list[Tensor]) -> bool:
+    """Asked in a process of its own."""
+    trial._agree.cache_clear()
+    return trial.kernels_are_right("gated_delta_rule", inputs)
+
+
+def test_kernels_are_tried_inside_of_a_compiled_graph(kernels: Kernels) -> None:
+    inputs = [x.requires_grad_() for x in half()]
+    torch.compile(lambda x: ops.gated_delta_rule(*x, None, 0.5, True) * 2, backend="aot_eager", fullgraph=True)(inputs)
+    assert kernels.wholes == 1
+    assert kernels.forwards == [2048, 300]
+
+
+def test_what_is_right_is_not_tried_again(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_right(half())
+    assert len(kernels.forwards) == 2
+    assert capsys.readouterr().err.count("kernels of gated_delta_rule are tuned and tried") == 1
+    assert is_right(half())
+    assert len(kernels.forwards) == 2
+    assert not capsys.readouterr().err
+
+
+def test_what_is_wrong_is_tried_by_each_process(kernels: Kernels) -> None:
+    kernels.factor = 1.2
+    for count in (2, 4):
+        with pytest.warns(UserWarning, match=r"differ from the reference by 2\.0e-01"):
+            assert not is_right(half())
+        assert len(kernels.forwards) == count
+    kernels.factor = 1.0
+    assert is_right(half())
+    assert len(kernels.forwards) == 6
+
+
+@pytest.mark.parametrize("what", ["shapes", "triton", "fla", "settings"])
+def test_a_verdict_is_of_shapes_versions_and_settings(
+    what: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_right(half())
+    assert len(kernels.forwards) == 2
+    inputs = half(2 if what == "shapes" else 0)
+    if what == "triton":
+        monkeypatch.setattr(verdicts.import_module("triton"), "__version__", "3.9.0")
+    elif what == "fla":
+        monkeypatch.setattr(verdicts, "version", {"fla-core": "0.6.1"}.__getitem__)
+    elif what == "settings":
+        monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
+    assert is_right(inputs)
+    assert len(kernels.forwards) == 4
+
+
+def test_nothing_is_kept_where_tunings_are_not(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts.import_module("fla.utils"), "autotune_cache_kwargs", {"cache_results": False})
+    for count in (2, 4):
+        assert is_right(half())
+        assert len(kernels.forwards) == count
+
+
+@pytest.mark.usefixtures("kernels")
+def test_processes_try_one_after_another() -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with verdict_of("delta") as known:
+            order.append(f"second, right {known.right}")
+
+    with verdict_of("delta") as known:
+        other = threading.Thread(target=second)
+        other.start()
+        with verdict_of("another shape") as apart:
+            assert not apart.right
+        other.join(0.3)
+        order.append(f"first, right {known.right}")
+        known.keep()
+    other.join()
+    assert order == ["first, right False", "second, right True"]
