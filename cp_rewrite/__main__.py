@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cp_rewrite.diagnose.calibrate import measure
 from cp_rewrite.planning.cost.devices import DEVICES
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
 
 from . import __version__

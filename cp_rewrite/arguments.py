@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+IGNORE_INDEX = -100
+"""Label of a token that is no target (torch's cross_entropy default)."""
+LABELS = frozenset({"labels", "shift_labels"})
+"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token."""
+
 
 class HashableDict(dict[str, Any]):
     """A hashable, ordered mapping: an annotation is part of a compile cache's key."""

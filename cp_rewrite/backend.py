@@ -13,7 +13,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active import active_plan, check_not_traced, number_tokens
+from cp_rewrite.batch.active.current import active_plan, check_not_traced
+from cp_rewrite.batch.active.marks import number_tokens
 from cp_rewrite.batch.ranks import history
 from cp_rewrite.batch.steps.backward import end_with_batch, watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.routes.by_exchange import ExchangeName
+from cp_rewrite.planning.names import LAYOUTS, ExchangeName
 
 from .arguments import HashableDict, flag, whole_number
 from .capacity import Capacity

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
-from cp_rewrite.planning.layouts.by_name import Layout
 from cp_rewrite.planning.layouts.options import LayoutOptions
-from cp_rewrite.planning.routes.by_exchange import ExchangeName, part_of
+from cp_rewrite.planning.names import ExchangeName, Layout, part_of
 
 from .arguments import HashableDict, checked_dims, checked_ops
 from .capacity import Capacity

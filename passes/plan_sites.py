@@ -20,14 +20,8 @@ from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, ExchangeChoice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import Load, load_of
-from cp_rewrite.planning.routes.by_exchange import (
-    BETWEEN_GPUS,
-    ROUTES,
-    Exchange,
-    ExchangeName,
-    over_part,
-    split_exchange,
-)
+from cp_rewrite.planning.names import ExchangeName, over_part, split_exchange
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
 from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.grid import inner_sizes, outer_schedule
 from cp_rewrite.planning.routes.head_deal import HeadDeal

@@ -14,8 +14,7 @@ import pytest
 
 import cp_rewrite as cp
 from cp_rewrite import passes
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.routes.by_exchange import ExchangeName
+from cp_rewrite.planning.names import LAYOUTS, ExchangeName
 from cp_rewrite.refusal import Reason
 from tests.house import glossary
 from tests.test_rooms import FLOORS, SOURCES, room_of

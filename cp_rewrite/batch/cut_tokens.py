@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.batch.active.plan import to_device
+from cp_rewrite.batch.active.take_tokens import beside, take_tokens
 from cp_rewrite.planning.batch_plan import BatchPlan
-
-from .active import beside, take_tokens, to_device
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: float) -> Tensor:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .active import ActivePlan
-from .padding import IGNORE_INDEX
+from cp_rewrite.arguments import IGNORE_INDEX, LABELS
+from cp_rewrite.batch.active.plan import ActivePlan
 
 COUNT, SHIFTED = "num_items_in_batch", "shift_labels"
-LABELS = frozenset({"labels", SHIFTED})
-"""Arguments of whole numbers that hold IGNORE_INDEX in rows without a token."""
 
 
 def count_targets(labels: Tensor) -> Tensor:

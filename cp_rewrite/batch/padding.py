@@ -11,14 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.arguments import IGNORE_INDEX
 from cp_rewrite.packing import PositionIds
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
 from .read_documents import text_positions
-
-IGNORE_INDEX = -100
-"""Label of a token that is no target (torch's cross_entropy default)."""
 
 
 def padding_tokens(plan: BatchPlan) -> NDArray[np.bool_] | None:

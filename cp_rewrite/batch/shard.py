@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cp_rewrite.arguments import flag, named_values
+from cp_rewrite.arguments import IGNORE_INDEX, flag, named_values
+from cp_rewrite.batch.active.current import activate, check_no_batch
+from cp_rewrite.batch.active.marks import mark_token_dim, number_tokens, version_of
+from cp_rewrite.batch.active.packing_values import PackingValues
+from cp_rewrite.batch.active.plan import ActivePlan, to_device
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.ops.states.functions import state_ops
@@ -22,16 +26,6 @@ from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import trace_transformers
 
 from . import agree
-from .active import (
-    ActivePlan,
-    PackingValues,
-    activate,
-    check_no_batch,
-    mark_token_dim,
-    number_tokens,
-    to_device,
-    version_of,
-)
 from .active.plan import Place
 from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
@@ -40,7 +34,7 @@ from .given.shape import shape_of
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
-from .padding import IGNORE_INDEX, check_labels, padding_tokens
+from .padding import check_labels, padding_tokens
 from .ranks import heartbeat
 from .ranks.turns import talks
 from .read_documents import documents_of

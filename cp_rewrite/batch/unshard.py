@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_rewrite.batch.active.current import last_plan
+from cp_rewrite.batch.active.marks import batch_number, token_axes_of, token_dim_of
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
-from .active import batch_number, last_plan, token_axes_of, token_dim_of
 from .cut_tokens import cut_tokens, join_tokens
 
 

@@ -14,7 +14,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import ActivePlan, is_captured
+from cp_rewrite.batch.active.current import is_captured
+from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.passes.graph.argument_names import number_places, weight_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.sharding import Sharding

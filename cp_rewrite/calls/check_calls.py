@@ -8,17 +8,17 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor, nn
 
-from cp_rewrite.batch.active import (
-    ActivePlan,
+from cp_rewrite.batch.active.marks import (
     is_part,
     known_part,
     mark_part,
     mark_token_axes,
     mark_token_dim,
-    packing_names,
     token_axes_of,
     token_dim_of,
 )
+from cp_rewrite.batch.active.packing_values import packing_names
+from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.batch.labels import check_shifts, with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.passes.check_documents import Unmasked

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.batch.masks.blocks import listed_blocks
 from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.documents import Documents

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from cp_rewrite.batch.active import in_batch
+from cp_rewrite.batch.active.current import in_batch
 from cp_rewrite.torch_internals import on_compiles
 
 _started: dict[str, float] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_rewrite.batch.active import is_captured
+from cp_rewrite.batch.active.current import is_captured
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.locality.rules.vouched import vouched_calls
 from cp_rewrite.passes.values.state import State

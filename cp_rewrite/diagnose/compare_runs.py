@@ -20,7 +20,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from cp_rewrite import passes
 from cp_rewrite.arguments import named_values
-from cp_rewrite.batch.active import active_plan, token_dim_of
+from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active.marks import token_dim_of
 from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.calls.check_calls import CallChecks

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import SymInt, nn
 
 from cp_rewrite import passes
-from cp_rewrite.batch.active import active_plan
+from cp_rewrite.batch.active.current import active_plan
 from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import is_part
+from cp_rewrite.batch.active.marks import is_part
 from cp_rewrite.batch.steps.token_mean import summed
 from cp_rewrite.sharding import Sharding
 

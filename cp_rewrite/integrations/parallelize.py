@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cp_rewrite.backend import backend
 from cp_rewrite.batch import agree
-from cp_rewrite.batch.active import check_not_traced, in_batch
+from cp_rewrite.batch.active.current import check_not_traced, in_batch
 from cp_rewrite.batch.steps.backward import begun_from
 from cp_rewrite.batch.steps.gradients import note_summed
 from cp_rewrite.batch.unshard import map_tensors

@@ -21,11 +21,11 @@ from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.slices import Slices
 from cp_rewrite.planning.layouts.token_order import TokenOrder
+from cp_rewrite.planning.names import over_part
 
 from .batch_plan import BatchPlan
 from .intervals import Int
 from .plot import draw_plan
-from .routes.by_exchange import over_part
 from .routes.grid import inner_sizes, outer_schedule
 from .schedule import Schedule, build
 

@@ -35,10 +35,11 @@ from cp_rewrite.planning.cost.choose_exchange import choose_exchange
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.seconds import exchange_seconds
+from cp_rewrite.planning.names import split_exchange
+from cp_rewrite.planning.plan_input import KERNEL_TABLES
 from cp_rewrite.planning.routes import grid
-from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange, split_exchange
+from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
 from cp_rewrite.planning.routes.head_deal import HeadDeal
-from cp_rewrite.planning.routes.route import KERNEL_TABLES
 
 AHEAD = 24_000_000
 """Cycles that the GPU sleeps before each call, some 12 ms: the host enqueues all of it meanwhile."""

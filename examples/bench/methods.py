@@ -22,8 +22,8 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import exchange_kv, return_kv
 from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
-from cp_rewrite.planning.routes.route import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.schedule import Schedule
 
 _ops: Any = torch.ops.cp_rewrite

@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import cp_rewrite as cp
 from cp_rewrite.ops.states import whole
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from cp_rewrite.planning.plan_input import STATES, States
+from cp_rewrite.planning.token_reads.states import state_tables
 
 ops: Any = torch.ops.cp_rewrite
 KINDS = ("gated_delta_rule", "kimi_delta", "ssd")

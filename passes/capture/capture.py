@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed, results_of
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.regions import graph_modules, outputs_of, region_calls

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN, ROW_TOKENS, PlanInput
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.locality.claims.dims import Dims
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Number, Partial, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
 from cp_rewrite.passes.values.resolution import Conversion, OfSums, Ranks
+from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_TOKENS, PlanInput
 
 PART = Partial()
 CONVERSIONS: Mapping[tuple[TensorState, TensorState], tuple[OfSums, ...]] = {

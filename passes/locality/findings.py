@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
-from cp_rewrite.batch.active import TokenAxes
+from cp_rewrite.batch.active.marks import TokenAxes
 from cp_rewrite.passes.locality.node.node_facts import Events
 from cp_rewrite.passes.locality.node.run import States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver

@@ -9,8 +9,7 @@ import sympy
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.labels import LABELS
-from cp_rewrite.batch.padding import IGNORE_INDEX
+from cp_rewrite.arguments import IGNORE_INDEX, LABELS
 from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask
 from cp_rewrite.passes.graph.dynamo_internals import is_random_number
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput

@@ -7,7 +7,7 @@ from typing import Any
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.batch.active import TokenAxes
+from cp_rewrite.batch.active.marks import TokenAxes
 from cp_rewrite.passes.graph.dynamo_internals import source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of

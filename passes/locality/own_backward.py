@@ -22,7 +22,6 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import nested_graphs, outputs_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
@@ -32,6 +31,7 @@ from cp_rewrite.passes.locality.node.run import NodeRunner, States, unknown_like
 from cp_rewrite.passes.locality.resolve.resolver import Resolver
 from cp_rewrite.passes.locality.rules.spread import can_spread, spread
 from cp_rewrite.passes.values.resolution import Insert
+from cp_rewrite.planning.plan_input import HAS_TOKEN
 from cp_rewrite.refusal import Reason
 
 from .findings import Findings

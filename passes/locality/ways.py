@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_rewrite.batch.active import IN_DOCUMENT
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import (
     REPLICATED,
@@ -35,6 +34,7 @@ from cp_rewrite.passes.locality.rules.rule import Alone, MovesRows, OverRanks, R
 from cp_rewrite.passes.locality.rules.table import find_rule
 from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
 from cp_rewrite.passes.values.resolution import Step, Whole
+from cp_rewrite.planning.plan_input import IN_DOCUMENT
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import PlanInput
+from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
@@ -32,7 +32,7 @@ def rewrite_site(
     site, graph = decision.site, decision.node.graph
     value = site.node.meta["example_value"]
     tracer = GraphAppendingTracer(graph)
-    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in PlanInput.of_site(site.mask, decision.exchange_name)]
+    plan = [fx.Proxy(inputs.node(graph, key), tracer) for key in site_inputs(site.mask, decision.exchange_name)]
     scale = site.query.meta["example_value"].shape[-1] ** -0.5 if site.scale is None else site.scale
     params = Params(float(scale), site.softcap, sharding.deterministic)
     operands = [replaced.get(node, node) for node in site.operands]

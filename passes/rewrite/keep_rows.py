@@ -15,12 +15,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN
 from cp_rewrite.passes.graph.new_nodes import fake_value, insert
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.regions import RegionCall, outputs_of
 from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.plan_input import HAS_TOKEN
 from cp_rewrite.planning.token_reads.token_count import TokenCount
 
 from .plan_inputs import Inputs

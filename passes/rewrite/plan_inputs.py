@@ -9,10 +9,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 from cp_rewrite.passes.graph.dynamo_internals import fake_input, inner_mode
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
+from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.passes.graph.new_nodes import insert, take_place
 from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import graph_modules, region_call
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 
 from .attention import rewrite_site, site_names
 from .erase import erase_dead
@@ -72,7 +73,7 @@ class _Reader:
 def _read_of_plan(state: State) -> list[PlanInput]:
     """What the changes read of the plan."""
     found = state.locality
-    keys = [key for d in state.decisions for key in PlanInput.of_site(d.site.mask, d.exchange_name)]
+    keys = [key for d in state.decisions for key in site_inputs(d.site.mask, d.exchange_name)]
     keys += [key for insert in found.inserts for key in insert.inputs]
     keys += [key for lowering in found.lowered for key in lowering.reads]
     keys += [key for read in found.reads for key in read.inputs]

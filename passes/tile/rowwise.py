@@ -16,7 +16,6 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.graph.modes import Mode, modes_of
 from cp_rewrite.passes.graph.new_nodes import autocasts_open
 from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
@@ -28,6 +27,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, 
 from cp_rewrite.passes.locality.node.run import NodeRunner, States, unknown_like
 from cp_rewrite.passes.locality.node.trace import Trace
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator
 
 

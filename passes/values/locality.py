@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from cp_rewrite.batch.active import TokenAxes
+from cp_rewrite.batch.active.marks import TokenAxes
 from cp_rewrite.refusal import Refusal
 
 from .neighbour_read import NeighbourRead

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from cp_rewrite.batch.active import PlanInput
-from cp_rewrite.planning.token_reads.neighbours import Neighbours
+from cp_rewrite.planning.plan_input import Neighbours, PlanInput
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
+from cp_rewrite.planning.plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch.active import ActivePlan, PlanInput
+from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.dynamo_frame import Results
 from cp_rewrite.passes.graph.tokens import TokenAxis
+from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import PlanInput, active_plan
+from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.batch.given import ahead
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
@@ -105,7 +106,7 @@ def test_plans_and_tables_are_made_in_the_thread(monkeypatch: pytest.MonkeyPatch
     for name in ("plan_of", "arrays_of"):
         monkeypatch.setattr(ahead, name, noted(name))
     monkeypatch.setattr("cp_rewrite.batch.shard.plan_of", lambda *_: pytest.fail("planned by the thread that trains"))
-    sharding, inputs = make_sharding(), PlanInput.of_site(cp.PackedMask(), "needed")
+    sharding, inputs = make_sharding(), site_inputs(cp.PackedMask(), "needed")
     for block in sharding.batches(Counting(), ahead=1):
         with block:
             tables = [active_plan(sharding).tensor(key) for key in inputs]

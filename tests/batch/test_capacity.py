@@ -20,13 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import PlanInput, active_plan, is_part
+from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active.marks import is_part
+from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.batch.buffers import buffers_of
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash.launches import launches_of
 from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fits, fixed_tables
 from cp_rewrite.planning.routes.gathered import gathered_route
@@ -133,7 +136,7 @@ def test_batches_share_buffers() -> None:
     for lengths in ([5, 3], [2, 2, 4], [8]):
         x, cu = torch.arange(8.0) + len(lengths), torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
         with sharding.shard({"x": x, "cu_seqlens": cu, "flag": 3}) as local:
-            tables = [active_plan(sharding).tensor(key) for key in PlanInput.of_site(PackedMask(), "local")]
+            tables = [active_plan(sharding).tensor(key) for key in site_inputs(PackedMask(), "local")]
             assert torch.equal(local["x"], x)
             assert local["cu_seqlens"].tolist() == [*cu.tolist(), *[8] * (5 - len(cu))]
             assert torch.equal(tables[0][: len(cu)], cu)

@@ -15,7 +15,7 @@ import cp_rewrite as cp
 from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
 from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel
 
 Batch = dict[str, Tensor]

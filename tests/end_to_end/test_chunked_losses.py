@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from tests.helpers.one_process import check_or_refuse, compare
 from tests.helpers.packed_model import TOKENS, PackedModel, packed_batch
 from tests.helpers.pool import Pool

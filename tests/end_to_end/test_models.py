@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import is_part
+from cp_rewrite.batch.active.marks import is_part
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from tests.helpers.one_process import compare
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from tests.helpers.one_process import check_or_refuse, compare
 from tests.helpers.packed_model import WIDTH, PackedModel
 from tests.helpers.pool import Pool

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import ActivePlan, PlanInput, activate
+from cp_rewrite.batch.active.current import activate
+from cp_rewrite.batch.active.plan import ActivePlan, site_inputs
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.ops.attention import attend
@@ -59,7 +60,7 @@ def attend_on(
     sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated, max_logits=True)
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
     active = ActivePlan(sharding, plan, device or torch.device("cpu"))
-    inputs = [active.tensor(key) for key in PlanInput.of_site(cell.mask, cell.exchange)]
+    inputs = [active.tensor(key) for key in site_inputs(cell.mask, cell.exchange)]
     exchange, heads = ranks_of(cell.exchange, cell.heads, cell.dims, sharding)
     name = f"cell of {cell.heads} heads"  # cells that only differ in heads have equal annotations
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.routes.by_exchange import ExchangeName
+from cp_rewrite.planning.names import LAYOUTS, ExchangeName
 from tests.helpers.packs import grown
 
 EXCHANGES = tuple(name for name in get_args(ExchangeName) if name != "auto")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.select import ORDER, PAIRS, AttentionSpec, DeviceFacts, device_facts, reasons
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.routes.by_exchange import split_exchange
+from cp_rewrite.planning.names import split_exchange
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from tests.helpers.conformance import attend_on, device_of, logits_error, make_inputs, run_cell
 from tests.helpers.conformance_cells import EXCHANGES as NAMES

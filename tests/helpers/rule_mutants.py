@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from tests.border.forks import failure_of
 from tests.border.outcome import Kind, Outcome
 from tests.end_to_end import test_picked, test_scans

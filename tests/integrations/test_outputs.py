@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import is_part, mark_part
+from cp_rewrite.batch.active.marks import is_part, mark_part
 from cp_rewrite.integrations.outputs import scaled
 
 FACTOR = 4

@@ -19,7 +19,8 @@ from cp_rewrite.kernels.states import select
 from cp_rewrite.ops.states import fold
 from cp_rewrite.ops.states.trial import kernels_are_right
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from cp_rewrite.planning.plan_input import STATES, States
+from cp_rewrite.planning.token_reads.states import state_tables
 from tests.ops.test_states_pieces import Ranks
 
 ops: Any = torch.ops.cp_rewrite

@@ -23,7 +23,7 @@ from cp_rewrite.kernels.select import Capabilities
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.amount import drawn

@@ -18,10 +18,11 @@ from torch.library import opcheck
 from cp_rewrite.documents import Documents
 from cp_rewrite.ops.states import fold
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.token_order import TokenOrder
-from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from cp_rewrite.planning.names import LAYOUTS
+from cp_rewrite.planning.plan_input import STATES, States
+from cp_rewrite.planning.token_reads.states import state_tables
 from tests.helpers.amount import drawn
 from tests.helpers.pool import Pool
 from tests.helpers.recurrences import KINDS, inputs_of, options_of, oracle

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import mark_token_axes
+from cp_rewrite.batch.active.marks import mark_token_axes
 from cp_rewrite.batch.unshard import gathered
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error

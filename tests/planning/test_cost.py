@@ -20,8 +20,8 @@ from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_second
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
 from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.planning.routes.gathered import all_gather_seconds
 from cp_rewrite.planning.routes.grid import outer_schedule

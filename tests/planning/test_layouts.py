@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.layouts.by_name import LAYOUTS, lay_out
+from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.simple import (
     contiguous,
@@ -19,6 +19,7 @@ from cp_rewrite.planning.layouts.simple import (
     even_head_tail,
 )
 from cp_rewrite.planning.layouts.token_order import TokenOrder
+from cp_rewrite.planning.names import LAYOUTS
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, grown, masks
 

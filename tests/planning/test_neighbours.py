@@ -12,8 +12,9 @@ from torch.library import opcheck
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.token_reads.neighbours import Neighbours, Part, neighbours_route
+from cp_rewrite.planning.names import LAYOUTS
+from cp_rewrite.planning.plan_input import Neighbours, Part
+from cp_rewrite.planning.token_reads.neighbours import neighbours_route
 from cp_rewrite.planning.token_reads.token_count import TokenCount
 
 ops: Any = torch.ops.cp_rewrite

@@ -16,8 +16,8 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.cost.load import kernel_seconds
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
 from cp_rewrite.planning.layouts.options import LayoutOptions
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import Plan, compare, plan
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks

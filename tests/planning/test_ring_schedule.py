@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.routes.ring import ring_tables
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks

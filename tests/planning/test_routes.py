@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import CARRIERS
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, ExchangeName, split_exchange
-from cp_rewrite.planning.routes.route import KERNEL_TABLES
+from cp_rewrite.planning.names import ExchangeName, split_exchange
+from cp_rewrite.planning.plan_input import KERNEL_TABLES
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES
 from tests.helpers.packed import make_schedule
 from tests.helpers.packs import batches, grown, masks
 

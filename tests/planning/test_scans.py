@@ -10,8 +10,9 @@ import pytest
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.token_reads.scans import Scan, scan_tables
+from cp_rewrite.planning.names import LAYOUTS
+from cp_rewrite.planning.plan_input import Scan
+from cp_rewrite.planning.token_reads.scans import scan_tables
 
 
 def values(plan: BatchPlan, rank: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.gathered import gathered_route, local_route
 from cp_rewrite.planning.routes.needed import needed_route

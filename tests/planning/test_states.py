@@ -8,10 +8,11 @@ import pytest
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.layouts.by_name import LAYOUTS
+from cp_rewrite.planning.names import LAYOUTS
+from cp_rewrite.planning.plan_input import STATES, States
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_rows, level_major
 from cp_rewrite.planning.token_reads.runs import run_tables
-from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from cp_rewrite.planning.token_reads.states import state_tables
 
 
 def splits_of(plan: BatchPlan, read: States, name: str = "splits") -> list[list[int]]:

@@ -13,23 +13,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.arguments import IGNORE_INDEX
 from cp_rewrite.batch.buffers import buffers_of
 from cp_rewrite.batch.masks.argument import MaskArgument, mask_argument
-from cp_rewrite.batch.padding import IGNORE_INDEX, PaddingReaders
+from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.names import split_exchange
+from cp_rewrite.planning.plan_input import (
+    COPIED_ROWS,
+    HAS_TOKEN,
+    IN_DOCUMENT,
+    KERNEL_TABLES,
+    ROW_TOKENS,
+    TOKEN_INDEX,
+    TOKEN_ROWS,
+    Neighbours,
+    PlanInput,
+    Scan,
+    States,
+)
 from cp_rewrite.planning.routes import grid
-from cp_rewrite.planning.routes.by_exchange import ROUTES, split_exchange
+from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.fixed import fixed_tables
 from cp_rewrite.planning.routes.route import Arrays
-from cp_rewrite.planning.token_reads.neighbours import Neighbours, neighbours_route
-from cp_rewrite.planning.token_reads.scans import Scan, scan_tables
-from cp_rewrite.planning.token_reads.states import States, state_tables
+from cp_rewrite.planning.token_reads.neighbours import neighbours_route
+from cp_rewrite.planning.token_reads.scans import scan_tables
+from cp_rewrite.planning.token_reads.states import state_tables
 from cp_rewrite.sharding import Sharding
 
 from .marks import batch_number, version_of
 from .packing_values import PackingValues, packing_names
-from .plan_input import COPIED_ROWS, HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from .take_tokens import beside, with_valid_fill
 
 Place = tuple[PackedMask, str | None, int]
@@ -258,6 +272,18 @@ def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:
         return route.arrays(schedule, rank)
     assert route.fixed is not None, f"{kind} has no route of fixed sizes: `exchange_reasons` refuses it"
     return route.fixed(schedule, rank, capacity)
+
+
+def site_inputs(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
+    """What `packed_attention` reads: its tables, then its route."""
+    scattered, kind = split_exchange(exchange)
+    route = ROUTES[kind]
+    # A ring has tables for each of its steps, a grid of ranks those of its outer places.
+    whose = exchange if scattered or route.in_steps else None
+    return (
+        *(PlanInput(tensor, mask, whose) for tensor in KERNEL_TABLES),
+        *(PlanInput(tensor, mask, exchange) for tensor in route.tensors + grid.ORDER * scattered),
+    )
 
 
 def _others(x: Tensor, dim: int) -> list[int]:

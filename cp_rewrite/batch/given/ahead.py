@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_rewrite.arguments import whole_number
-from cp_rewrite.batch.active import last_plan
+from cp_rewrite.batch.active.current import last_plan
 from cp_rewrite.batch.active.plan import Place, arrays_of
 from cp_rewrite.batch.notes import Block
 from cp_rewrite.batch.ranks.turns import talks

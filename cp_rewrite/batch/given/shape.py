@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cp_rewrite.arguments import named_values
-from cp_rewrite.batch.active import batch_number
+from cp_rewrite.batch.active.marks import batch_number
 from cp_rewrite.sharding import Sharding
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import is_captured
+from cp_rewrite.batch.active.current import is_captured
 from cp_rewrite.batch.agree import SAMPLE
 from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.sharding import Sharding, device_of

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_rewrite.batch.active import known_part, mark_part, token_dim_of
+from cp_rewrite.batch.active.marks import known_part, mark_part, token_dim_of
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import process_group
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
-from cp_rewrite.planning.routes.by_exchange import split_exchange
+from cp_rewrite.planning.names import split_exchange
 
 _open: list[Trace] = []
 

@@ -14,7 +14,7 @@ from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
 from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
-from cp_rewrite.planning.routes.by_exchange import part_of
+from cp_rewrite.planning.names import part_of
 from cp_rewrite.planning.routes.grid import outer_schedule
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cp_rewrite.batch.active import in_batch
+from cp_rewrite.batch.active.current import in_batch
 from cp_rewrite.batch.ranks import history
 from cp_rewrite.batch.steps import later
 from cp_rewrite.sharding import Sharding

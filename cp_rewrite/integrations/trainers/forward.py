@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active import batch_number, is_part
+from cp_rewrite.batch.active.marks import batch_number, is_part
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments
 from cp_rewrite.integrations.fsdp.twin import Twin

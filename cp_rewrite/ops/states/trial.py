@@ -25,7 +25,8 @@ from cp_rewrite.kernels.states.select import runs_by_kernels
 from cp_rewrite.kernels.states.verdicts import verdict_of
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder
-from cp_rewrite.planning.token_reads.states import STATES, States, state_tables
+from cp_rewrite.planning.plan_input import STATES, States
+from cp_rewrite.planning.token_reads.states import state_tables
 
 from . import by_kernels
 from .kinds import INPUTS, Options, fake_out

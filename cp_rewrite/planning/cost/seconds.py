@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_rewrite.planning.routes.by_exchange import ROUTES, over_part
+from cp_rewrite.planning.names import over_part
+from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 
 from .devices import Device, Model

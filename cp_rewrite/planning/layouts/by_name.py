@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, get_args
 
 import numpy as np
 
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.names import LAYOUTS
 
 from .balanced import balanced
 from .options import LayoutOptions
 from .simple import contiguous, dual_chunk
 from .token_order import TokenOrder
 
-Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
 Rule = Callable[[Documents, int, PackedMask, LayoutOptions], TokenOrder]
 
 

@@ -14,9 +14,10 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import expand_ranges, sum_lists
+from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Schedule
 
-from .route import Arrays, Cost, PlanTensor, Route, filled, row_index
+from .route import Arrays, Cost, Route, filled, row_index
 
 
 def gathered_route(schedule: Schedule, rank: int) -> Arrays:

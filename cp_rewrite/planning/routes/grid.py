@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import outer_order
+from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Schedule, build
 
-from .route import Arrays, PlanTensor, Route, row_index
+from .route import Arrays, Route, row_index
 
 ORDER = (PlanTensor("row_order"), PlanTensor("row_inverse"))
 """What scattering heads adds to a route."""

@@ -14,9 +14,10 @@ import numpy as np
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, same_node, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists, union
+from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Schedule
 
-from .route import Arrays, Cost, PlanTensor, Route, row_index
+from .route import Arrays, Cost, Route, row_index
 
 
 def needed_route(schedule: Schedule, rank: int) -> Arrays:

@@ -18,6 +18,7 @@ from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.cost.tiles import window_tiles
 from cp_rewrite.planning.intervals import Int, expand_ranges, group_rows
+from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Runs, Schedule, at_least
 
 from .push_cut import PushCut, choose_cut
@@ -29,7 +30,7 @@ from .push_stages import (
     forward_seconds,
     forward_stages,
 )
-from .route import Arrays, Cost, PlanTensor, Route, filled, row_index
+from .route import Arrays, Cost, Route, filled, row_index
 
 _LOADED_BEYOND = 256
 """A kernel loads whole tiles: up to so many rows after the last expanded one must hold numbers, not NaN."""

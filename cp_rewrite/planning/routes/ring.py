@@ -26,9 +26,10 @@ from cp_rewrite.planning.cost.load import Load, both_kernels, transfer_seconds
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
+from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.schedule import Schedule, kernel_tables
 
-from .route import KERNEL_TABLES, Arrays, Cost, PlanTensor, Route
+from .route import Arrays, Cost, Route
 
 TENSORS = (PlanTensor("kv_rows"), PlanTensor("sum_ptr"), PlanTensor("sum_rows"), PlanTensor("rounds", on_host=True))
 _ALL = np.int64(1) << 40

@@ -14,28 +14,10 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Schedule, at_least
 
 Arrays = dict[str, NDArray[np.integer[Any]]]
-
-
-@dataclass(frozen=True)
-class PlanTensor:
-    """A tensor of a batch's plan. Args: on_host: ops read it on the host; all others live on the device. static: its
-    size follows from the number of ranks alone."""
-
-    name: str
-    on_host: bool = False
-    static: bool = False
-
-
-KERNEL_TABLES = (
-    PlanTensor("cu_seqlens_q"),
-    PlanTensor("cu_seqlens_k"),
-    PlanTensor("pieces", on_host=True),
-    PlanTensor("launches", on_host=True),
-)
-"""What `Schedule.attention` makes, and every attention kernel reads."""
 
 
 @dataclass(frozen=True)

@@ -26,70 +26,8 @@ from numpy.typing import NDArray
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
-from cp_rewrite.planning.routes.route import Arrays, PlanTensor, filled, row_index
-
-from .token_count import ZERO, TokenCount
-
-
-@dataclass(frozen=True)
-class Part:
-    """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `back`
-    backwards; with `repeats` the same one again and again."""
-
-    length: TokenCount
-    start: TokenCount = ZERO
-    extra: int | None = None
-    repeats: bool = False
-    back: bool = False
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """What each token's local row reads.
-
-    Args:
-        parts: all entries. first, span: as drawn above; `first` may not be negative.
-        extras: how many rows all ranks have, for each row of the batch.
-        keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
-        apart: tokens of documents may not read tokens of none, whose values attention made.
-        outside: number of the extra row that a token reads in the place of tokens of other documents; None: these.
-    """
-
-    parts: tuple[Part, ...]
-    first: int = 0
-    span: int = 1
-    extras: int = 0
-    keeps_fill: bool = False
-    apart: bool = False
-    outside: int | None = None
-
-    def sources(self, entries: Int, tokens: int) -> Int:
-        """The token of each entry; of a row that all ranks have, `tokens` and its number.
-
-        Raises:
-            ValueError: the row is too short.
-        """
-        lengths = np.array([part.length.of(tokens) for part in self.parts])
-        if (lengths < 0).any() or (entries >= lengths.sum()).any():
-            raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
-        starts = np.array([tokens + p.extra if p.extra is not None else p.start.of(tokens) for p in self.parts])
-        moves = np.array([0 if part.repeats else -1 if part.back else 1 for part in self.parts])
-        stops = lengths.cumsum()
-        part = np.searchsorted(stops, entries, side="right")
-        return starts[part] + (entries - (stops - lengths)[part]) * moves[part]
-
-
-NEIGHBOURS = (
-    PlanTensor("rows"),
-    PlanTensor("send_rows"),
-    PlanTensor("splits", on_host=True, static=True),
-    PlanTensor("sum_ptr"),
-    PlanTensor("sum_rows"),
-    PlanTensor("return_ptr"),
-    PlanTensor("return_rows"),
-)
-"""What `neighbour_rows` reads of the plan, in order."""
-OUT_ROWS = PlanTensor("out_rows")
+from cp_rewrite.planning.plan_input import Neighbours
+from cp_rewrite.planning.routes.route import Arrays, filled, row_index
 
 
 @dataclass(frozen=True)
@@ -155,14 +93,14 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
     if read.span == 1:
         kept = np.where(own | (not read.keeps_fill), -1, np.arange(tokens.size).reshape(tokens.shape)).reshape(-1)
-        source = read.sources(tokens.reshape(-1) + read.first, plan.rows[0].total)
+        source = _sources(read, tokens.reshape(-1) + read.first, plan.rows[0].total)
         _check_apart(plan, read, batch, tokens.reshape(-1), source)
         return batch, source, kept, np.arange(tokens.size)
     begin = np.flatnonzero(_run_starts(plan, rank, apart=read.outside is not None))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
     token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
-    source = read.sources(expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
+    source = _sources(read, expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
     if read.outside is not None:
         ids = _document_ids(plan)
         own = np.repeat(ids[batch, token][begin], lengths)
@@ -172,6 +110,22 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     for tap in range(read.span if read.apart else 0):
         _check_apart(plan, read, batch, token, source[out_rows + tap])
     return row, source, np.full(len(source), -1), out_rows
+
+
+def _sources(read: Neighbours, entries: Int, tokens: int) -> Int:
+    """The token of each entry; of a row that all ranks have, `tokens` and its number.
+
+    Raises:
+        ValueError: the row is too short.
+    """
+    lengths = np.array([part.length.of(tokens) for part in read.parts])
+    if (lengths < 0).any() or (entries >= lengths.sum()).any():
+        raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
+    starts = np.array([tokens + p.extra if p.extra is not None else p.start.of(tokens) for p in read.parts])
+    moves = np.array([0 if part.repeats else -1 if part.back else 1 for part in read.parts])
+    stops = lengths.cumsum()
+    part = np.searchsorted(stops, entries, side="right")
+    return starts[part] + (entries - (stops - lengths)[part]) * moves[part]
 
 
 def _document_ids(plan: BatchPlan) -> Int:

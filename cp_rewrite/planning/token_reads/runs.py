@@ -12,18 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.routes.route import Arrays, PlanTensor
+from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.planning.schedule import at_least
 
 from .chunks import chunk_counts
-
-RUNS = (
-    PlanTensor("runs", on_host=True),
-    PlanTensor("run_offsets"),
-    PlanTensor("run_chunks"),
-    PlanTensor("run_states"),
-)
-"""What chunked kernels read of a plan, in order."""
 
 
 def run_tables(starts: Int, lengths: Int, entered: Int, left: Int, rows: int, fill: int) -> Arrays:

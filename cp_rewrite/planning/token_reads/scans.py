@@ -24,30 +24,8 @@ import numpy as np
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, expand_ranges
-from cp_rewrite.planning.routes.route import Arrays, PlanTensor
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What is run over.
-
-    Args:
-        joined: all rows of the batch, one behind another, as one line.
-        apart: tokens of documents may not take in tokens of none, whose values attention made.
-    """
-
-    joined: bool = False
-    apart: bool = False
-
-
-SCAN = (
-    PlanTensor("scan_order"),
-    PlanTensor("scan_place"),
-    PlanTensor("scan_piece"),
-    PlanTensor("scan_ends"),
-    PlanTensor("scan_before"),
-)
-"""What a running operation reads of the plan, in order; the first three have an entry for each local row."""
+from cp_rewrite.planning.plan_input import Scan
+from cp_rewrite.planning.routes.route import Arrays
 
 
 @dataclass(frozen=True)

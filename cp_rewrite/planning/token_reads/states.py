@@ -25,40 +25,12 @@ from numpy.typing import NDArray
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.intervals import Int, overlaps
-from cp_rewrite.planning.routes.route import Arrays, PlanTensor, row_index
+from cp_rewrite.planning.plan_input import States
+from cp_rewrite.planning.routes.route import Arrays, row_index
 from cp_rewrite.planning.schedule import at_least
 
 from .chunks import CHUNK, chunk_counts, chunk_rows, level_major
-from .runs import RUNS, run_tables
-
-
-@dataclass(frozen=True)
-class States:
-    """What a state passes through.
-
-    Args:
-        resets: the tokens of one document; else those of a row of the batch.
-        apart: without `resets`, documents may not take in tokens of none, whose values attention made.
-    """
-
-    resets: bool
-    apart: bool = False
-
-
-STATES = (
-    PlanTensor("chunk_rows"),
-    PlanTensor("chunk_levels", on_host=True),
-    PlanTensor("cut_pieces"),
-    PlanTensor("summed_chunks"),
-    PlanTensor("summed_levels", on_host=True),
-    *(
-        PlanTensor(f"{name}{way}", on_host=name in ("fold_levels", "splits"), static=name == "splits")
-        for way in ("", "_back")
-        for name in ("send_summaries", "splits", "fold_order", "fold_levels", "fold_place")
-    ),
-    *RUNS,
-)
-"""What an op over states reads of the plan, in order. The reference reads chunks, kernels read runs."""
+from .runs import run_tables
 
 
 @dataclass(frozen=True)

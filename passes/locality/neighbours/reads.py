@@ -25,7 +25,7 @@ from cp_rewrite.passes.locality.findings import Findings
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
 from cp_rewrite.passes.values.resolution import group_of
-from cp_rewrite.planning.token_reads.neighbours import Neighbours, Part
+from cp_rewrite.planning.plan_input import Neighbours, Part
 from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_rewrite.batch.active import TOKEN_INDEX, PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Fewer, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.values.resolution import Ranks
+from cp_rewrite.planning.plan_input import TOKEN_INDEX, PlanInput
 
 
 def can_spread(rows: Rows) -> bool:

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.ops.states.kinds import state_shapes, wide
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States as Claims
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-from cp_rewrite.planning.token_reads.states import States
+from cp_rewrite.planning.plan_input import PlanInput, States
 from cp_rewrite.refusal import Reason
 
 OPS = ("cp_rewrite::gated_delta_rule", "cp_rewrite::kimi_delta", "cp_rewrite::ssd", "cp_rewrite::selective_scan")

@@ -20,14 +20,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import TOKEN_INDEX, PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
 from cp_rewrite.passes.values.resolution import Ranks, Whole
-from cp_rewrite.planning.token_reads.scans import Scan
+from cp_rewrite.planning.plan_input import TOKEN_INDEX, PlanInput, Scan
 
 _ops: Any = torch.ops.cp_rewrite
 _aten: Any = torch.ops.aten

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, has
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
 from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
+from cp_rewrite.planning.plan_input import PlanInput
 
 from .wholes import wide
 

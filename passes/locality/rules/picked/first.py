@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import TOKEN_INDEX, PlanInput
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import WHOLE
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import can_spread, spread
 from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.planning.plan_input import TOKEN_INDEX, PlanInput
 
 _NOWHERE = torch.iinfo(torch.int64).max
 

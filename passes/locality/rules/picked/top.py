@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active import TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import WHOLE
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along, spread
 from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.planning.plan_input import TOKEN_INDEX, TOKEN_ROWS, PlanInput
 
 from .entries import Picked
 
