@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import place_by
-from cp_rewrite.passes.graph.nodes import bind, constant, op_name
+from cp_rewrite.passes.graph.nodes import bind, constant, op_name, schema_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, outputs_of
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
@@ -24,23 +24,11 @@ _NUMBERS = ("softmax_scale", "causal", "window_size_left", "window_size_right", 
 
 def is_flash_attn(node: fx.Node, direction: str = "forward") -> bool:
     """Whether a node is flash-attn's operator; one of torch.library's ops, which has a schema."""
-    schema = schema_of(node)
+    schema = schema_of(node.target)
     if schema is None:
         return False
     namespace, _, name = schema.name.partition("::")
     return "flash_attn" in namespace and name in (f"_flash_attn_{direction}", f"_flash_attn_varlen_{direction}")
-
-
-def schema_of(node: fx.Node) -> Any:
-    """The schema of a torch.library op; None for other nodes."""
-    return getattr(getattr(node.target, "default", node.target), "_schema", None)
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What an op is called with, by the names of its schema; versions of a library order them differently."""
-    declared = schema_of(node).arguments
-    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    return bind(node, (argument.name for argument in declared), **given)
 
 
 def part_flash_attn(gm: fx.GraphModule) -> None:
@@ -66,7 +54,7 @@ def _is_flash_function(node: fx.Node) -> bool:
         ops = [n for n in calls if is_flash_attn(n, direction)]
         if len(ops) != 1 or any(op_name(n).partition(".")[0] not in _PLAIN for n in calls if n is not ops[0]):
             return False
-        args = arguments_of(ops[0])
+        args = bind(ops[0])  # versions of a library order them differently
         args.setdefault("causal", args.get("is_causal"))  # as the backward of 3 calls it
         numbers.append({name: constant(args.get(name)) for name in _NUMBERS})
     return numbers[0] == numbers[1]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.new_nodes import place_by
-from cp_rewrite.passes.graph.nodes import op_name
+from cp_rewrite.passes.graph.nodes import bind, op_name
 from cp_rewrite.passes.graph.regions import nested_graphs, region_call
 from cp_rewrite.passes.graph.writes import writers_between, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
@@ -303,11 +303,11 @@ def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
     """The dim along which a node cuts tokens into chunks; None of other nodes."""
     if op_name(node) not in CUTS or not isinstance(node.args[0], fx.Node):
         return None
-    given = [*node.args[2:], *(v for name, v in node.kwargs.items() if name in ("dim", "axis"))] or [0]
+    dim = bind(node, ("input", "sections", "dim"), dim=0)["dim"]
     source = node.args[0].meta.get("example_value")
-    if not isinstance(source, Tensor) or not isinstance(given[0], int):
+    if not isinstance(source, Tensor) or not isinstance(dim, int):
         return None
-    dim = given[0] % source.ndim
+    dim %= source.ndim
     size = expression(source.shape[dim])
     counted = any(size.free_symbols & n.free_symbols or (n.is_Integer and size % n == 0) for n in counts)
     return dim if counted and len(node.meta["example_value"]) > 1 else None

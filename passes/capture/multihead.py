@@ -5,7 +5,6 @@ It joins both in one function, `multi_head_attention_forward`. Its masks hide ke
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from typing import Any
@@ -18,6 +17,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.passes.graph.new_nodes import insert
+from cp_rewrite.passes.graph.nodes import bind
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
 
@@ -32,9 +32,7 @@ def part_multihead(gm: fx.GraphModule) -> None:
 
 
 def _part(node: fx.Node, mode: FakeTensorMode) -> None:
-    given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    asked: dict[str, Any] = given.arguments
+    asked = bind(node)
     read = [user for user in node.users if user.target is not operator.getitem or user.users]
     others = [asked[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
     if len(read) != 1 or read[0].args != (node, 0) or asked["add_zero_attn"] or others != [None] * 4:

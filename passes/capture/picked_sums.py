@@ -142,9 +142,11 @@ def _sizes(new: Any, x: fx.Node) -> list[Any]:
 
 def _of_both(loss: fx.Node, found: dict[fx.Node, _Pick], written: Collection[Any]) -> tuple[_Pick, _Pick] | None:
     """The picks of a loss's scores and of its targets, by one mask. written: memory that nodes write into."""
-    scores, targets = (found.get(arg) if isinstance(arg, fx.Node) else None for arg in [*loss.args, None, None][:2])
-    given = loss.kwargs.get("reduction", "mean"), len(loss.args)
-    if scores is None or targets is None or given not in (("mean", 2), ("sum", 2)):
+    given = bind(loss)
+    scores, targets = (found.get(given[name]) for name in ("input", "target"))
+    if scores is None or targets is None or given["reduction"] not in ("mean", "sum"):
+        return None
+    if (given["size_average"], given["reduce"]) != (None, None):  # older words for the reduction
         return None
     if any(memory_of(pick.x) in written for pick in (scores, targets)):  # a pick is a copy, which keeps what it was
         return None
@@ -168,6 +170,7 @@ def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
 
 def _over_all_tokens(loss: fx.Node, scores: _Pick, targets: _Pick, mode: FakeTensorMode) -> None:
     new, ndim = maker(loss, mode), value_of(scores.mask).ndim
-    labels = new(torch.where, targets.mask, targets.x, loss.kwargs.get("ignore_index", -100))
+    labels = new(torch.where, targets.mask, targets.x, bind(loss)["ignore_index"])
     whole = scores.x if ndim == 1 else new("flatten", scores.x, 0, ndim - 1)
-    loss.args = whole, new("flatten", labels)
+    loss.kwargs = {name: value for name, value in loss.kwargs.items() if name not in ("input", "target")}
+    loss.args = whole, new("flatten", labels), *loss.args[2:]

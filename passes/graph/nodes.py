@@ -1,8 +1,10 @@
-"""What passes ask of a node: its op, its value, numbers that the graph fixes, what it reads."""
+"""What passes ask of a node: its op, its value, its arguments, numbers that the graph fixes, what it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from cp_rewrite.torch_internals import OpOverloadPacket, expression, fixed_numbe
 from .regions import attribute_of
 
 _INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""Other names that torch's own functions take for an argument, as numpy has them."""
+_REQUIRED = object()
+"""The default of an argument that has none."""
 
 
 def shape_of(node: Any) -> tuple[Any, ...] | None:
@@ -71,9 +77,46 @@ def constant(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def bind(node: fx.Node, names: Iterable[str], **defaults: Any) -> dict[str, Any]:
-    """A node's arguments by name. names: of the positional ones, in order. defaults: of those that may be left out."""
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+def bind(node: fx.Node, names: Iterable[str] | None = None, **defaults: Any) -> dict[str, Any]:
+    """A node's arguments by name.
+
+    Args:
+        names: of the positional ones, in order. None: those that its op's schema or its function's signature has, with
+            their defaults; no positional ones, where it has neither.
+        defaults: of those that may be left out.
+    """
+    known = _signature(node.target) if names is None else dict.fromkeys(names, _REQUIRED)
+    missing = {name: value for name, value in known.items() if value is not _REQUIRED}
+    given = {name if name in known else _NUMPY.get(name, name): value for name, value in node.kwargs.items()}
+    return {**missing, **defaults, **dict(zip(known, node.args, strict=False)), **given}
+
+
+def bind_op(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of an op by name: those that are left out are as their default, or None."""
+    values: dict[str, Any] = {}
+    for i, (name, default) in enumerate(_signature(op).items()):
+        missing = None if default is _REQUIRED else default
+        values[name] = args[i] if i < len(args) else kwargs.get(name, missing)
+    return values
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an op, or of a packet's default overload; None: the target of a node is no op."""
+    return getattr(target, "_schema", None) or getattr(getattr(target, "default", None), "_schema", None)
+
+
+@lru_cache(maxsize=4096)
+def _signature(target: Callable[..., Any]) -> dict[str, Any]:
+    """Argument -> its default, in order; {} of what tells none, as torch's functions in C++."""
+    schema = schema_of(target)
+    if schema is not None:
+        return {a.name: a.default_value if a.has_default_value() else _REQUIRED for a in schema.arguments}
+    try:
+        parameters = inspect.signature(target).parameters.values() if callable(target) else ()
+    except (TypeError, ValueError):
+        return {}
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return {p.name: _REQUIRED if p.default is p.empty else p.default for p in named}
 
 
 def op_name(node: Any) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import memory_id, unwrapped
 
+from .nodes import bind, schema_of
 from .regions import graph_modules, region_call
 
 _OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
@@ -36,14 +35,14 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     if node.kwargs.get("out") is not None:
         return _nodes(node.kwargs["out"])
     target: Any = node.target
-    schema = getattr(target, "_schema", None) or getattr(getattr(target, "default", None), "_schema", None)
+    schema = schema_of(target)
     if schema is not None:
-        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-        return [n for argument, write in zip(_arguments(node, schema), written, strict=True) if write for n in argument]
+        aliases = {argument.name: argument.alias_info for argument in schema.arguments}
+        return _nodes([bind(node).get(name) for name, alias in aliases.items() if alias and alias.is_write])
     if target in _OPERATORS:  # where and_, or_, not_ are pure
         return _first(node) if target in _INPLACE_OPERATORS else []
     name = getattr(target, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or _asked_in_place(node, target):
+    if (name.endswith("_") and not name.endswith("__")) or bind(node).get("inplace"):
         return _first(node) or list(node.all_input_nodes)
     return []
 
@@ -86,28 +85,3 @@ def _nodes(argument: Any) -> list[fx.Node]:
 
 def _first(node: fx.Node) -> list[fx.Node]:
     return _nodes(node.args[:1])
-
-
-def _arguments(node: fx.Node, schema: Any) -> list[list[fx.Node]]:
-    """The nodes given for each argument of a schema."""
-    given = [*node.args, *[None] * len(schema.arguments)]
-    return [
-        _nodes(node.kwargs.get(argument.name, positional))
-        for argument, positional in zip(schema.arguments, given, strict=False)
-    ]
-
-
-def _asked_in_place(node: fx.Node, target: Callable[..., Any]) -> bool:
-    position = _inplace_position(target)
-    given = node.args[position] if position is not None and position < len(node.args) else node.kwargs.get("inplace")
-    return bool(given)
-
-
-@lru_cache(maxsize=1024)
-def _inplace_position(target: Callable[..., Any]) -> int | None:
-    """Place of an `inplace` parameter in a function's signature."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None

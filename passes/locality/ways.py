@@ -26,7 +26,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     Rows,
     TensorState,
 )
-from cp_rewrite.passes.locality.node.call import Call, bound_arguments, check_gradients, check_sizes, mixes_parts
+from cp_rewrite.passes.locality.node.call import Call, check_gradients, check_sizes, mixes_parts
 from cp_rewrite.passes.locality.node.padding import whole_with_padding, with_padding
 from cp_rewrite.passes.locality.rules.draws import drawn
 from cp_rewrite.passes.locality.rules.picked.looked_up import LookedUp
@@ -207,7 +207,7 @@ def _listed(call: Call, new: States) -> list[TensorState]:
 
 
 def _without_dropout(call: Call) -> bool:
-    return bound_arguments(call.func, call.args, call.kwargs).get("dropout_p", 0.0) == 0.0
+    return call.bound.get("dropout_p", 0.0) == 0.0
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:

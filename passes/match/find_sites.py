@@ -107,7 +107,7 @@ def _may_be_attention(node: fx.Node) -> bool:
 def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
     """Whether attention's keys may be tokens. Else each query reads a memory, or what its own token has: an image's
     patches, latents, earlier layers. That is a softmax between two products, which the rules of other ops are for."""
-    shape = shape_of(node.kwargs.get("key", node.args[1] if len(node.args) > 1 else None))
+    shape = shape_of(bind(node, _DEFAULTS).get("key"))
     if shape is None or not tokens.symbols:
         return True
     return bool(expression(shape[-2]).free_symbols & tokens.symbols)

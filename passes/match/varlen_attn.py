@@ -13,8 +13,8 @@ import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import CuSeqlens
-from cp_rewrite.passes.capture.flash_attn import arguments_of, is_flash_attn, schema_of
-from cp_rewrite.passes.graph.nodes import constant
+from cp_rewrite.passes.capture.flash_attn import is_flash_attn
+from cp_rewrite.passes.graph.nodes import bind, constant, schema_of
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.refusal import Reason, Refusal
 
@@ -52,13 +52,13 @@ def is_varlen(node: fx.Node) -> bool:
     """Whether a node is such an operator. It returns (out, logsumexp, …)."""
     if node.op != "call_function":
         return False
-    schema = schema_of(node)
+    schema = schema_of(node.target)
     return schema is not None and (schema.name == _OP or is_flash_attn(node))
 
 
 def read_varlen(node: fx.Node) -> Varlen:
     """What such a node is called with, and why that is not read."""
-    given = {_NAMES.get(name, name): value for name, value in arguments_of(node).items()}
+    given = {_NAMES.get(name, name): value for name, value in bind(node).items()}
     if "window_size_left" in given:
         given["window_size"] = [given.pop(f"window_size_{side}") for side in ("left", "right")]
     args = _DEFAULTS | given | {"enable_gqa": True}  # kernels take grouped heads anyway
@@ -98,4 +98,4 @@ def _other_documents(scope: Scope, node: fx.Node, args: dict[str, Any], prover: 
 
 
 def _name(node: fx.Node) -> str:
-    return "varlen_attn" if schema_of(node).name == _OP else "flash-attn"
+    return "varlen_attn" if schema_of(node.target).name == _OP else "flash-attn"

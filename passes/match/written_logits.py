@@ -7,13 +7,13 @@ from typing import Any
 import torch.fx as fx
 
 from cp_rewrite.masks import DROPPED_AT
-from cp_rewrite.passes.graph.nodes import constant, filled, op_name, read_by, shape_of, times_constant
+from cp_rewrite.passes.graph.nodes import bind, constant, filled, op_name, read_by, shape_of, times_constant
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.torch_internals import expression
 
 from .grouped_heads import repeats_per_head
-from .written_products import SCORES, Differs, argument, is_copy, is_product, keeps_pairs, product_of
+from .written_products import SCORES, Differs, is_copy, is_product, keeps_pairs, product_of
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
@@ -56,7 +56,8 @@ def unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
         chain.append(top)
         if op_name(top) in ("max", "amax"):
             last = len(shape_of(x) or ()) - 1
-            over_keys = argument(top, 1, "dim") in (-1, last, [-1], (-1,)) and argument(top, 2, "keepdim") is True
+            given = bind(top, ("input", "dim", "keepdim"), dim=None, keepdim=False)
+            over_keys = given["dim"] in (-1, last, [-1], (-1,)) and given["keepdim"] is True
             if top.args[0] is x and over_keys:
                 return x, chain
             break
@@ -72,8 +73,9 @@ def sinks_behind(scope: Scope, node: Any) -> tuple[Any, fx.Node | None]:
     """(logits, sinks) where a node is cat([logits, sinks as a column]); else (node, None)."""
     if op_name(node) not in ("cat", "concat", "concatenate"):
         return node, None
-    parts: Any = argument(node, 0, "tensors")
-    if len(parts) != 2 or argument(node, 1, "dim") not in (-1, 3):
+    given = bind(node, ("tensors", "dim"), dim=0)
+    parts: Any = given["tensors"]
+    if len(parts) != 2 or given["dim"] not in (-1, 3):
         raise Differs(node, "what is put behind the logits is no column of sinks")
     sinks = repeats_per_head(scope, parts[1])
     if sinks is None:
@@ -118,9 +120,9 @@ def _is_bounded(node: fx.Node) -> bool:
     name = op_name(node)
     if name not in ("max", "maximum", "clamp", "clamp_min") or shape_of(node) != shape_of(node.args[0]):
         return False
-    low, others = argument(node, 1, "min", node.kwargs.get("other")), len(node.args) + len(node.kwargs)
-    bound = constant(low) if name.startswith("clamp") else filled(low)
-    return bound is not None and bound <= DROPPED_AT and others == 2
+    given = bind(node, ("input", "min" if name.startswith("clamp") else "other"))
+    bound = constant(given.get("min")) if name.startswith("clamp") else filled(given.get("other"))
+    return bound is not None and bound <= DROPPED_AT and len(node.args) + len(node.kwargs) == 2
 
 
 def _scaled_product(node: fx.Node) -> tuple[fx.Node, float, float] | None:

@@ -19,7 +19,7 @@ from typing import Any
 import sympy
 import torch.fx as fx
 
-from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, shape_of
+from cp_rewrite.passes.graph.nodes import bind, needs_gradient, op_name, shape_of
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import writers_between
@@ -32,7 +32,6 @@ from .written_products import (
     OUTPUT,
     SCORES,
     Differs,
-    argument,
     common_form,
     is_copy,
     is_float,
@@ -111,9 +110,10 @@ def read_written(
 
 def _read(scope: Scope, softmax: fx.Node, rows: Any) -> Written:
     last = len(shape_of(softmax) or ()) - 1
-    if argument(softmax, 1, "dim") not in (-1, last) or not is_float(softmax):
+    given = bind(softmax, ("input", "dim"))
+    if given.get("dim") not in (-1, last) or not is_float(softmax):
         raise Differs(softmax, "the softmax does not run over the keys, in a floating-point dtype")
-    top, aside = unshifted(argument(softmax, 0, "input"))
+    top, aside = unshifted(given["input"])
     masked, sinks = sinks_behind(scope, top)
     found = find_scores(masked, softmax)
     if found is None:
@@ -149,8 +149,8 @@ def _second_product(softmax: fx.Node, has_sinks: bool) -> tuple[fx.Node, Any]:
         if is_product(user) and not column and product_of(user, OUTPUT).left is node:
             return user, dropout
         if op_name(user) == "dropout":
-            p, training = argument(user, 1, "p", 0.5), argument(user, 2, "training", True)
-            dropout = p if training is not False and dropout == 0.0 else dropout
+            given = bind(user, ("input", "p", "training"), p=0.5, training=True)
+            dropout = given["p"] if given["training"] is not False and dropout == 0.0 else dropout
         elif column and _drops_last_column(user):
             column = False
         elif not is_copy(user) and not keeps_pairs(user):
@@ -174,7 +174,7 @@ def _sink_factor(scope: Scope, logits: fx.Node, output: fx.Node) -> tuple[fx.Nod
         e^lse / (e^lse + e^sink)  =  sigmoid(lse - sink)
     """
     aside = [user for user in readers(logits) if op_name(user) == "logsumexp"]
-    if len(aside) != 1 or argument(aside[0], 1, "dim") not in (-1, 3, [-1], (-1,)):
+    if len(aside) != 1 or bind(aside[0], ("input", "dim")).get("dim") not in (-1, 3, [-1], (-1,)):
         return None
     sinks: fx.Node | None = None
     while True:

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.nodes import constant, needs_gradient, op_name, shape_of
+from cp_rewrite.passes.graph.nodes import bind, constant, needs_gradient, op_name, shape_of
 from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.torch_internals import expression
 
@@ -73,9 +73,9 @@ def product_of(node: fx.Node, equations: Mapping[str, re.Pattern[str]]) -> Produ
         if not form:
             raise Differs(node, f"einsum {text!r} is no product over one head's queries and keys")
     elif op_name(node) == "baddbmm":
-        added, *operands = operands
-        beta, alpha = (constant(node.kwargs.get(name, 1.0)) for name in ("beta", "alpha"))
-        if beta != 0 and op_name(added) not in _ZEROS:
+        given = bind(node, ("input", "batch1", "batch2"), beta=1.0, alpha=1.0)
+        added, operands, alpha = given["input"], [given["batch1"], given["batch2"]], constant(given["alpha"])
+        if constant(given["beta"]) != 0 and op_name(added) not in _ZEROS:
             raise Differs(node, "what baddbmm adds to q @ kᵀ is not made of zeros: a bias as of ALiBi is not read")
         factor = 0.0 if alpha is None else alpha
     if len(operands) != 2 or (node.kwargs and op_name(node) != "baddbmm"):
@@ -181,7 +181,3 @@ def is_copy(node: Any) -> bool:
 def is_float(node: Any) -> bool:
     value: Any = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in _FLOATS
-
-
-def argument(node: Any, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, paste, traced
-from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.locality.node.call import COPIES, METADATA, bound_arguments, op_name
+from cp_rewrite.passes.graph.nodes import bind_op, value_of
+from cp_rewrite.passes.locality.node.call import COPIES, METADATA, op_name
 from cp_rewrite.passes.values.resolution import Lowering, Ranks, Step, group_of
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding
@@ -81,7 +81,7 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         args, kwargs = self._converted(step, args, kwargs)
         if step.whole is None:
             return func(*args, **kwargs)
-        out = step.whole(self.ranks, func, bound_arguments(func, args, kwargs))
+        out = step.whole(self.ranks, func, bind_op(func, args, kwargs))
         if not self.casts:
             return out
         # These ops stand in an autocast region, where some of them get another dtype: what was asked for is said.

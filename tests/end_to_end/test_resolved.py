@@ -128,7 +128,7 @@ LOSSES: dict[str, Loss] = {
     "picked": lambda m, x, y: (
         F.cross_entropy(x[y > 5], y[y > 5], label_smoothing=0.1)
         + x[x > 0.3].mean()
-        + x[y > 5].mean(0).exp().sum()
+        + x[y > 5].mean(axis=0).exp().sum()
         + (x.masked_select(x < 0).sum() / 9 + x.flatten(0, 1)[y.flatten() > 5].sum((0, 1)) / 9).tanh()
     ),
     "weights_alone": lambda m, x, y: m.scale.square().sum(),

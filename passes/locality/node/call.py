@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.nodes import bind_op
 from cp_rewrite.passes.locality.advice import COUNT_HINT, MEAN_HINT, advice
 from cp_rewrite.passes.locality.claims.dims import Mixes, Size, T, has
 from cp_rewrite.passes.locality.claims.extents import Extents
@@ -59,7 +60,7 @@ class Call:
     @cached_property
     def bound(self) -> dict[str, Any]:
         """Argument name -> value, defaults included."""
-        return bound_arguments(self.func, self.args, self.kwargs)
+        return bind_op(self.func, self.args, self.kwargs)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -160,14 +161,6 @@ def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
             )
 
 
-def bound_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Argument name -> value, defaults included."""
-    values: dict[str, Any] = {}
-    for i, argument in enumerate(func._schema.arguments):
-        values[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, _default(argument))
-    return values
-
-
 @lru_cache(maxsize=4096)
 def op_name(func: OpOverload) -> str:
     """`add` for aten::add.Tensor and aten::add_.Tensor; `ns::op` elsewhere."""
@@ -175,10 +168,6 @@ def op_name(func: OpOverload) -> str:
     if func._schema.is_mutable and name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     return name if space == "aten" else f"{space}::{name}"
-
-
-def _default(argument: Any) -> Any:
-    return argument.default_value if argument.has_default_value() else None
 
 
 COPIES = frozenset({"clone", "view", "_unsafe_view"})

@@ -100,13 +100,9 @@ def _maximum(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
     return ctx.pointwise(lambda a, b: choose(compare("ge", a, b), a, b), x, y)
 
 
-def _clamp(ctx: RuleContext, x: SymTensor, *args: Any, **kwargs: Any) -> SymTensor:
-    only_max = ctx.op == "clamp_max"
-    low = kwargs.get("min", None if only_max or not args else args[0])
-    high = kwargs.get("max", args[0] if only_max else args[1] if len(args) > 1 else None)
-    if low is not None:
-        x = _maximum(ctx, x, low)
-    return _minimum(ctx, x, high) if high is not None else x
+def _clamp(ctx: RuleContext, x: SymTensor, min: Any = None, max: Any = None) -> SymTensor:
+    x = x if min is None else _maximum(ctx, x, min)
+    return x if max is None else _minimum(ctx, x, max)
 
 
 def _where(ctx: RuleContext, condition: SymTensor, *branches: Any) -> SymTensor:
@@ -162,7 +158,8 @@ ELEMENTS: dict[str, Rule] = {
     "sign": _sign,
     "minimum": _minimum,
     "maximum": _maximum,
-    "clamp clamp_min clamp_max": _clamp,
+    "clamp clamp_min": _clamp,
+    "clamp_max": lambda ctx, x, max: _clamp(ctx, x, max=max),
     "where": _where,
     "masked_fill": _masked_fill,
     "_to_copy to": cast,
