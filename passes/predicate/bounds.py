@@ -10,11 +10,10 @@ import sympy
 from .symbolic import ONE, TOKENS, Expr
 from .worlds import (
     BOTH,
-    CK,
-    CQ,
     END_K,
     END_Q,
     EVERYTHING,
+    FROM_0,
     IK,
     IQ,
     LK,
@@ -61,7 +60,10 @@ def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> b
     ordinals = tuple(ordinals)
     spans = _spans(cell, ordinals)
     low, high = EVERYTHING
-    for form in (linear, _in_chunks(_reduce(linear, cell, ordinals), cell)):
+    reduced = _reduce(linear, cell, ordinals)
+    for relation in cell.relations:
+        reduced = relation.regrouped(cell, reduced)
+    for form in (linear, reduced):
         form_low, form_high = _bounds(form, spans)
         low, high = max(low, form_low), min(high, form_high)
         if _is_multiple_of_nonzero(form, cell) and op in ("Equality", "Unequality"):
@@ -85,12 +87,10 @@ def _compare(op: str, low: float, high: float) -> bool | None:
     return True if always[op] else False if always[opposite[op]] else None
 
 
-_APART, _IDS, _CHUNKS = sympy.symbols("starts ids chunks", integer=True)
-"""start(query's document) - start(key's document); id(query's document) - id(key's document); CQ - CK."""
+_APART, _IDS = sympy.symbols("starts ids", integer=True)
+"""start(query's document) - start(key's document); id(query's document) - id(key's document)."""
 _BEFORE, _BEHIND = sympy.symbols("before behind", integer=True)
 """start(query's document) - K, of an earlier key; K - end(query's document), of a later one. The key may be padding."""
-_RQ, _RK = sympy.symbols("RQ RK", integer=True)
-"""The token's place in its chunk."""
 
 
 def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
@@ -108,7 +108,7 @@ def _reduce(linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> Linear:
         out[term] = out.get(term, sympy.S.Zero) + coefficient
 
     ordinal_of = {o.query: o for o in ordinals}
-    done = cell.relation.reduced(linear, add, K + D, K)
+    done: set[Expr] = set().union(*(relation.reduced(cell, linear, add) for relation in cell.relations))
     for term, c in linear.items():
         if term in done:
             continue
@@ -144,30 +144,10 @@ def _by_keys(term: Expr, linear: Linear, cell: Cell) -> dict[Expr, int]:
 
 
 def _by_key_number(ordinal: Ordinal, cell: Cell) -> dict[Expr, int]:
-    """The number of the query's document, or span, by that of the key's."""
-    same = cell.world is World.SAME or (cell.world is World.PADDING and ordinal.with_padding)
-    step = {} if same and not ordinal.of_spans else {sympy.Symbol(f"Δ{ordinal.query.name}"): 1}
+    """The number of the query's document, or group, by that of the key's."""
+    same = cell.same or (cell.world is World.PADDING and ordinal.with_padding)
+    step = {} if same and ordinal.of is None else {sympy.Symbol(f"Δ{ordinal.query.name}"): 1}
     return {ordinal.key: 1, **step}
-
-
-def _in_chunks(reduced: Linear, cell: Cell) -> Linear:
-    """A reduced form that reads numbers of chunks, by chunks alone. With chunks of 4 tokens:
-
-    4 CQ - K    ->  4 chunks - RK
-    D           ->  4 chunks + RQ - RK
-    """
-    if cell.chunks is None or not {CQ, CK} & set(reduced):
-        return reduced
-    size = sympy.Integer(cell.chunks.size)
-    parts: dict[Expr, Linear] = {CQ: {CK: ONE, _CHUNKS: ONE}}
-    parts[cell.chunks.by] = {CK: size, _RK: ONE}
-    if cell.chunks.of_row or cell.world is World.SAME:
-        parts[D] = {_CHUNKS: size, _RQ: ONE, _RK: -ONE}
-    out: Linear = {}
-    for term, c in reduced.items():
-        for part, factor in parts.get(term, {term: ONE}).items():
-            out[part] = out.get(part, sympy.S.Zero) + c * factor
-    return {term: c for term, c in out.items() if c != 0}
 
 
 def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
@@ -181,16 +161,16 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
     spans: dict[Expr, Span] = {ONE: (1, 1), D: cell.span, TOKENS: (_MIN_TOKENS, math.inf)}
     spans |= {Q: (max(0, low), math.inf), K: (max(0, -high), math.inf), PK: row, PQ: row, WK: row, WQ: row}
     spans[_APART] = apart
-    relation = cell.relation
-    steps = {o: relation.numbers_of_spans if o.of_spans else apart for o in ordinals}
-    spans |= {sympy.Symbol(f"Δ{o.query.name}"): step for o, step in steps.items()}
-    for o in (o for o in ordinals if o.of_spans):
-        spans |= dict(zip((o.query, o.key), relation.spans_so_far, strict=True))
-    spans |= relation.bounds()
-    if cell.chunks is not None:
-        inside: Span = (0, cell.chunks.size - 1)
-        later = EVERYTHING if cell.together is None else (0, 0) if cell.together else apart
-        spans |= {CQ: row, CK: row, _RQ: inside, _RK: inside, _CHUNKS: later}
+    for o in ordinals:
+        step = sympy.Symbol(f"Δ{o.query.name}")
+        if o.of is None:
+            spans[step] = apart
+        else:
+            relation = cell.of(o.of)
+            numbers = (cell.never_falls, FROM_0, FROM_0) if relation is None else relation.numbers(cell)
+            spans |= dict(zip((step, o.query, o.key), numbers, strict=True))
+    for relation in cell.relations:
+        spans |= relation.bounds(cell)
     spans |= {_BEFORE: (1, math.inf), _BEHIND: row}
     if cell.world is World.SAME:
         spans |= {LQ: (1, math.inf), LK: (1, math.inf), BOTH: (1, 1)}
@@ -212,13 +192,15 @@ def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
     """Whether a form is a multiple of what is never 0: id - id of two documents, or a token less the one that documents
     end (start) with, where another token of its document follows (precedes) it."""
     low, high = cell.span
-    if len(marks := {*form} - {ONE}) == 1 and cell.relation.never(mark := marks.pop(), -form.get(ONE, 0) / form[mark]):
-        return True
+    if len(terms := {*form} - {ONE}) == 1:
+        value = -form.get(ONE, 0) / form[term := terms.pop()]
+        if any(relation.never(term, value) for relation in cell.relations):
+            return True
     if cell.world is World.SAME:
         nonzero = {END_K, START_Q} if low > 0 else {END_Q, START_K} if high < 0 else set()
     else:
         nonzero = {_IDS} if cell.world in (World.DIFFERENT, World.ADJACENT) else set()
-    return len(form) == 1 and set(form) <= nonzero | cell.relation.nonzero
+    return len(form) == 1 and set(form) <= nonzero.union(*(each.nonzero(cell) for each in cell.relations))
 
 
 def _bounds(form: Linear, spans: Mapping[Expr, Span]) -> Span:

@@ -23,7 +23,8 @@ A mask is read in three steps. Here is one of a model that has document ids of s
 
    All keys of other documents are dropped, so documents are packed. Of its own document a query keeps the distances
    from 0 on: no key to its right and all to its left. That is `PackedMask(causal=True, window=None, packed=True)`.
-   Where a mask reads numbers of chunks (q // 4), each world has two rows: keys of the query's chunk, and of others.
+   Where a mask reads a grouping of tokens (`groupings`), as chunks (q // 4), each world has a row for every way in
+   which it may hold query and key: keys of the query's chunk, and of others.
 
 A mask is refused where it keeps some pairs of a cell and drops others, where the kept distances are no window, and
 where keys of other documents are kept at other distances. A term that steps 1 and 2 can't read is carried along with
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,12 +53,12 @@ from cp_rewrite.sharding import Sharding
 
 from .bounds import turning_points
 from .evaluate import Evaluator
-from .form import Form, Kept, chunk_of, differs, expected_in, levels_of, odd_cell
+from .groupings.grouping import Form, Grouping, Kept, Relation
+from .groupings.table import cells, groupings_of
 from .rules.index_maps import reshape
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .terms import Pair, Trouble, relations
-from .within import Held
-from .worlds import Cell, Span, World, cells, distances, spread
+from .worlds import Cell, Span, World, distances
 
 _PAIRS = (World.SAME, World.DIFFERENT)
 
@@ -135,47 +135,53 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
         mask: the node that refusals name.
     """
     points = {0}.union(*(turning_points(reader.linear(relation.lhs)) for relation in relations(value)))
-    chunks = reader.chunks  # known once all relations were read
-    spans = distances(points if chunks is None else points | {chunks.size, -chunks.size})
-    spread_out = partial(spread, marks=reader.marks, levels=reader.levels, **_tree_of(reader.sharding))
-    table = [cell for world in _PAIRS for cell in spread_out(cells(world, spans, chunks))]
+    groupings = groupings_of(reader)  # known once all relations were read
+    spans = distances(points.union(*(grouping.distances for grouping in groupings)))
+    table = [cell for world in _PAIRS for cell in cells(world, spans, groupings)]
     kept = {cell: _kept(reader, value, cell) for cell in table}
     undecided = [answer for answer in kept.values() if not isinstance(answer, bool)]
     if undecided:
         return _why_undecided(reader, value, undecided[0], mask)
-    chunk = chunk_of(kept)
-    # A span that tokens of one value make lies inside of one document: `SpanRuns.inside` holds batches to that.
-    packed = not any(
-        answer
-        for cell, answer in kept.items()
-        if cell.world is World.DIFFERENT and not (cell.held is Held.ONE and cell.marks and cell.marks.kind == "value")
-    )
-    plain = {cell: answer for cell, answer in kept.items() if cell.world is World.SAME and cell.plain}
+    packed = not any(answer for cell, answer in kept.items() if cell.world is World.DIFFERENT and not _impossible(cell))
+    plain = {cell: answer for cell, answer in kept.items() if cell.same and all(each.plain for each in cell.relations)}
     window = _window(sorted({cell.span for cell, answer in plain.items() if answer}))
-    of_span, of_tree = (differs(kept, plain, of) for of in ("held", "kin"))
-    form = Form(window, packed, chunk, of_span, of_tree, levels_of(kept))
-    detail = odd_cell(kept, form)
-    if not detail and reader.marks is not None and not form.spans:
-        # What is known of spans here, batches are held to under masks with spans alone.
-        detail = "the mask reads the annotation's spans, whose tokens do not see each other by it"
+    fields = {name: value for grouping in groupings for name, value in grouping.fields(kept, plain).items()}
+    form = Form(window, packed, fields)
+    detail = _odd_cell(kept, form) or next(filter(None, (grouping.odd(form) for grouping in groupings)), "")
     if not detail and window is None:
         seen = ", ".join(f"{cell.span[0]:g} to {cell.span[1]:g}" for cell, yes in plain.items() if yes) or "nowhere"
         detail = f"query - key may be {seen}: no window around the query itself"
     elif not detail:
-        detail = _padding_told(reader, value, form) or _odd_padding(reader, value, spans, kept, form)
+        detail = _padding_told(reader, value, form) or _odd_padding(reader, value, spans, kept, form, groupings)
     if detail or window is None:
         return [Refusal(Reason.MASK_NOT_PACKED, detail, mask)]
-    cut = (None, "document") if chunk is None else (chunk.size, "row" if chunk.of_row else "document")
     try:
-        return PackedMask(window[1] == 0, window, packed, *cut, form.spans, form.tree, form.levels)
+        return PackedMask(window[1] == 0, window, packed, **fields)
     except ValueError as error:
         return [Refusal(Reason.MASK_NOT_PACKED, str(error), mask)]
 
 
-def _tree_of(sharding: Sharding) -> dict[str, bool]:
-    """Whether rows are trees, and whether their nodes' ranges count places."""
-    tree = sharding.packing if isinstance(sharding.packing, Tree) else None
-    return {"tree": tree is not None, "places": tree is not None and tree.tin is None}
+def _impossible(cell: Cell) -> bool:
+    return any(relation.impossible(cell) for relation in cell.relations)
+
+
+def _odd_cell(kept: Kept, form: Form) -> str:
+    """Where the mask does otherwise than with the keys of the query's own document, or group, at the same distance."""
+    for cell, answer in kept.items():
+        expected = None if cell.world is World.DIFFERENT and form.packed else _expected_in(kept, cell, form)
+        if expected is not None and expected != answer:
+            return f"the mask keeps {cell}" if answer else f"the mask drops {cell}"
+    return ""
+
+
+def _expected_in(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
+    """What the mask does in a cell if it is of this form; None: no batch has such pairs."""
+    for relation in cell.relations:
+        expected = relation.expected(cell, form)
+        if expected is not Relation:
+            return expected
+    plain = Cell(World.SAME, cell.span, tuple(relation.alike(cell, form) for relation in cell.relations))
+    return kept.get(plain, False)
 
 
 def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> list[Refusal]:
@@ -200,17 +206,17 @@ def _padding_told(reader: Reader, value: Value, form: Form) -> str:
     )
 
 
-def _odd_padding(reader: Reader, value: Value, spans: Sequence[Span], kept: Kept, form: Form) -> str:
+def _odd_padding(
+    reader: Reader, value: Value, spans: Sequence[Span], kept: Kept, form: Form, groupings: Sequence[Grouping]
+) -> str:
     """What is wrong with padding that follows a query's document, where a numbering may give it that document's number:
     a packed mask lets no query see it, one of the whole row sees it as any other token there."""
     numbered = reader.skips_end or any(o.with_padding for o in reader.ordinals.values())
     if not (isinstance(reader.sharding.packing, CuSeqlens) and numbered):
         return ""
-    right = spread([Cell(World.PADDING, span) for span in spans if span[1] < 0], reader.marks, tree=False, places=False)
-    # No span goes on in padding: `SpanRuns.inside` holds batches to that. By ids, another one may have its id there.
-    apart = [c for c in right if not (c.held is Held.ONE and c.marks and c.marks.kind != "ids")]
-    for cell in apart:
-        expected = False if form.packed else expected_in(kept, cell, form)
+    right = cells(World.PADDING, [span for span in spans if span[1] < 0], groupings)
+    for cell in (cell for cell in right if not _impossible(cell)):
+        expected = False if form.packed else _expected_in(kept, cell, form)
         if expected is not None and _kept(reader, value, cell) != expected:
             if form.packed:
                 return "padding after a document counts as its tokens, and queries see keys after them"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -13,8 +14,7 @@ from cp_rewrite.passes.predicate.bounds import holds
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.symbolic import Expr, Select
 from cp_rewrite.passes.predicate.terms import Pair, Trouble, maximal_terms, relations
-from cp_rewrite.passes.predicate.within import Marks
-from cp_rewrite.passes.predicate.worlds import Cell, Chunks, Linear, Ordinal
+from cp_rewrite.passes.predicate.worlds import Cell, Linear, Ordinal
 from cp_rewrite.sharding import Sharding
 
 
@@ -29,9 +29,7 @@ class CellValues:
         token_size: the sizes that count tokens.
         ordinals: the numberings found so far, by the term with its token left open.
         troubles: the terms that can't be read, each with the reason.
-        chunks: the chunks whose numbers were read.
-        marks: what spans were read by.
-        levels: how many levels up the parents of nodes were read; None: nodes do not tell their parents.
+        groupings: what groupings were read by, by their type.
         skips_end: marks of document starts, or the key's start, were read with the last document's end left out.
     """
 
@@ -41,15 +39,36 @@ class CellValues:
     token_size: frozenset[Expr]
     ordinals: dict[Expr, Ordinal] = field(default_factory=dict)
     troubles: dict[Expr, Trouble] = field(default_factory=dict)
-    chunks: Chunks | None = None
-    marks: Marks | None = None
-    levels: int | None = None
+    groupings: dict[type[Any], Any] = field(default_factory=dict)
     skips_end: bool = False
     _linears: dict[Expr, Linear] = field(default_factory=dict)
 
     def _term(self, term: Expr) -> Linear:
         """One term as a sum over Q, K, PQ, …; itself, with its trouble noted, where it can't be read."""
         raise NotImplementedError
+
+    def beside(self, pair: Pair) -> CellValues:
+        """A reader of the same batch that calls query and key otherwise."""
+        return type(self)(self.sharding, self.leaves, pair, self.token_size)
+
+    def unread(self, term: Expr, trouble: Trouble) -> Linear:
+        """Notes why a term can't be read; the term itself."""
+        # The same thing said of the query and of the key is one trouble.
+        detail = re.sub(rf"\b{self.pair.key}\b", str(self.pair.query), trouble.detail)
+        self.troubles[term] = replace(trouble, detail=detail)
+        return {term: sympy.S.One}
+
+    def token_of(self, term: Any, leaf: Leaf) -> tuple[Expr, ...] | None:
+        """The symbols (`Pair.side`) of the token at which a read takes the leaf, in the attention's own row."""
+        dim = self.sharding.tokens[leaf.name]
+        if dim >= len(leaf.shape) or leaf.shape[dim] not in self.token_size:
+            return None
+        for d, index in enumerate(term.args):
+            # Of several planes of positions, the first one tells documents apart.
+            at_row = index == (0 if d < dim - 1 else self.pair.batch)
+            if d != dim and not (leaf.shape[d] == 1 or at_row):
+                return None
+        return self.pair.side(term.args[dim])
 
     def linear(self, difference: Expr) -> Linear:
         """A difference of terms as a sum over Q, K, PQ, …, ordinals, and terms that no rule reads."""

@@ -6,13 +6,11 @@ from functools import cached_property
 from typing import Any, cast
 
 import sympy
-import torch
 
-from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, Spans, StartOfDocument, Tree
-from cp_rewrite.passes.predicate.context import Leaf
+from cp_rewrite.packing import CuSeqlens, DocumentIds, EndOfDocument, StartOfDocument, Tree
+from cp_rewrite.passes.predicate.groupings.table import GROUPINGS
 from cp_rewrite.passes.predicate.symbolic import (
     ONE,
-    ZERO,
     Expr,
     RepeatIndex,
     RunningMax,
@@ -20,8 +18,7 @@ from cp_rewrite.passes.predicate.symbolic import (
     SumOver,
     outer_select,
 )
-from cp_rewrite.passes.predicate.terms import Pair, Trouble, maximal_terms
-from cp_rewrite.passes.predicate.within import Held, Marks
+from cp_rewrite.passes.predicate.terms import Pair, Trouble
 from cp_rewrite.passes.predicate.worlds import BOTH, STARTS, WK, WQ, Cell, Linear, Ordinal, Q, World
 from cp_rewrite.refusal import Reason
 
@@ -38,16 +35,12 @@ class Numberings(CellValues):
     def _offsets(self) -> Offsets:
         return Offsets(self.sharding.packing, self.leaves, self.pair)
 
-    def _of(self, pair: Pair) -> CellValues:
-        """A reader of the same batch that calls query and key otherwise."""
-        return type(self)(self.sharding, self.leaves, pair, self.token_size)
-
-    def _ordinal(self, key: Expr, side: Expr, with_padding: bool, of_spans: bool = False) -> Linear:
+    def _ordinal(self, key: Expr, side: Expr, with_padding: bool, of: type[Any] | None = None) -> Linear:
         """A numbering's value at the query or the key. `key`: the term, its token replaced by `_TOKEN`."""
         if key not in self.ordinals:
             n = len(self.ordinals)
             names = sympy.symbols(f"G{n}q G{n}k", integer=True)
-            self.ordinals[key] = Ordinal(names[0], names[1], with_padding, of_spans)
+            self.ordinals[key] = Ordinal(names[0], names[1], with_padding, of)
         ordinal = self.ordinals[key]
         return {ordinal.query if side == Q else ordinal.key: sympy.S.One}
 
@@ -73,12 +66,13 @@ class Numberings(CellValues):
         inner, j, at = cast(tuple[Any, Any, Any], term.args)
         side = self.pair.side(at)
         # What is added is read as a mask is: of token j and the one before it.
-        sub = self._of(Pair(j, j - 1, self.pair.batch))
+        sub = self.beside(Pair(j, j - 1, self.pair.batch))
         worlds = (World.SAME, World.ADJACENT, World.IN_PADDING)
-        inside, first, padding = (sub.numbers(inner, Cell(world, (1, 1))) for world in worlds)
+        inside, first, padding = (sub.numbers(inner, self._side_by_side(world)) for world in worlds)
         key = RunningSum(inner, j, _TOKEN)
-        if side is not None and self._numbers_spans(inner, j):
-            return self._ordinal(key, side[0], with_padding=False, of_spans=True)
+        numbered = next((each for each in GROUPINGS if side and each.is_numbered(self, inner, j)), None)
+        if side is not None and numbered is not None:
+            return self._ordinal(key, side[0], with_padding=False, of=numbered.relation)
         if side is None or inside != frozenset({0.0}) or first is None:
             return None
         if first == frozenset({0.0}):  # one number for the whole row
@@ -89,35 +83,11 @@ class Numberings(CellValues):
             return None  # it might fall inside padding, back to an earlier document's number
         return self._ordinal(key, side[0], with_padding=sub.skips_end or self._padded)
 
-    def _numbers_spans(self, inner: Any, j: Any) -> bool:
-        """Whether a running sum of `inner` grows with each span: it reads what marks them alone, and adds 0 inside of
-        them, 1 or more at their first tokens, and nothing below 0 elsewhere.
-
-        token_type_ids                                       0 1 1 0 0 1 1 1
-        RunningSum(one, and the token before is none)        0 1 1 1 1 2 2 2
-        """
-        spans = self.sharding.spans
-        reads = [self.leaves.get(term.func) for term in maximal_terms(inner) if not isinstance(term, sympy.Symbol)]
-        if spans is None or not reads or reads[0] is None or any(not leaf or leaf.name != spans.arg for leaf in reads):
-            return False
-        marks = marks_of(spans, reads[0])
-        # Of token j and the one before it; the row's first token has none before it.
-        later, first = self._of(Pair(j, j - 1, self.pair.batch)), self._of(Pair(ZERO, -ONE, self.pair.batch))
-        added = {
-            (at is later, held, types): at.numbers(value, Cell(World.SAME, (1, 1), marks=marks, held=held, types=types))
-            for at, value, ways in ((later, inner, Held), (first, inner.xreplace({j: ZERO}), (Held.QUERY, Held.NONE)))
-            for held in ways
-            if held is not Held.TWO or marks.kind == "ids"
-            for types in marks.types(held)
-        }
-        if any(values is None or not 0 <= min(values) <= max(values) < float("inf") for values in added.values()):
-            return False
-        begins = [values for (_, held, _), values in added.items() if held in (Held.QUERY, Held.TWO)]
-        inside = {values for (_, held, _), values in added.items() if held is Held.ONE}
-        if inside != {frozenset({0.0})} or any(min(values or {0.0}) < 1 for values in begins):
-            return False
-        self.marks = marks
-        return True
+    def _side_by_side(self, world: World) -> Cell:
+        """The cell of a token and the one before it, of whose groups nothing is known."""
+        given = (grouping.given(self) for grouping in GROUPINGS)
+        unknown = (each.unknown for each in given if each is not None)
+        return Cell(world, (1, 1), tuple(each for each in unknown if each is not None))
 
     def _running_max(self, term: Any) -> Linear | None:
         """A running maximum of the index at documents' first tokens, 0 elsewhere, is where the document starts."""
@@ -129,8 +99,8 @@ class Numberings(CellValues):
         values = [sympy.expand(inner.xreplace({choice: value})) for value in choice.args[1:]]
         if values not in ([j, 0], [0, j]):
             return None
-        sub = self._of(Pair(j, j - 1, self.pair.batch))
-        at_start = [sub.truths(condition, Cell(world, (1, 1))) for world in (World.ADJACENT, World.SAME)]
+        sub = self.beside(Pair(j, j - 1, self.pair.batch))
+        at_start = [sub.truths(condition, self._side_by_side(world)) for world in (World.ADJACENT, World.SAME)]
         if at_start != [frozenset({values[0] == j}), frozenset({values[0] != j})]:
             return None
         return {side[0]: ONE, WQ if side[0] == Q else WK: -ONE}
@@ -159,7 +129,7 @@ class Numberings(CellValues):
         inner: Any = term.args[0]
         bound: Any = term.args[1]
         pair = Pair(bound, bound - 1, self.pair.batch, self.pair.others)
-        sub = self._of(pair)
+        sub = self.beside(pair)
         troubles = sub.blame(inner)
         for trouble in troubles:
             # What a count reads at the query is no wrong place: only its own tokens were looked at.
@@ -175,14 +145,3 @@ class Numberings(CellValues):
         if isinstance(self.sharding.packing, EndOfDocument | StartOfDocument):
             detail += "; EndOfDocument's token is a document's last one, StartOfDocument's its first"
         return Trouble(Reason.MASK_NOT_PACKED, detail)
-
-
-def marks_of(spans: Spans, leaf: Leaf) -> Marks:
-    """What a mask reads spans by, if it reads `leaf`."""
-    if spans.value is None:
-        return Marks("ids", spans.none)
-    # A flag holds one other number in no span.
-    base = spans.values[0]
-    outside = 1 - 2 * base if leaf.dtype is torch.bool and spans.value in (0, 1) else None
-    kind = "prefix" if spans.prefix else "value"
-    return Marks(kind, base, outside, tuple(value - base for value in spans.values))
