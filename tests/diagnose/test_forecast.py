@@ -21,7 +21,7 @@ from cp_rewrite.diagnose.explain import Report
 from cp_rewrite.diagnose.explain_config import explain_config
 from cp_rewrite.diagnose.forecast.fit import fit_of
 from cp_rewrite.kernels.select import DeviceFacts
-from cp_rewrite.planning.cost.memory import GIB, Needs, Share, options, predict
+from cp_rewrite.planning.cost.memory import GIB, Layer, Needs, Share, options, predict
 
 WIDTH, WIDE, VOCAB = 32, 96, 48
 
@@ -143,13 +143,18 @@ ONCE: tuple[tuple[str, int, dict[str, Any], float], ...] = (
     ("1.1b", 131_072, {}, 29.6),
     ("8b-of-8", 65_536, {}, 30.1),
     ("8b-of-8", 131_072, {"tiled": True}, 33.6),
+    ("experts-64", 65_536, {"tiled": True, "on_host": ("checkpoints",)}, 30.3),
 )
-"""(model, tokens, what `Share` has, GiB a GPU), checkpointed, 2 H200, no accumulation; MLPs are tiled in 8b-of-8."""
+"""(model, tokens, what `Share` has, GiB a GPU), checkpointed, 2 H200 or H100, no accumulation; MLPs of 8b-of-8 are
+tiled, experts are not."""
 
 
 EIGHT = {"enters": 4096.0, "kept": 69632.0, "before_attention": 18432.0, "widest": 14336.0, "queries": 4096.0,
          "keys": 2048.0, "wide": 43008.0}  # fmt: skip
 """Sizes of a layer of Llama-3-8B, as `needs_of` reads them off its graph."""
+EXPERTS_64 = Layer(570_560_768, 570_560_768, enters=2048.0, kept=87104.0, before_attention=16384.0, widest=22528.0,
+                   queries=2048.0, keys=4096.0, grouped=22528.0)  # fmt: skip
+"""A layer of 64 experts of which a token has 8, each 1,408 wide inside."""
 
 
 @pytest.mark.long
@@ -169,6 +174,7 @@ def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
     heads = {"1.1b": untied, "0.9b": small, "8b": eight}
     models = {name: replace(m, layers=tuple(replace(x, wide=0.0) for x in m.layers)) for name, m in heads.items()}
     models["8b-of-8"] = replace(eight, layers=eight.layers[:8])
+    models["experts-64"] = Needs((EXPERTS_64,) * 4, 2 * 102_400 * 2048, 2 * 102_400 * 2048, 4096, 102_400)
     for name, tokens, given, measured in ONCE:
         model = models[name].of_loss().checkpointed()
         share = Share(tokens // 2, tokens // 2, 2, accumulated=False, **given)
@@ -178,6 +184,27 @@ def test_peaks_are_those_that_were_measured(tmp_path: Path) -> None:
         model = model.checkpointed() if checkpointed else model
         peak = predict(model, Share(tokens // ranks, tokens // ranks, ranks)).peak / GIB
         assert peak == pytest.approx(measured, rel=0.1), (vocabulary, tokens)
+
+
+@pytest.mark.long
+def test_rows_of_experts_are_in_no_tile(tmp_path: Path) -> None:
+    """Neither in the forecast nor in what runs, where an MLP is: where each stands depends on all."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "use_cache": False}
+    experts: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 4}
+    experts |= {"num_key_value_heads": 2, "mlp_only_layers": [1], "intermediate_size": 128, "vocab_size": 64}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    layers = needs(explain_config(str(tmp_path), [64], 2)).layers
+    assert [(layer.wide, layer.grouped) for layer in layers] == [(0, 4 * 2 * 48), (3 * 128, 0)]
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    names = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
+    sharding = cp.Sharding(2, names, cp.PositionIds("position_ids"), tile=8)
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    report = cp.explain(model, sharding)(input_ids=ids, position_ids=torch.arange(64)[None], labels=ids)
+    assert sum("cp_rewrite.tiled" in line for line in report.after) == 1, "the MLP of the second layer"
 
 
 def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:

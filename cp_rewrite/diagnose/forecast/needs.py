@@ -25,9 +25,9 @@ from cp_rewrite.planning.cost.memory import WORTH_AGAIN, Layer, Needs
 from cp_rewrite.torch_internals import hint
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
-_PRODUCTS = _ATTENTION | frozenset(
-    "linear matmul mm bmm addmm baddbmm einsum conv1d bilinear grouped_mm grouped_mm_fallback".split()
-)
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+"""Products of rows that are sorted by expert: where each stands depends on all rows, so that none run in tiles."""
+_PRODUCTS = _ATTENTION | _GROUPED | frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d bilinear".split())
 _VIEWS = frozenset(
     "view reshape transpose permute contiguous expand getitem flatten unflatten squeeze unsqueeze to float bfloat16 "
     "half type type_as movedim swapaxes chunk split tensor_split unbind narrow select view_as expand_as detach".split()
@@ -129,15 +129,19 @@ class _Graph:
             self.base(n): None for node in order for n in node.all_input_nodes if self.path(self.base(n)) != path
         }
         enters = max(map(self.size, entering), default=0.0)
+        least = 2 * WORTH_AGAIN * enters
         attends = [node for node in own if op_name(node) in _ATTENTION]
         last = max((order[node] for node in attends), default=0)
+        products = [node for node in own if op_name(node) in _GROUPED]
+        grouped = {self.base(n) for node in products for n in (node, *node.all_input_nodes)}
         queries, keys = (max((self._read(node, at) for node in attends), default=0.0) for at in ([0], [1, 2]))
         return {
             "enters": enters,
             "kept": enters + sum(map(self.size, kept)),
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
-            "wide": sum(size for size in map(self.size, kept) if size >= 2 * WORTH_AGAIN * enters),
+            "wide": sum((size for n in kept if (size := self.size(n)) >= least and n not in grouped), 0.0),
+            "grouped": max(map(self.size, grouped), default=0.0),
             "queries": queries,
             "keys": keys,
         }

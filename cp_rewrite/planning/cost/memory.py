@@ -45,7 +45,8 @@ class Layer:
         parameters: that are gathered together. trained: of these, those that have gradients.
         enters: elements that come in. kept: elements that its backward reads, those among them.
         before_attention: of `kept`, those that are still there when attention's backward runs.
-        widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold.
+        widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold. grouped:
+            of the widest whose rows are sorted by expert, which no tile holds.
         queries, keys: elements of attention's queries, and of its keys and values; 0 without attention.
         checkpointed: what it keeps is computed again in the backward.
     """
@@ -59,6 +60,7 @@ class Layer:
     queries: float = 0.0
     keys: float = 0.0
     wide: float = 0.0
+    grouped: float = 0.0
     checkpointed: bool = False
 
 
@@ -214,7 +216,8 @@ def _in_layer(layer: Layer, share: Share) -> int:
         return round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
     tile = min(rows, TILE_ROWS, TILE_BYTES / (item * layer.widest))
     inside = item * tile * (layer.wide + 2 * layer.widest) + 4 * layer.parameters  # their gradients' sums, in fp32
-    return round(max(item * rows * (again - layer.wide + 2 * layer.enters) + inside, attention))
+    outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
+    return round(max(outside + inside, attention))
 
 
 def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:
