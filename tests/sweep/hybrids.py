@@ -2,8 +2,9 @@
 
     python -m tests.sweep.hybrids [--families Mamba2ForCausalLM,…] [--ranks 2,3,4] [--jobs 8] [--seconds 240]
 
-With `reset_states` the one process runs each document by itself, where attention keeps to documents. A line for each
-family and number of ranks: the largest relative difference, of the loss and of any gradient, and where it was.
+With `reset_states` the one process runs each document by itself, where attention keeps to documents; a family whose
+attention does not is tried without its layers of attention. A line for each family and number of ranks: the largest
+relative difference, of the loss and of any gradient, and where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
@@ -32,15 +33,16 @@ from .trial import LIMIT, difference, gradients, in_double
 FAMILIES = (
     "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "KimiLinearForCausalLM", "Mamba2ForCausalLM",
     "BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM",
-    "Zamba2ForCausalLM", "JambaForCausalLM",
+    "Zamba2ForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "MiniMaxForCausalLM",
 )  # fmt: skip
 ACROSS = ("GraniteMoeHybridForCausalLM",)
 """Families whose attention sees whole rows: documents are not as they are alone."""
 EXACT = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM")
 """Families whose own rounding to fp32 is beyond the limit."""
 LAYOUTS = ("balanced", "contiguous", "head_tail", "dual_chunk")
-SIZES = ((1, 37, 1, 70, 1, 1, 26), (64, 1, 66), (131,), (1, 1, 1, 1, 1))
-"""Lengths of documents: odd ones, ones of a token, cuts at and beside multiples of 64, a row shorter than its ranks."""
+SIZES = (((1, 37, 1, 70, 1, 1, 26),), ((64, 1, 66),), ((131,),), ((1, 1, 1, 1, 1),), ((3, 94), (97,)))
+"""Rows of lengths of documents: odd ones, ones of a token, cuts at and beside multiples of 64, hardly a token for each
+rank, two rows."""
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 
 
@@ -58,19 +60,30 @@ class Worst:
         return self
 
 
-def batch_of(lengths: Sequence[int]) -> dict[str, Tensor]:
+def batch_of(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Each token has a target."""
-    batch = make_batch([[*lengths]], VOCAB)
+    batch = make_batch([[*lengths] for lengths in rows], VOCAB)
     return {**batch, "input_ids": batch["input_ids"].clamp(min=3), "labels": batch["input_ids"].flip(1)}
 
 
-def alone(model: Wrapped, batch: dict[str, Tensor], lengths: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process, of parts of a row that it runs one by one."""
+def model_of(name: str, resets: bool) -> Wrapped:
+    """A family's model; without attention where that would see more than a document that runs alone."""
+    wrapped: Any = build(Case(name, "causal", own_loss=False))
+    if resets and name in ACROSS:
+        decoder = wrapped.model.model
+        decoder.layers = nn.ModuleList(layer for layer in decoder.layers if layer.self_attn is None)
+        assert len(decoder.layers)
+    return wrapped
+
+
+def alone(model: Wrapped, batch: dict[str, Tensor], rows: Sequence[Sequence[int]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one process, of parts of rows that it runs one by one."""
     count, total = torch.tensor(batch["labels"].numel()), 0.0
-    for parts in zip(*(value.split(list(lengths), 1) for value in batch.values()), strict=True):
-        loss = model(**dict(zip(batch, parts, strict=True)), num_items_in_batch=count).loss
-        loss.backward()
-        total += float(loss.detach())
+    for row, lengths in enumerate(rows):
+        for parts in zip(*(value[row : row + 1].split(list(lengths), 1) for value in batch.values()), strict=True):
+            loss = model(**dict(zip(batch, parts, strict=True)), num_items_in_batch=count).loss
+            loss.backward()
+            total += float(loss.detach())
     found = gradients(model)
     model.zero_grad()
     return total, found
@@ -93,15 +106,15 @@ def exact(model: Wrapped) -> Generator[None]:
 def on_ranks(mesh: DeviceMesh, name: str, resets: bool) -> Worst:
     """All layouts and sizes by one compiled model."""
     torch._dynamo.reset()
-    model, worst = build(Case(name, "causal", own_loss=False)), Worst()
+    model, worst = model_of(name, resets), Worst()
     with exact(model) if name in EXACT else in_double(model):
         model = model.double()
         packing = cp.PositionIds("position_ids")
         base = cp.Sharding(mesh, TOKENS, packing, inner="eager", across_documents=True, reset_states=resets)
         compiled = torch.compile(model, backend=cp.backend(base), fullgraph=True)
-        for lengths in SIZES:
-            batch = batch_of(lengths)
-            loss, grads = alone(model, batch, lengths if resets else [sum(lengths)])
+        for rows in SIZES:
+            batch = batch_of(rows)
+            loss, grads = alone(model, batch, rows if resets else [[sum(lengths)] for lengths in rows])
             for layout in LAYOUTS:
                 sharding: Any = replace(base, layout=layout)
                 with sharding.shard(batch) as local:
@@ -109,7 +122,7 @@ def on_ranks(mesh: DeviceMesh, name: str, resets: bool) -> Worst:
                     total = sharding.whole(part).item()
                 part.backward()
                 cp.sum_gradients(model.parameters(), sharding)
-                where = f"{layout} {lengths}"
+                where = f"{layout} {rows}"
                 worst = replace(worst, steps=worst.steps + 1).seen(abs(total - loss) / max(abs(loss), 1e-12), where)
                 found = gradients(model)
                 floor = 1e-3 * max(float(grad.norm()) for grad in grads.values())
@@ -130,7 +143,6 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     pools = [Pool(max(ranks)) for _ in range(args.jobs)]
     wanted = [(n, name, resets) for n in ranks[::-1] for name in args.families.split(",") for resets in (False, True)]
-    wanted = [case for case in wanted if not (case[2] and case[1] in ACROSS)]
     outcomes: list[str] = []
 
     def try_one(count: int, name: str, resets: bool) -> None:
