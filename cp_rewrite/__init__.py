@@ -8,6 +8,7 @@ from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize
 from cp_rewrite.ops.max_logits import max_logits
+from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.plan import Plan, plan
 
 from .backend import backend, context_parallel
@@ -49,6 +50,7 @@ __all__ = [
     "Sharding",
     "Spans",
     "StartOfDocument",
+    "StateLayers",
     "Trace",
     "Tree",
     "WholeRows",

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.names import LAYOUTS, ExchangeName
 
 from .arguments import HashableDict, flag, whole_number
@@ -31,7 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "random": get_args(Random),
     "rows": get_args(Rows),
 }
-_OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity}
+_OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity, "states": StateLayers}
 _FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches", "across_documents", "reset_states")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.names import ExchangeName, Layout, part_of
 
@@ -54,6 +55,8 @@ class Sharding:
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
         heads, head_dim: (query, key/value) heads of the model and their size, for which `balanced` weighs work
             against rows that travel. With fewer query heads for each key/value head rows weigh more.
+        states: layers of a hybrid that pass a state through tokens, beside each layer of attention, which `balanced`
+            weighs, too. The results are the same without.
     Exchange:
         exchange: how keys and values travel: `all_gather`, `needed`, `p2p` (a ring), `a2a` (tokens gathered, heads
             scattered), `a2a+all_gather`, `a2a+needed`, `a2a+p2p`; or `auto`, the cheapest of them by the cost model.
@@ -131,6 +134,7 @@ class Sharding:
     pad_to_multiple: int = 1
     heads: tuple[int, int] = (64, 8)
     head_dim: int = 128
+    states: StateLayers | None = None
     # Exchange
     exchange_at: ExchangeAt = "auto"
     keep_kv: bool = False
@@ -200,6 +204,7 @@ class Sharding:
             "pad_to_multiple",
             "heads",
             "head_dim",
+            "states",
         )
         options: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return options | {"speeds": self.device_speeds}
@@ -236,7 +241,9 @@ class Sharding:
         speeds = self.device_speeds or DEVICES["h200"]
         model = Model.of(self.heads, self.head_dim)
         exchange = "needed" if self.capacity is not None else self.exchange  # heads don't go with a capacity
-        return LayoutOptions(self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model, exchange)
+        return LayoutOptions(
+            self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model, exchange, self.states
+        )
 
     @property
     def node_size(self) -> int | None:

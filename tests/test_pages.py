@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,7 +127,17 @@ def plans(names: Names) -> None:
     assert Path("plan.png").exists()
 
 
+def hybrid_plans(names: Names) -> None:
+    """What the page's comment says of both plans."""
+    model: Any = {"heads": (16, 2), "head_dim": 256}
+    both, attention = (cp.plan([8192], 2, states=states, **model).rank_of for states in (names["states"], None))
+    assert both.tolist() == [0] * 4096 + [1] * 4096
+    assert sorted(zip(*np.unique(attention[::2048], return_counts=True), strict=True)) == [(0, 2), (1, 2)]
+    assert attention[0] == attention[-1]
+
+
 IN_ONE_PROCESS: dict[str, tuple[Names, Callable[[Names], None]]] = {
+    "docs/guides/hybrids.md": ({"cp": cp}, hybrid_plans),
     "docs/guides/memory.md": (
         {"cp": cp, "mesh": 2, "tokens": {"ids": 1}, "packing": cp.WholeRows()},
         lambda names: None,

@@ -16,6 +16,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, load_of, same_node
 from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
+from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
@@ -41,6 +42,7 @@ class Plan:
         mask: what attention sees.
         model, device: what costs are predicted for.
         ranks_per_node: ranks that share fast links.
+        states: layers of a hybrid beside those of attention.
     """
 
     documents: Documents
@@ -50,6 +52,7 @@ class Plan:
     model: Model
     device: Device
     ranks_per_node: int
+    states: StateLayers | None = None
 
     @property
     def world_size(self) -> int:
@@ -133,7 +136,14 @@ class Plan:
         `a2a+…`, heads scattered inside of nodes and keys between them; with few key heads also `a2a:2+…`, heads
         scattered over so many ranks of a node."""
         seconds = exchange_seconds(self.load, self.device, self.model, self.ranks_per_node, self.places)
-        return {name: time for name, time in seconds.items() if name != "push"}
+        return {name: time + self.state_seconds for name, time in seconds.items() if name != "push"}
+
+    @cached_property
+    def state_seconds(self) -> float:
+        """Those of `seconds` that `states` take beside a layer of attention."""
+        if self.states is None:
+            return 0.0
+        return self.states.seconds(self.documents, self.order, self.device, self.ranks_per_node)
 
     @property
     def exchange(self) -> str:
@@ -183,7 +193,8 @@ class Plan:
                     f"{across / 1e6:.1f} MB from other nodes, per layer and forward"
                 )
         predicted = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in self.seconds.items())
-        lines.append(f"predicted ms per layer on {self.device.name}: {predicted}; best: {self.exchange}")
+        beside = f", {1e3 * self.state_seconds:.2f} of them states" if self.states else ""
+        lines.append(f"predicted ms per layer on {self.device.name}: {predicted}; best: {self.exchange}{beside}")
         return "\n".join(lines)
 
 
@@ -200,6 +211,7 @@ def plan(
     pad_to_multiple: int = 1,
     device: str | Device = "h200",
     ranks_per_node: int | None = None,
+    states: StateLayers | None = None,
 ) -> Plan:
     """Plan one row of packed documents. Host code only: no GPU, no process group.
 
@@ -217,6 +229,7 @@ def plan(
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with fill at the end.
         device: name of a device, a file made by `calibrate`, or a Device.
         ranks_per_node: ranks that share fast links; None: all.
+        states: layers of a hybrid beside each layer of attention, whose time counts, too.
     Raises:
         TypeError, ValueError: lengths that are no whole numbers, are negative or exceed `total`, no tokens, an unknown
             layout or device, a mask that is none, bad heads, a number below 1, or chunks that can't be had with equal
@@ -228,9 +241,9 @@ def plan(
         raise TypeError(f"mask must be a cp_rewrite.PackedMask or None, got {mask!r}")
     model = Model.of(heads, head_dim)
     speeds = device if isinstance(device, Device) else Device.named(device)
-    options = LayoutOptions(chunk_size, pad_to_multiple, ranks_per_node, speeds, model)
+    options = LayoutOptions(chunk_size, pad_to_multiple, ranks_per_node, speeds, model, states=states)
     order = lay_out(documents, world_size, layout, mask, options)
-    return Plan(documents, layout, order, mask, model, speeds, options.node_size(world_size))
+    return Plan(documents, layout, order, mask, model, speeds, options.node_size(world_size), states)
 
 
 def _documents(lengths: Sequence[int] | Documents, total: int | None) -> Documents:

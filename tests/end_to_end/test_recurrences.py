@@ -26,9 +26,10 @@ def grads_of(model: RecurrentModel) -> dict[str, Tensor]:
 
 
 def sharded_step(
-    mesh: DeviceMesh, kinds: Sequence[str], resets: bool, batches: Sequence[Any], layout: Any, dtype: torch.dtype
-) -> list[tuple[float, dict[str, Any]]]:
-    sharding = cp.Sharding(mesh, TOKENS, PACKING, layout, "all_gather", inner="aot_eager")
+    mesh: DeviceMesh, kinds: Sequence[str], resets: bool, batches: Sequence[Any], layout: Any, dtype: torch.dtype,
+    states: cp.StateLayers | None,
+) -> list[tuple[float, dict[str, Any]]]:  # fmt: skip
+    sharding = cp.Sharding(mesh, TOKENS, PACKING, layout, "all_gather", inner="aot_eager", states=states)
     torch._dynamo.reset()
     model = RecurrentModel(kinds, resets).to(dtype)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
@@ -52,10 +53,11 @@ def compare(
     kinds: Sequence[str] = KINDS,
     resets: bool = False,
     dtype: torch.dtype = torch.float64,
+    states: cp.StateLayers | None = None,
 ) -> None:
     """`sizes`: lengths of documents, of batches that follow each other."""
     batches = [packed(lengths) for lengths in sizes]
-    results = pool.run(ranks, sharded_step, kinds, resets, batches, layout, dtype)
+    results = pool.run(ranks, sharded_step, kinds, resets, batches, layout, dtype, states)
     limit = 1e-7 if dtype is torch.float64 else 1e-5
     for i, batch in enumerate(batches):
         model = RecurrentModel(kinds, resets).to(dtype)
@@ -70,6 +72,12 @@ def compare(
 @pytest.mark.parametrize("resets", [False, True])
 def test_states_are_those_of_one_process(pool: Pool, resets: bool) -> None:
     compare(pool, 2, "balanced", [(5, 1, 70, 9)], resets=resets)
+
+
+def test_plans_that_weigh_states_give_the_same(pool: Pool) -> None:
+    layers = cp.StateLayers("gated_delta_rule", heads=64, keys=128, values=128, resets=False)
+    assert not (cp.plan([300], 2).rank_of == cp.plan([300], 2, states=layers).rank_of).all()
+    compare(pool, 2, "balanced", [(300,), (5, 1, 170, 90)], kinds=KINDS[:1], states=layers)
 
 
 @pytest.mark.slow

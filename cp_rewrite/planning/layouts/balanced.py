@@ -100,9 +100,11 @@ class Judge:
         device, model, received = self.options.device, self.options.model, int(load.received.sum(1).max())
         uneven = imbalance(load.tiles)
         lost = max(uneven - 1, received / max(1, order.local_size))
+        states = self._state_seconds(order)
         if self.node_size < order.world_size:
-            return Candidate(False, False, self._seconds_over_nodes(order, load), uneven, lost, order, schedule)
-        seconds = needed_seconds(load, device, model, self.node_size)
+            seconds = self._seconds_over_nodes(order, load) + states
+            return Candidate(False, False, seconds, uneven, lost, order, schedule)
+        seconds = needed_seconds(load, device, model, self.node_size) + states
         return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order, schedule)
 
     def _seconds_over_nodes(self, order: TokenOrder, load: Load) -> float:
@@ -117,11 +119,16 @@ class Judge:
             return seconds[asked]
         return min(seconds[name] for name in ("needed", "all_gather", "a2a+needed") if name in seconds)
 
+    def _state_seconds(self, order: TokenOrder) -> float:
+        states = self.options.states
+        return 0.0 if states is None else states.seconds(self.documents, order, self.options.device, self.node_size)
+
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
         if order.local_size != best.order.local_size or most_runs(self.documents, order, self.mask) > MOST_RUNS:
             return best
-        if least_seconds(self.documents, order, self.mask, self.options.device, self.options.model) >= best.seconds:
+        least = least_seconds(self.documents, order, self.mask, self.options.device, self.options.model)
+        if least + self._state_seconds(order) >= best.seconds:
             return best
         return min(best, self.weigh(order), key=lambda c: c.seconds)
 

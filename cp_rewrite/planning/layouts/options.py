@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.states import StateLayers
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class LayoutOptions:
         ranks_per_node: ranks that share fast links; None: all. Only `balanced` reads it and what follows.
         device, model: what costs are predicted for.
         exchange: over several nodes, the one that will run; `auto`: the cheapest.
+        states: layers of a hybrid beside those of attention, which `balanced` weighs, too.
     Raises:
         TypeError, ValueError: a number that is no whole one or below 1.
     """
@@ -29,6 +31,7 @@ class LayoutOptions:
     device: Device = DEVICES["h200"]
     model: Model = field(default_factory=Model)
     exchange: str = "auto"
+    states: StateLayers | None = None
 
     def __post_init__(self) -> None:
         whole_number("chunk_size", self.chunk_size)
