@@ -166,6 +166,13 @@ class Documents:
         ids[np.repeat(self.starts, self.lengths) + position] = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return ids
 
+    def clipped(self, start: int, stop: int) -> Documents:
+        """Those of tokens [start, stop): what reaches in from outside is cut, others are empty."""
+        starts, ends = (np.clip(bounds, start, stop) - start for bounds in (self.starts, self.ends))
+        spans = None if self.spans is None else self.spans.clipped(start, stop)
+        nodes = None if self.nodes is None else self.nodes.clipped(start, stop)
+        return Documents(starts, ends - starts, stop - start, spans, nodes, 0 if start else self.before)
+
     def cut(self, size: int, of_row: bool = False) -> Documents:
         """The documents cut at multiples of `size` tokens, counted from each document's start or from the row's.
 

@@ -101,6 +101,11 @@ class PackedMask:
         """True if a query may see keys after it."""
         return self.right != 0 or self.spans
 
+    @property
+    def hangs_on_others(self) -> bool:
+        """True if tokens beside query and key decide what a query sees: a span goes on over them, a node is theirs."""
+        return self.spans or self.tree
+
     def documents(self, documents: Documents) -> Documents:
         """What attention is over: the row's documents, cut into chunks where the mask has any; or the row as one."""
         whole = documents if self.packed else Documents.from_lengths([documents.total])
@@ -152,7 +157,7 @@ class PackedMask:
         if self.left is not None:
             keep &= delta <= self.left
         if self.right is not None:
-            keep &= -delta <= self.right
+            keep &= delta >= -self.right
         return keep
 
     def __str__(self) -> str:

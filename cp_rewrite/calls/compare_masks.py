@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.batch.masks.blocks import listed_blocks
+from cp_rewrite.batch.masks.compare import differing
 from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.documents import Documents
-from cp_rewrite.masks import DROPPED_AT, MaskMismatch
+from cp_rewrite.masks import DROPPED_AT, MaskMismatch, PackedMask
 from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
 from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
@@ -97,13 +98,12 @@ def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: 
         given = {ref: args[place] for ref, place in tensor.places.items() if ref not in tensor.names}
         return given | {ref: _sample(plan, name, start, stop) for ref, name in tensor.names.items()}
 
-    rows = [_clip(documents, start, stop) for documents in plan.plan.rows]
-    expected = np.stack([recorded.mask.materialize(documents) for documents in rows])
-    known = np.ones_like(expected)
-    if recorded.mask.packed:  # what padding queries see is the model's own affair
-        known &= np.stack([documents.document_ids() >= 0 for documents in rows])[:, :, None]
+    rows = [documents.clipped(start, stop) for documents in plan.plan.rows]
     actual = _run(recorded, leaves, stop - start, len(rows), plan.device)
-    return _report(recorded, actual, expected, known, start)
+    index = np.arange(stop - start)
+    mask, pairs = recorded.mask, zip(actual, rows, strict=True)
+    places = [differing(codes, row, mask, index[:, None], index) for codes, row in pairs]
+    return _report(recorded, actual, places, start)
 
 
 def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
@@ -117,15 +117,6 @@ def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
     elif isinstance(packing, CuSeqlens) and name in packing_args(packing):
         value = (value.clamp(start, stop) - start).to(value.dtype)
     return value.to(plan.device)
-
-
-def _clip(documents: Documents, start: int, stop: int) -> Documents:
-    """The documents of tokens [start, stop): those that reach in from outside are cut, others are empty."""
-    starts = np.clip(documents.starts, start, stop)
-    spans = None if documents.spans is None else documents.spans.clipped(start, stop)
-    nodes = None if documents.nodes is None else documents.nodes.clipped(start, stop)
-    before = 0 if start else documents.before
-    return Documents(starts - start, np.clip(documents.ends, start, stop) - starts, stop - start, spans, nodes, before)
 
 
 def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
@@ -145,17 +136,19 @@ def _compare_local(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]
     indices = plan.plan.local_indices(plan.sharding.rank)
     values = {ref: args[place] for ref, place in tensor.places.items()}
     actual = _run(recorded, lambda _: values, indices.shape[1], len(indices), plan.device)
-    pairs = [_visible(recorded, documents, index) for documents, index in zip(plan.plan.rows, indices, strict=True)]
-    expected, known = (np.stack(part) for part in zip(*pairs, strict=True))
-    return _report(recorded, actual, expected, known, 0)
+    places = [
+        differing(codes, row, recorded.mask, index[:, None], index, _known(recorded.mask, row, index))
+        for codes, row, index in zip(actual, plan.plan.rows, indices, strict=True)
+    ]
+    return _report(recorded, actual, places, 0)
 
 
-def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int64]) -> tuple[Bools, Bools]:
-    """(what the mask says, whether a shard can know it) of all pairs of a rank's tokens.
+def _known(mask: PackedMask, documents: Documents, index: NDArray[np.int64]) -> Bools:
+    """(N, N): whether a shard can know what the mask says of a pair of a rank's tokens.
 
     `index`: where these tokens stand in the global row; -1 for padding.
     """
-    mask, ids = recorded.mask, documents.document_ids()[np.maximum(index, 0)]
+    ids = documents.document_ids()[np.maximum(index, 0)]
     real = (index >= 0) & (ids >= 0)
     same = (ids[:, None] == ids) if mask.packed else np.ones((len(ids), len(ids)), dtype=np.bool_)
     piece, run = _runs(index), _runs(index - documents.starts[ids])
@@ -164,11 +157,11 @@ def _visible(recorded: RecordedMask, documents: Documents, index: NDArray[np.int
     known = (piece[:, None] == piece) | (~same & (run[:, None] != run))
     if mask.chunk_of == "row":  # a shard counts its own tokens
         known &= ~same
-    if mask.right == 0 and not mask.looks_ahead:
+    if not mask.looks_ahead:
         known |= same & (delta < 0)
-    if mask.spans or mask.tree:  # one shard may join spans of two pieces, or lack what is above a node
+    if mask.hangs_on_others:  # one shard may join spans of two pieces, or lack what is above a node
         known &= piece[:, None] == piece
-    return mask.sees(documents, index[:, None], index), known & real[:, None] & real
+    return known & real[:, None] & real
 
 
 def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -176,16 +169,17 @@ def _runs(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(np.diff(values, prepend=values[:1]) != 1)
 
 
-def _report(recorded: RecordedMask, actual: Codes, expected: Bools, known: Bools, start: int) -> list[str]:
-    wrong = np.argwhere((actual != expected[:, None]) & known[:, None])
-    if not len(wrong):
+def _report(recorded: RecordedMask, actual: Codes, places: Sequence[NDArray[np.int64]], start: int) -> list[str]:
+    """places: by row, (N, 3): head, query and key of pairs that differ."""
+    row = next((row for row, found in enumerate(places) if len(found)), None)
+    if row is None:
         return []
-    row, _, q, k = wrong[0].tolist()
+    head, q, k = places[row][0].tolist()
     word = "assumed" if recorded.assumed else "proven"
-    says = _SAYS[int(actual[tuple(wrong[0])])].format(q=start + q, k=start + k)
+    says = _SAYS[int(actual[row, head, q, k])].format(q=start + q, k=start + k)
     return [
         f"{recorded.where}: the mask is {word} to be '{recorded.mask}', but the model's own mask {says} "
-        f"in row {row} ({len(wrong)} pairs differ)"
+        f"in row {row} ({sum(map(len, places))} pairs differ)"
     ]
 
 

@@ -111,10 +111,10 @@ def cut_pieces(segments: Segments, sections: Sections, mask: PackedMask) -> Piec
     key0 = first if mask.left is None else np.maximum(first, a - mask.left)
     key1 = end if mask.right is None else np.minimum(end, b + mask.right)
     left, right = _kernel_window(a, b, first, end, mask)
-    if mask.spans:
+    if sections.full.any():
         full = sections.full[section]
         key1, right = np.where(full, end, key1), np.where(full, -1, right)
-        if mask.left is not None:  # aligned at the span's end, which no window of it cuts
+        if mask.left is not None:  # aligned at the section's end, which no window of it cuts
             sees_all = b - 1 - mask.left <= first
             left = np.where(full, np.where(sees_all, -1, mask.left + end - b), left)
     return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right, section, sections.paths)

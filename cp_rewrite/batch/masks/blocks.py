@@ -21,10 +21,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 
-from .compare import Place
+from .compare import Ints, Place, differing
 
 Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 _GRID = 1024
 """Tokens at the front of each row of which all pairs are compared the first time."""
 _AT_ONCE = 1 << 20
@@ -54,9 +53,9 @@ def first_difference(
             for q, k in _pairs(documents, mask, pairs):
                 block = q // size[0], k // size[1]
                 seen = whole[block] | (decided[block] & _run(given, row, head, q, k))
-                wrong = np.flatnonzero(seen != mask.sees(documents, q, k))
+                wrong = differing(seen, documents, mask, q, k)
                 if len(wrong):
-                    i = int(wrong[0])
+                    i = int(wrong[0, 0])
                     return (row, int(q[i]), int(k[i])), bool(seen[i])
     return None
 
@@ -80,10 +79,9 @@ def _odd_block(
         q1, k1 = min(q0 + size[0], documents.total), min(k0 + size[1], documents.total)
         if q0 >= q1 or k0 >= k1 or _is_apart(ids, (q0, q1), (k0, k1), mask, whole=bool(whole[i, j])):
             continue
-        q, k = (part.ravel() for part in np.meshgrid(np.arange(q0, q1), np.arange(k0, k1), indexing="ij"))
-        wrong = np.flatnonzero((ids[q] >= 0) & (mask.sees(documents, q, k) != bool(whole[i, j])))
+        wrong = differing(bool(whole[i, j]), documents, mask, np.arange(q0, q1)[:, None], np.arange(k0, k1))
         if len(wrong):
-            return int(q[wrong[0]]), int(k[wrong[0]]), bool(whole[i, j])
+            return q0 + int(wrong[0, 0]), k0 + int(wrong[0, 1]), bool(whole[i, j])
     return None
 
 

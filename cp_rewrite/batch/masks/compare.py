@@ -1,10 +1,14 @@
-"""Compare a mask of a global batch with its documents, pair by pair."""
+"""Compare what a mask says of pairs of tokens with what a PackedMask says of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
@@ -13,7 +17,8 @@ from cp_rewrite.masks import MaskMismatch, PackedMask
 from .argument import DROPPED
 
 _ROWS = 1024
-"""Queries that are compared at a time."""
+"""Queries of which all pairs are compared at a time."""
+Ints = NDArray[np.int64]
 Place = tuple[int, int, int]
 """(row of the batch, query, key)"""
 
@@ -41,36 +46,42 @@ def is_added(value: Tensor) -> bool | None:
     return False if bool(((value == 0) | (value == 1)).all()) else None
 
 
-def first_difference(seen: Tensor, rows: Sequence[Documents], mask: PackedMask) -> tuple[Place, bool] | None:
-    """(the first pair of which `seen`, (B or 1, H, T, T) bool, says another thing than `mask`; what it says); None:
-    there is none.
+def differing(seen: Any, documents: Documents, mask: PackedMask, q: Ints, k: Ints, known: Any = True) -> Ints:
+    """Indices (N, ndim) of `seen`, to whose shape `q` and `k` broadcast, where it says another thing than `mask` of a
+    pair that is `known`.
 
     What queries of no document see is left out: no document depends on it.
     """
+    real = mask.documents(documents).document_ids()[q] >= 0
+    return np.argwhere((seen != mask.sees(documents, q, k)) & real & known)
+
+
+def first_difference(seen: Tensor, rows: Sequence[Documents], mask: PackedMask) -> tuple[Place, bool] | None:
+    """(the first pair of which `seen`, (B or 1, H, T, T) bool, says another thing than `mask`, a plain one; what it
+    says); None: there is none. Queries of no document are left out."""
     for row, documents in enumerate(rows):
-        for table in seen[row if len(seen) > 1 else 0]:
-            for start, expected in _expected(documents, mask, table.device):
-                found = table[start : start + len(expected)]
-                if not torch.equal(found, expected):
-                    q, k = (found != expected).nonzero()[0].tolist()
-                    return (row, start + q, k), bool(found[q, k])
+        tables = seen[row if len(seen) > 1 else 0]
+        for start, expected in _expected(documents, mask):
+            part = tables[:, start : start + len(expected)].cpu().numpy()
+            found = np.argwhere(part != expected)
+            if len(found):
+                head, q, k = found[0].tolist()
+                return (row, start + q, k), bool(part[head, q, k])
     return None
 
 
-def _expected(documents: Documents, mask: PackedMask, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """(first query, (N, T) bool: the keys that it and the next ones see), for all tokens of documents."""
+def _expected(documents: Documents, mask: PackedMask) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """(first query, (N, T) bool: the keys that it and the next ones see), for all tokens of documents.
+
+    As `PackedMask.sees` says it, a diagonal at a time: what a query of a document sees of it goes by their distance.
+    """
     whole = mask.documents(documents)
     for begin, end in zip(whole.starts.tolist(), whole.ends.tolist(), strict=True):
         for start in range(begin, end, _ROWS):
             stop = min(start + _ROWS, end)
-            keep = torch.zeros(stop - start, documents.total, dtype=torch.bool, device=device)
-            inside = torch.ones(stop - start, end - begin, dtype=torch.bool, device=device)
-            # Query i of these stands at start - begin + i among its document's keys.
-            if mask.right is not None:
-                inside = inside.tril(start - begin + mask.right)
-            if mask.left is not None:
-                inside = inside.triu(start - begin - mask.left)
-            keep[:, begin:end] = inside
+            keep = np.zeros((stop - start, documents.total), dtype=np.bool_)
+            distances = np.arange(stop - 1 - begin, start - end, -1)  # of the last query and the first key, and down
+            keep[::-1, begin:end] = sliding_window_view(mask.reaches(distances), end - begin)
             yield start, keep
 
 

@@ -51,7 +51,7 @@ def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, dev
     tiles = np.bincount(owners, work, order.world_size)
     copied = 5 * float(owned.max()) * model.kv_bytes / device.memory
     seconds = kernel_seconds(float(tiles.max()), 1, device, model) + copied + 3 * (device.latency + device.launch)
-    if mask.left is None and not mask.tree:
+    if mask.left is None and sections.paths is None:
         docs = mask.documents(documents)
         real = docs.lengths > 0
         last_owner = owners[np.searchsorted(stops, docs.ends[real] - 1, side="right")]

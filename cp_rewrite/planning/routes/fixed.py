@@ -15,7 +15,7 @@ from .route import Arrays, filled
 def fits(mask: PackedMask) -> bool:
     """Does one window serve all pieces of all batches? Not where documents' ends clip windows on the right, nor where
     spans have one of their own."""
-    return not mask.spans and (mask.right == 0 or mask.left is mask.right is None)
+    return not mask.looks_ahead or mask.left is mask.right is None
 
 
 def fixed_tables(schedule: Schedule, rank: int, mask: PackedMask, capacity: Capacity) -> Arrays:
