@@ -169,8 +169,6 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
             relation = cell.of(o.of)
             numbers = (cell.never_falls, FROM_0, FROM_0) if relation is None else relation.numbers(cell)
             spans |= dict(zip((step, o.query, o.key), numbers, strict=True))
-    for relation in cell.relations:
-        spans |= relation.bounds(cell)
     spans |= {_BEFORE: (1, math.inf), _BEHIND: row}
     if cell.world is World.SAME:
         spans |= {LQ: (1, math.inf), LK: (1, math.inf), BOTH: (1, 1)}
@@ -185,6 +183,10 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
         spans |= dict.fromkeys((PK, PQ, WK, WQ), EVERYTHING) | {IQ: (-math.inf, -1), IK: (-math.inf, -1)}
     else:
         spans |= dict.fromkeys((PK, PQ, WK, WQ), EVERYTHING) | {IQ: row}
+    for relation in cell.relations:
+        for term, (least, most) in relation.bounds(cell).items():
+            known = spans.get(term, EVERYTHING)
+            spans[term] = max(known[0], least), min(known[1], most)
     return spans
 
 

@@ -16,20 +16,9 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.names import LAYOUTS, ExchangeName
-from tests.helpers.packs import grown
+from tests.helpers.packs import MASKS, grown
 
 EXCHANGES = tuple(name for name in get_args(ExchangeName) if name != "auto")
-MASKS = (
-    PackedMask(),
-    PackedMask(causal=False),
-    PackedMask(window=(5, 0)),
-    PackedMask(causal=False, window=(6, 6)),
-    PackedMask(causal=False, window=(None, 3)),
-    PackedMask(packed=False),
-    PackedMask(spans=True),
-    PackedMask(window=(8, 0), spans=True),
-    PackedMask(tree=True),
-)
 _PLAIN = {
     # Lengths that nothing divides, of 0 and of 1; more capacity than documents; gaps after each document; two rows.
     "none": (Documents.from_lengths([13, 0, 1, 7, 29, 2, 1]),),

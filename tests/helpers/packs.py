@@ -13,6 +13,18 @@ from cp_rewrite.trees import Nodes
 
 LENGTHS = (0, 1, 2, 3, 7, 8, 13, 30)
 SIDES = (None, 0, 1, 3, 9)
+MASKS = (
+    PackedMask(),
+    PackedMask(causal=False),
+    PackedMask(window=(5, 0)),
+    PackedMask(causal=False, window=(6, 6)),
+    PackedMask(causal=False, window=(None, 3)),
+    PackedMask(packed=False),
+    PackedMask(spans=True),
+    PackedMask(window=(8, 0), spans=True),
+    PackedMask(tree=True),
+)
+"""One of each kind at least."""
 
 
 @st.composite
@@ -63,11 +75,9 @@ def batches(draw: st.DrawFn, max_rows: int = 2, max_total: int = 70) -> tuple[Do
 
 @st.composite
 def masks(draw: st.DrawFn) -> PackedMask:
-    """Causal, full, windows and chunks of every kind; spans and trees."""
-    kind = draw(st.sampled_from(("plain", "plain", "spans", "tree")))
-    if kind != "plain":
-        window = draw(st.sampled_from((None, (9, 0)))) if kind == "spans" else None
-        return PackedMask(window=window, spans=kind == "spans", tree=kind == "tree")
+    """Causal, full, windows and chunks of every kind; those of `MASKS` of other kinds."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from([mask for mask in MASKS if not mask.is_plain]))
     window = draw(st.one_of(st.none(), st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES))))
     chunk, chunk_of = draw(st.sampled_from((None, None, 1, 3, 16))), draw(st.sampled_from(("document", "row")))
     return PackedMask(draw(st.booleans()), window, draw(st.sampled_from((True, True, True, False))), chunk, chunk_of)

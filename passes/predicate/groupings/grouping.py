@@ -59,7 +59,7 @@ class Relation:
         return reduced
 
     def bounds(self, cell: Cell) -> dict[Expr, Span]:
-        """Bounds of the grouping's terms."""
+        """Bounds of terms, narrower ones than a cell has by itself perhaps."""
         return {}
 
     def nonzero(self, cell: Cell) -> set[Expr]:
@@ -121,6 +121,10 @@ class Grouping:
     def is_numbered(cls, reader: CellValues, inner: Any, j: Any) -> bool:
         """Whether a running sum of `inner` over j grows with each group."""
         return False
+
+    @classmethod
+    def of_relation(cls, reader: CellValues, op: str, linear: Linear) -> None:
+        """Notes in `reader.groupings` what a relation, `linear op 0`, tells groups by. op: as of `bounds.holds`."""
 
     @property
     def distances(self) -> set[int]:
