@@ -18,7 +18,7 @@
     guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
                                                      not the same on a shard is made so
-    tile_rows              rewrite/tiles/tile_rows.py what is wide for each token runs over some of the rows at a time
+    tile_rows              rewrite/tile_rows.py     what is wide for each token runs over some of the rows at a time
     verify_graph           verify.py                 the new graph is whole
 
 The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
@@ -39,6 +39,7 @@ from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.locality.filled_offsets import check_filled_offsets
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
+from cp_rewrite.passes.rewrite.tile_rows import tile_rows
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
@@ -50,7 +51,6 @@ from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite.rewrite_sites import rewrite_sites
-from .rewrite.tiles.tile_rows import tile_rows
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)

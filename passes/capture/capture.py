@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import SymInt
 
 from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed, results_of
-from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.graph.regions import graph_modules, outputs_of, region_calls
+from cp_rewrite.passes.graph.nodes import op_name, value_of
+from cp_rewrite.passes.graph.regions import RegionCall, graph_modules, outputs_of, region_call, region_calls
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
+from cp_rewrite.torch_internals import expression
 
 from .copies import copied
 from .flash_attn import part_flash_attn
 from .join_chunks import join_chunks
-from .masked_scatter import part_masked_scatter
 from .multihead import part_multihead
 from .part_moves import part_moves
 from .picked_sums import sum_picked
 from .place_writes import place_writes
-from .region_sizes import give_sizes_once
+from .whole_writes import part_masked_scatter
 
 _PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
 """What `torch._check_tensor_all` calls -> its usual name."""
@@ -66,3 +68,38 @@ def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:
     """Let a graph give None in the place of these results."""
     output = next(iter(gm.graph.find_nodes(op="output")))
     output.args = fx.map_arg(output.args, lambda node: None if node in unread else node)
+
+
+def give_sizes_once(gm: fx.GraphModule) -> None:
+    """Give each region a size once that it is given more than once.
+
+    checkpoint(body, s0, x, s1, cos)    with s1 = s0    ->    checkpoint(body, s0, x, cos)
+
+    The first of equal blocks is traced before torch learns that two sizes are one, and the others behind it: so they
+    are the same graph, and are compiled once.
+    """
+    for graph, nodes in region_calls(gm).items():
+        calls = [call for node in nodes if (call := region_call(node)) is not None]
+        repeated = _repeated(graph, calls)
+        for call in calls:
+            rest = [operand for inside, operand in call.filled.items() if inside not in repeated]
+            call.node.args = (*call.node.args[: len(call.node.args) - len(call.operands)], *rest)
+        for inside, first in repeated.items():
+            inside.replace_all_uses_with(first)
+            graph.erase_node(inside)
+
+
+def _repeated(graph: fx.Graph, calls: Sequence[RegionCall]) -> dict[fx.Node, fx.Node]:
+    """A size among a region's inputs -> the first one that equals it, in all calls."""
+    firsts: dict[Hashable, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for inside in graph.find_nodes(op="placeholder"):
+        if isinstance(value_of(inside), SymInt):
+            given = (expression(value_of(inside)), *(_size(call.filled[inside]) for call in calls))
+            if (first := firsts.setdefault(given, inside)) is not inside:
+                found[inside] = first
+    return found
+
+
+def _size(operand: Any) -> Hashable:
+    return expression(value_of(operand) if isinstance(operand, fx.Node) else operand)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +11,17 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.passes.graph.new_nodes import insert, take_place
+from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
 from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import graph_modules, region_call
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.neighbour_read import NeighbourRead
+from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 
 from .attention import rewrite_site, site_names
-from .erase import erase_dead
-from .inserts import insert_before
 from .keep_rows import enter_region, keep_rows, keep_sizes, leave_region
 from .lower import lower_node
 from .plan_inputs import Inputs
@@ -116,3 +117,72 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
         return source
     new = insert(read.conv or read.node, lambda: read_neighbours(read, proxy, plan), inputs.mode, read.why)
     return take_place(read.node, new, inputs.mode)
+
+
+def insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node]) -> None:
+    """Put what `insert` makes of an operand in the operand's place. `made`: so far; readers of a graph share them."""
+    node, operand = insert.node, insert.operand
+    key = (node.graph, operand, insert.emit, insert.inputs)
+    if key not in made:
+        tracer = GraphAppendingTracer(node.graph)
+        needed = [fx.Proxy(inputs.node(node.graph, key), tracer) for key in insert.inputs]
+        new = insert_nodes(node, lambda: insert.emit(fx.Proxy(operand, tracer), *needed), inputs.mode, insert.why)
+        new.meta["example_value"].requires_grad_(operand.meta["example_value"].requires_grad)
+        if not any(memory_of(operand) == memory_of(n) for writer in node.graph.nodes for n in written_nodes(writer)):
+            made[key] = new
+    else:
+        new = made[key]
+    node.replace_input_with(operand, new)
+    if operand in written_nodes(node) or new in written_nodes(node):
+        _read_copy(operand, node)
+
+
+def _read_copy(operand: fx.Node, writer: fx.Node) -> None:
+    """A node that wrote into an operand writes into a copy of it now: who reads the operand later reads the copy."""
+    later = False
+    for node in list(writer.graph.nodes):
+        if later:
+            node.replace_input_with(operand, writer)
+        later |= node is writer
+
+
+def erase_dead(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> None:
+    """Erase `stale` nodes and what they were computed from, in-place writes included, except what is live. A general
+    dead-code elimination would delete in-place ops of a Dynamo graph.
+
+    Args:
+        stale: operands of the attention nodes that were replaced: masks, heads expanded for the queries.
+        live: what outputs or effects depend on, from `live_nodes` before the rewrite.
+    """
+    doomed = _ancestors(stale, live, inputs)
+    for gm in reversed(graph_modules(inputs.root)):  # regions before the graphs that call them
+        for node in reversed(list(gm.graph.nodes)):
+            if node not in doomed or node.users:
+                continue
+            if node.op == "placeholder":
+                inputs.drop_operand(node)
+            else:
+                gm.graph.erase_node(node)
+
+
+def _ancestors(stale: Iterable[fx.Node], live: Collection[fx.Node], inputs: Inputs) -> set[fx.Node]:
+    writers: dict[int | None, list[fx.Node]] = {}
+    for gm in graph_modules(inputs.root):
+        for node in gm.graph.nodes:
+            for target in written_nodes(node):
+                writers.setdefault(memory_of(target), []).append(node)
+    writers.pop(None, None)
+    doomed: set[fx.Node] = set()
+    pending = list(stale)
+    while pending:
+        node = pending.pop()
+        if node in doomed or node in live:
+            continue
+        if node.op == "placeholder":
+            operands = inputs.operands(node)
+            if not operands:  # an input of the root: its caller passes it anyway
+                continue
+            pending += operands
+        doomed.add(node)
+        pending += [*node.all_input_nodes, *writers.get(memory_of(node), ())]
+    return doomed

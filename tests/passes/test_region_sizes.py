@@ -9,7 +9,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_rewrite.passes.capture.region_sizes import give_sizes_once
+from cp_rewrite.passes.capture.capture import give_sizes_once
 from cp_rewrite.passes.graph.regions import region_calls
 
 

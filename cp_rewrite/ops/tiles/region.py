@@ -1,7 +1,7 @@
 """Regions of graphs that run over some of a rank's rows at a time, and how all tiles are run in turn.
 
 A region makes of rows, each by itself, other rows, or sums over rows. It comes as ATen graphs, kept here under a name
-that is made from what they do (`passes/rewrite/tiles/` makes them).
+that is made from what they do (`passes/rewrite/tile_rows.py` makes them).
 
 Shapes: R local rows; a tile is some of them, in turn.
 """
