@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import torch.fx as fx
 
 from cp_rewrite.batch.active.marks import TokenAxes
-from cp_rewrite.passes.locality.node.node_facts import Events
-from cp_rewrite.passes.locality.node.run import States, unknown_like
-from cp_rewrite.passes.locality.resolve.resolver import Resolver
-from cp_rewrite.passes.values.locality import Locality
-from cp_rewrite.passes.values.neighbour_read import NeighbourRead
-from cp_rewrite.passes.values.position import PositionGenerator
+from cp_rewrite.passes.values.locality import Locality, NeighbourRead, PositionGenerator
 from cp_rewrite.refusal import Reason, Refusal
+
+from .node.node_facts import Events
+from .node.run import States, unknown_like
+from .resolver import Resolver
 
 
 class Findings:

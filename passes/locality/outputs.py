@@ -11,9 +11,11 @@ from cp_rewrite.batch.active.marks import TokenAxes
 from cp_rewrite.passes.graph.dynamo_internals import source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import outputs_of
-from cp_rewrite.passes.locality.advice import COUNT_HINT
-from cp_rewrite.passes.locality.claims.dims import B, Order, T, fewer
-from cp_rewrite.passes.locality.claims.tensor_state import (
+from cp_rewrite.refusal import Reason
+
+from .advice import COUNT_HINT
+from .claims.dims import B, Order, T, fewer
+from .claims.tensor_state import (
     REPLICATED,
     UNKNOWN,
     WHOLE,
@@ -22,12 +24,10 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     Partial,
     Rows,
 )
-from cp_rewrite.passes.locality.conversions import CONVERSIONS, PART
-from cp_rewrite.passes.locality.node.run import NodeRunner, States
-from cp_rewrite.passes.locality.resolve.resolver import Resolver
-from cp_rewrite.refusal import Reason
-
+from .conversions import CONVERSIONS, PART
 from .findings import Findings
+from .node.run import NodeRunner, States
+from .resolver import Resolver
 
 
 class Outputs:

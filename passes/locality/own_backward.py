@@ -25,16 +25,16 @@ from torch.utils._pytree import tree_leaves
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.regions import nested_graphs, outputs_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.locality.claims.dims import Dims, fewer, name
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Partial, Rows
-from cp_rewrite.passes.locality.node.run import NodeRunner, States, unknown_like
-from cp_rewrite.passes.locality.resolve.resolver import Resolver
-from cp_rewrite.passes.locality.rules.spread import can_spread, spread
 from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.planning.plan_input import HAS_TOKEN
 from cp_rewrite.refusal import Reason
 
+from .claims.dims import Dims, fewer, name
+from .claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Partial, Rows
 from .findings import Findings
+from .node.run import NodeRunner, States, unknown_like
+from .resolver import Resolver
+from .rules.spread import can_spread, spread
 
 WalkGraph = Callable[[fx.GraphModule], fx.Node]
 

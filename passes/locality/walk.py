@@ -5,7 +5,7 @@
         node/trace the ATen ops that run below the node
           ways     one op: which of its ways (`rules/`) it goes, with operands as they are or converted (`conversions`):
                    where the tokens of its results are (`claims/`), or why it is refused
-        resolve/   what is done to the node for that
+        resolver   what is done to the node for that
     outputs        what the graph returns
 
 So a refusal belongs to a node, and with it to a line of the user's code. With hidden states x of (B, T, 8):
@@ -31,27 +31,26 @@ from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers
 from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.locality.claims.dims import B, Dims, T
-from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
-from cp_rewrite.passes.locality.neighbours.fewer import fewer_of, why_not_kept
-from cp_rewrite.passes.locality.neighbours.reads import Reads
-from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States, unknown_like
-from cp_rewrite.passes.locality.node.trace import Trace
-from cp_rewrite.passes.locality.resolve.resolver import Resolver
-from cp_rewrite.passes.locality.resolve.row_positions import shared_by_rows
-from cp_rewrite.passes.locality.rules.over_ranks.counted import Counted
 from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import BACKWARD_HOOKS, Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, fake_mode_of, process_group
 
+from .claims.dims import B, Dims, T
+from .claims.extents import Extents
+from .claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
 from .findings import Findings
 from .inputs import input_state, read_extents, why_static
 from .liveness import live_nodes, scores_of
+from .neighbours.reads import Reads, fewer_of, why_not_kept
+from .node.run import NodeRunner, Outcome, States, unknown_like
+from .node.trace import Trace
 from .outputs import Outputs
 from .own_backward import OwnBackward
+from .resolver import Resolver
+from .row_positions import shared_by_rows
+from .rules.over_ranks.counted import Counted
 
 
 def check_locality(

@@ -9,13 +9,18 @@ Ways say what they give of a `Call`, and change nothing: what came of it is note
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from cp_rewrite.passes.locality.claims.dims import Mixes
-from cp_rewrite.passes.locality.claims.tensor_state import (
+from cp_rewrite.passes.values.resolution import Step, Whole
+from cp_rewrite.planning.plan_input import IN_DOCUMENT
+from cp_rewrite.refusal import Reason
+from cp_rewrite.sharding import Sharding
+
+from .claims.dims import Mixes
+from .claims.tensor_state import (
     REPLICATED,
     UNKNOWN,
     WHOLE,
@@ -26,19 +31,12 @@ from cp_rewrite.passes.locality.claims.tensor_state import (
     Rows,
     TensorState,
 )
-from cp_rewrite.passes.locality.node.call import Call, check_gradients, check_sizes, mixes_parts
-from cp_rewrite.passes.locality.node.padding import whole_with_padding, with_padding
-from cp_rewrite.passes.locality.rules.draws import drawn
-from cp_rewrite.passes.locality.rules.picked.looked_up import LookedUp
-from cp_rewrite.passes.locality.rules.rule import Alone, MovesRows, OverRanks, Rule, States, Takes, Way
-from cp_rewrite.passes.locality.rules.table import find_rule
-from cp_rewrite.passes.locality.rules.vouched import vouched_name, vouched_state
-from cp_rewrite.passes.values.resolution import Step, Whole
-from cp_rewrite.planning.plan_input import IN_DOCUMENT
-from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import Sharding
-
 from .conversions import AS_IT_IS, FillRows, Reading, rows_filled, sums_converted
+from .node.call import Call, check_gradients, check_sizes, mixes_parts
+from .rules.picked.looked_up import LookedUp
+from .rules.rule import Alone, MovesRows, OverRanks, Rule, States, Takes, Way
+from .rules.table import find_rule
+from .rules.vouched import drawn, vouched_name, vouched_state
 
 
 @dataclass(frozen=True)
@@ -231,3 +229,40 @@ def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
         lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
         if lost or (rows.places is not None and all(state.places is None for state in kept)):
             call.use_positions(tensor)
+
+
+def with_padding(
+    call: Call, new: Sequence[TensorState], again: Callable[[Call], Sequence[TensorState]]
+) -> Sequence[TensorState]:
+    """A rule's results with what padding holds in them, for which the rule is asked `again`, as if it were fill.
+
+    labels != -100        padding 0
+    logits                attended
+    logits * that         padding 0: the same on one process, and in a sum
+    logits.sum()          refused for batches that have such tokens
+    """
+    operands = [rows for x in call.tensors if (rows := call.rows(x))]
+    attended = any(rows.attended for rows in operands)
+    there = new
+    if any(rows.fill != rows.padding for rows in operands) or (attended and any(isinstance(s, Partial) for s in new)):
+        padded = call.reading(
+            {id(x): replace(rows, fill=rows.padding) if (rows := call.rows(x)) else call.state(x) for x in call.tensors}
+        )
+        there = again(padded)
+        call.events.sums_padding |= attended and padded.events.sums_fill
+    paddings = [state.fill if isinstance(state, Rows) else None for state in there]
+    return [
+        replace(state, padding=value, attended=attended and value is None) if isinstance(state, Rows) else state
+        for state, value in zip(new, paddings, strict=True)
+    ]
+
+
+def whole_with_padding(call: Call, new: Sequence[TensorState]) -> Sequence[TensorState]:
+    """Results over the tokens of all ranks: they take in what padding holds, unless that is ignored, and no more is
+    known of it."""
+    operands = [rows for x in call.tensors if (rows := call.rows(x))]
+    attended = any(rows.attended for rows in operands)
+    target = call.rows(call.arg("target")) if call.name.startswith("nll_loss") else None
+    ignored = target is not None and target.padding is not None and target.padding == call.arg("ignore_index")
+    call.events.sums_padding |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
+    return [Rows(s.dims, attended=attended) if isinstance(s, Rows) else s for s in new]

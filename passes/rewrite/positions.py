@@ -1,5 +1,5 @@
 """Positions of the shard made global: for all rows of the batch at once, or, where these are cut in different orders,
-for each row by itself (`locality/resolve/row_positions.py`)."""
+for each row by itself (`locality/row_positions.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_rewrite.passes.graph.new_nodes import call, insert, paste, traced
 from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.values.position import PositionGenerator, RowPositions
+from cp_rewrite.passes.values.locality import PositionGenerator, RowPositions
 from cp_rewrite.passes.values.resolution import READ, Ranks, group_of
 from cp_rewrite.planning.plan_input import ROW_INDEX, TOKEN_INDEX
 from cp_rewrite.sharding import Sharding

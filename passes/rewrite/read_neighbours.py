@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from cp_rewrite.passes.graph.new_nodes import size_of
 from cp_rewrite.passes.graph.nodes import bind, needs_gradient, value_of
-from cp_rewrite.passes.values.neighbour_read import NeighbourRead
+from cp_rewrite.passes.values.locality import NeighbourRead
 from cp_rewrite.planning.plan_input import NEIGHBOURS
 
 Proxies = Callable[[fx.Node], Any]

@@ -16,7 +16,7 @@ from cp_rewrite.passes.graph.nodes import needs_gradient
 from cp_rewrite.passes.graph.regions import graph_modules, region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.values.neighbour_read import NeighbourRead
+from cp_rewrite.passes.values.locality import NeighbourRead
 from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput

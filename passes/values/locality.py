@@ -4,16 +4,103 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch.fx as fx
 
 from cp_rewrite.batch.active.marks import TokenAxes
+from cp_rewrite.planning.plan_input import Neighbours, PlanInput
 from cp_rewrite.refusal import Refusal
 
-from .neighbour_read import NeighbourRead
-from .position import PositionGenerator, RowPositions
 from .resolution import Insert, Lowering
+
+
+@dataclass(frozen=True)
+class PositionGenerator:
+    """A node that makes positions 0, 1, 2, … of the shard, whose values are used per token.
+
+    Args:
+        node: `arange`: its (T,) result stands for the rows' global indices. `table`: it takes the first T rows, along
+            `dim`, of its first operand; these stand for the rows at the global indices.
+        kind: which of both.
+        dim: for a table, the dim of the operand that positions run over.
+    """
+
+    node: fx.Node
+    kind: Literal["arange", "table"] = "arange"
+    dim: int = 0
+
+    @property
+    def table(self) -> fx.Node | None:
+        return None if self.kind == "arange" else self.node.all_input_nodes[0]
+
+    def at(self, index: Any, table: Any) -> Any:
+        """What stands for it at places of the row, (T,) int64."""
+        dtype = self.node.meta["example_value"].dtype
+        return index.to(dtype) if self.kind == "arange" else table.index_select(self.dim, index)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """A node that broadcasts what is computed of positions against rows of the batch.
+
+    Args:
+        node: the reader. source: what it reads, the same for all rows.
+        dim: of the source's where the rows of the batch belong: one of size 1, or so many dims in front of its own.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions that all rows of the batch share on one process, computed for each row by itself.
+
+        index = arange(T)                 for each row: its tokens' places
+        cos = (index * inv).cos()         shared: for each row by itself
+        q * cos                           readers
+
+    Args:
+        generators: what makes them. shared: what is computed of them, in the graph's order. readers: of these.
+        lowered: those that count with the tokens of a row.
+    """
+
+    generators: tuple[PositionGenerator, ...] = ()
+    shared: tuple[fx.Node, ...] = ()
+    readers: tuple[RowReader, ...] = ()
+    lowered: tuple[Lowering, ...] = ()
+
+
+@dataclass(frozen=True)
+class NeighbourRead:
+    """What takes the place of a node that shifts, rolls or convolves tokens.
+
+    Args:
+        node: the node. source: whose rows are read; its shape is the node's, but for the channels of a convolution.
+        token_dim, batch_dim: of the source; None: the batch has one row, or one for all.
+        read: what each token reads; None: the source's rows as they are, of which some are left out on one process.
+        extras: the rows that all ranks have, in turn: a node whose token dim begins with
+            so many of them, or a number.
+        conv: the convolution that runs on what was read; None: that is the result.
+        group: of the ranks. why: what the report says.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    token_dim: int
+    batch_dim: int | None
+    read: Neighbours | None
+    extras: tuple[tuple[fx.Node | float, int], ...]
+    conv: fx.Node | None
+    group: str
+    why: str
+
+    @property
+    def inputs(self) -> tuple[PlanInput, ...]:
+        """The plan's tensors that it needs."""
+        return () if self.read is None else PlanInput.of_neighbours(self.read)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, UNKNOWN, TensorState
-from cp_rewrite.passes.locality.resolve.steps import NO_STEPS, Steps, on_operands
+from cp_rewrite.passes.locality.resolver import NO_STEPS, Steps, on_operands
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
 from .node_facts import Events
-from .trace import Trace
-from .written import shares_memory, written_state
+from .trace import Trace, shares_memory, written_state
 
 States = Any
 """A tensor's state, or a list of states for a node that gives several tensors."""

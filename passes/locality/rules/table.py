@@ -36,11 +36,10 @@ from cp_rewrite.torch_internals import OpOverload
 
 from . import experts, indexing, losses, reductions, shapes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import losses as over_losses
 from .over_ranks import normalized, recurrences, scans, segments, wholes
 from .over_ranks.counted import counted
 from .picked import entries as picked
-from .picked import first, looked_up, top
+from .picked import largest, looked_up
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
 
@@ -118,7 +117,7 @@ MIXED_DIMS = (
     rule("cumprod cummax cummin logcumsumexp", rows(same_dims, mixes=over("runs over")), OverRanks(scans.scanned)),
     rule("argsort", rows(same_dims, mixes=over("runs over"))),
     # over tokens: the largest of all ranks', and their places in the whole row -> whole
-    rule("topk", rows(same_dims, mixes=over("runs over")), OverRanks(top.topk)),
+    rule("topk", rows(same_dims, mixes=over("runs over")), OverRanks(largest.topk)),
     rule("flip", rows(same_dims, mixes=over("runs over")), MovesRows(moves.flipped)),
     rule("_fft_r2c _fft_c2r _fft_c2c", rows(same_dims, mixes=over("runs over"))),
     rule("roll", rows(same_dims, mixes=over("rolls")), MovesRows(moves.rolled)),
@@ -148,18 +147,18 @@ SUMMED = (
         "var std var_mean std_mean norm linalg_vector_norm", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)
     ),
     # over tokens: the place in the whole row
-    rule("argmax argmin", Alone(reductions.reduce), OverRanks(first.largest_place)),
+    rule("argmax argmin", Alone(reductions.reduce), OverRanks(largest.largest_place)),
     rule("any all", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
     rule("median nanmedian mode kthvalue", Alone(reductions.reduce, SUMS)),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     rule("mm addmm bmm baddbmm mv addmv dot addbmm", Alone(reductions.product)),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
-    rule("nll_loss_forward nll_loss2d_forward", Alone(losses.nll_loss), OverRanks(over_losses.nll_loss)),
+    rule("nll_loss_forward nll_loss2d_forward", Alone(losses.nll_loss), OverRanks(losses.mean_nll)),
     rule(
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
         Alone(losses.elementwise_loss, SUMS),
-        OverRanks(over_losses.mean_loss),
-        OverRanks(over_losses.summed_loss),
+        OverRanks(losses.mean_loss),
+        OverRanks(losses.summed_loss),
     ),
     # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
     rule("cp_rewrite::token_mean", Alone(losses.token_mean, SUMS)),

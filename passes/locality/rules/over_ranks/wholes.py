@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T, fewer, with_fewer
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.locality.rules.picked.first import LargestPlace
+from cp_rewrite.passes.locality.rules.picked.largest import LargestPlace
 from cp_rewrite.passes.locality.rules.rule import States, given_dims
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
 from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole

@@ -19,9 +19,9 @@ from torch import Tensor
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows
 from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.rules.over_ranks.counted import counted_number, of_row
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
-from cp_rewrite.passes.locality.rules.token_counts import counted_number, of_row
 from cp_rewrite.passes.values.resolution import Ranks, Whole
 from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 

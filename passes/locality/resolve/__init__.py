@@ -1,1 +1,0 @@
-"""Ops that are not the same on a shard are made so."""
