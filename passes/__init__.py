@@ -6,7 +6,7 @@
     check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row, and
                                                      how many chunks of tokens there are (check_chunks.py); else the
                                                      row's own graph is taken (whole_row.py)
-    check_checkpoints      check_checkpoints.py      blocks that are computed again read what they read before
+    check_checkpoints      check_frame.py            blocks that are computed again read what they read before
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
@@ -34,23 +34,22 @@ import logging
 import time
 from dataclasses import replace
 
-from cp_rewrite.passes.graph.argument_names import module_numbers
-from cp_rewrite.passes.graph.nodes import guard_number
-from cp_rewrite.passes.locality.filled_offsets import check_filled_offsets
-from cp_rewrite.passes.locality.walk import check_locality
-from cp_rewrite.passes.match.find_sites import match_sites
-from cp_rewrite.passes.rewrite.tile_rows import tile_rows
-from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import hint
 
-from .check_checkpoints import check_checkpoints
 from .check_documents import check_documents
-from .check_frame import check_frame
+from .check_frame import check_checkpoints, check_frame
 from .check_size_conditions import check_size_conditions, guard_size_conditions
+from .graph.argument_names import module_numbers
+from .graph.nodes import guard_number
+from .locality.filled_offsets import check_filled_offsets
+from .locality.walk import check_locality
+from .match.find_sites import match_sites
 from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
 from .record_masks import record_masks
 from .rewrite.rewrite_sites import rewrite_sites
+from .rewrite.tile_rows import tile_rows
+from .values.state import State
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,10 @@ from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 
 from .attention import rewrite_site, site_names
-from .keep_rows import enter_region, keep_rows, keep_sizes, leave_region
 from .lower import lower_node
 from .plan_inputs import Inputs
 from .positions import globalize, keep_rows_apart
-from .read_neighbours import read_neighbours
+from .read_neighbours import enter_region, keep_rows, keep_sizes, leave_region, read_neighbours
 
 
 def rewrite_sites(state: State) -> State:

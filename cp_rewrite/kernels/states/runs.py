@@ -1,4 +1,4 @@
-"""Packed sequences as kernels of fla take them: all rows, run after run, see `planning/token_reads/runs.py`.
+"""Packed sequences as kernels of fla take them: all rows, run after run, see `planning/token_reads/states.py`.
 
 Shapes: R rows, E runs, C chunks, N cut pieces.
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.kernels.states.runs import Runs
 from cp_rewrite.kernels.states.select import load
-from cp_rewrite.planning.token_reads.runs import run_tables
+from cp_rewrite.planning.token_reads.states import run_tables
 
 from .fold import fold
 from .kinds import INPUTS, Options, out_dtype, state_shapes, wide

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .delta import delta_maps
-from .maps import Maps, Read
-from .space import selective_maps, ssd_maps
+from .maps import Maps, Read, delta_maps, selective_maps, ssd_maps
 
 
 @dataclass(frozen=True)

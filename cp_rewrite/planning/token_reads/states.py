@@ -12,7 +12,7 @@ The backward is the same from behind: dS_in = Mᵀ · dS_out + C. A summary of a
 Cuts may be anywhere; one at a multiple of 64 tokens from its sequence's start leaves no chunk less than full.
 
 Shapes: B rows of T tokens, T_l local rows of each; P ranks; C chunks of a rank; N cut pieces of a rank, those that are
-cut at their end first; S summaries sent, V received; F steps of a fold.
+cut at their end first; S summaries sent, V received; F steps of a fold; E runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from cp_rewrite.planning.plan_input import States
 from cp_rewrite.planning.routes.route import Arrays, row_index
 from cp_rewrite.planning.schedule import at_least
 
-from .chunks import CHUNK, chunk_counts, chunk_rows, level_major
-from .runs import run_tables
+CHUNK = 64
+"""Rows of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,74 @@ def _needed(pieces: _Pieces, reader: int) -> NDArray[np.bool_]:
     last = np.full(int(pieces.sequence.max(initial=-1)) + 1, -1)
     np.maximum.at(last, pieces.sequence[own], own)
     return np.arange(len(pieces.owner)) < last[pieces.sequence]
+
+
+def level_major(counts: Int) -> tuple[Int, Int, Int]:
+    """Steps of chains of so many steps, descending: (steps of each level, chain of each step, level of each step).
+
+    They are sorted by level, their number in the chain, and then by chain, so that those that still run are always the
+    first ones:
+
+        chunks of 3 pieces   a0 a1 a2, b0 b1, c0        level-major  a0 b0 c0 | a1 b1 | a2        levels  3 2 1
+    """
+    chain = np.repeat(np.arange(len(counts)), counts)
+    level = np.arange(len(chain)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.lexsort((chain, level))
+    return np.bincount(level), chain[order], level[order]
+
+
+def chunk_rows(starts: Int, lengths: Int) -> tuple[Int, Int]:
+    """Chunks of pieces [start, start + length), none empty, sorted by their number of chunks, descending. A piece is
+    cut into chunks from its start; the last may have fewer rows. Chunks of one piece run one after another, those of
+    different pieces at once, see `level_major`.
+
+    Returns:
+        (C, CHUNK) row of each place of each chunk, -1: none; (L,) chunks of each level.
+    """
+    levels, chain, level = level_major(chunk_counts(lengths))
+    begin = starts[chain] + level * CHUNK
+    rows = begin[:, None] + np.arange(CHUNK)
+    return np.where(rows < (starts + lengths)[chain][:, None], rows, -1), levels
+
+
+def chunk_counts(lengths: Int) -> Int:
+    """Chunks of pieces of these lengths."""
+    return -(-lengths // CHUNK)
+
+
+def run_tables(starts: Int, lengths: Int, entered: Int, left: Int, rows: int, fill: int) -> Arrays:
+    """All local rows of a rank as runs, one behind another, which is how chunked kernels take packed sequences. Each
+    piece [start, start + length), none empty and none on another, is a run, and so are the rows between, which hold
+    fill or tokens of no sequence:
+
+        pieces [3, 7) [9, 12) of 14 rows        runs  [0, 3) [3, 7) [7, 9) [9, 12) [12, 14)
+
+    Args:
+        entered, left: of each piece that is cut at its start, and at its end, the number among the N cut ones; else -1.
+        rows: of the rank. fill: the number of none, what `run_states` has where no state enters.
+    Returns:
+        runs: (E, 4) int64, the first row, the row behind the last, `entered` and `left`, both -2 of what is no piece. E
+            is at least 2: empty runs fill it up.
+        run_offsets: (E + 1,) int32, ascending to `rows`.
+        run_chunks: (C, 2) int32, the run of each chunk, and the chunk's number in it; filled up to 2 with the last.
+        run_states: (E,) int32, the cut piece whose state enters or leaves each run, else `fill`.
+    """
+    order = np.argsort(starts, kind="stable")
+    first, stop = starts[order], (starts + lengths)[order]
+    before, behind = np.append(0, stop), np.append(first, rows)
+    gaps = np.flatnonzero(before < behind)
+    none = np.full(len(gaps), -2)
+    columns = (first, before[gaps]), (stop, behind[gaps]), (entered[order], none), (left[order], none)
+    found = np.stack([np.concatenate(column) for column in columns], 1).astype(np.int64)
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    found = np.concatenate([found, np.tile([[rows, rows, -2, -2]], (max(0, 2 - len(found)), 1))])
+    counts = chunk_counts(found[:, 1] - found[:, 0])
+    run = np.repeat(np.arange(len(found)), counts)
+    chunks = np.stack([run, np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)], 1)
+    cut = found[:, 2:].max(1)
+    return {
+        "runs": found,
+        "run_offsets": np.append(found[:, 0], rows).astype(np.int32),
+        "run_chunks": at_least(chunks.astype(np.int32), 2),
+        "run_states": np.where(cut < 0, fill, cut).astype(np.int32),
+    }
