@@ -409,6 +409,11 @@ def device_of(sharding: Sharding) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def group_of(sharding: Sharding) -> str:
+    """The group that sums run over; "" for one rank."""
+    return sharding.group_name if sharding.world_size > 1 else ""
+
+
 def speeds_of(device: torch.device) -> Device:
     """The speeds of a device that its name tells."""
     return Device.like(torch.cuda.get_device_name(device) if device.type == "cuda" else None)

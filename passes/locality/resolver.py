@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.writes import memory_of
-from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step, group_of
-from cp_rewrite.sharding import Sharding
+from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step
+from cp_rewrite.sharding import Sharding, group_of
 
 from .conversions import FillRows
 

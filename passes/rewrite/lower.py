@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, paste, traced
 from cp_rewrite.passes.graph.nodes import bind_op, value_of
 from cp_rewrite.passes.locality.node.call import COPIES, METADATA, op_name
-from cp_rewrite.passes.values.resolution import Lowering, Ranks, Step, group_of
+from cp_rewrite.passes.values.resolution import Lowering, Ranks, Step
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
-from cp_rewrite.sharding import Sharding
+from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode
 
 from .plan_inputs import Inputs

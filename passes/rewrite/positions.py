@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from cp_rewrite.passes.graph.new_nodes import call, insert, paste, traced
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.locality import PositionGenerator, RowPositions
-from cp_rewrite.passes.values.resolution import READ, Ranks, group_of
+from cp_rewrite.passes.values.resolution import READ, Ranks
 from cp_rewrite.planning.plan_input import ROW_INDEX, TOKEN_INDEX
-from cp_rewrite.sharding import Sharding
+from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import FakeTensorMode, matmul
 
 from .lower import Changes

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cp_rewrite.planning.plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, TOKEN_INDEX, TOKEN_ROWS, PlanInput
 from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import Sharding
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -160,11 +159,6 @@ class Step:
     def local(self) -> bool:
         """It only leaves out rows without a token, which may be done twice."""
         return all(getattr(each, "local", False) for each in self.runs)
-
-
-def group_of(sharding: Sharding) -> str:
-    """The group that sums run over; "" for one rank."""
-    return sharding.group_name if sharding.world_size > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
-"""Sizes of the axes in one graph, and the dims that follow from sizes."""
+"""Sizes of the axes in one graph, the dims that follow from sizes, and numbers that are made from the token count:
+T - 1, T // 2, 1 / T, max(T, 8)."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
+from sympy.core.function import Application
+from torch import Tensor
 
 from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.planning.token_reads.token_count import TokenCount
@@ -49,6 +53,20 @@ class Extents:
     def token_count(self, value: Any) -> TokenCount | None:
         """A number of the graph as one of the whole row; None: it is made otherwise."""
         return token_count(self.size(value), self.tokens)
+
+    def counted(self, value: Any) -> Any:
+        """A number of the graph as an int, or an expression in the symbol of its token count, see `of_row`.
+
+        Raises:
+            Mixes: it is made in a way that is not followed.
+        """
+        expr: Any = self.size(value)
+        if isinstance(expr, int):
+            return expr
+        functions = {f.func.__name__ for f in expr.atoms(Application)}
+        if expr.free_symbols != {self.tokens} or functions - _FUNCTIONS.keys():
+            raise Mixes("the number is made from the token count in a way that is not followed")
+        return expr
 
     def label(self, sizes: Sequence[Size], several: bool = False) -> Dims | None:
         """Dims of a tensor all of whose rows are equal, known by their sizes alone; None when it has no token dim.
@@ -132,3 +150,34 @@ def _quotient(a: Size, b: Size) -> Size | None:
     if not ratio.is_integer:
         return None
     return int(ratio) if ratio.is_Integer else ratio
+
+
+def of_row(expr: Any, tokens: Any, row_tokens: Tensor) -> Any:
+    """The value of such a number, `tokens` its symbol, for a row of (1,) tokens: a number, or a tensor of no dims."""
+    if isinstance(expr, int):
+        return expr
+    return sympy.lambdify([tokens], expr, [_FUNCTIONS])(row_tokens.select(0, 0))
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) else float(x)
+
+
+def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: function(*(torch.as_tensor(x) for x in (a, b)))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "FloorDiv": lambda a, b: a // b,
+    "PythonMod": lambda a, b: a % b,
+    "Mod": lambda a, b: a % b,
+    "IntTrueDiv": lambda a, b: _wide(a) / _wide(b),
+    "FloatTrueDiv": lambda a, b: a / b,
+    "FloatPow": lambda a, b: a**b,
+    "ToFloat": _wide,
+    "Max": _of_two(torch.maximum),
+    "Min": _of_two(torch.minimum),
+    "OpaqueUnaryFn_sqrt": lambda a: _wide(a).sqrt(),
+    "OpaqueUnaryFn_log": lambda a: _wide(a).log(),
+}
+"""What Python's numbers are made with, by torch's names, as functions of numbers and tensors of no dims."""

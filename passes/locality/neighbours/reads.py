@@ -28,12 +28,11 @@ from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece,
 from cp_rewrite.passes.locality.findings import Findings
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.values.locality import NeighbourRead
-from cp_rewrite.passes.values.resolution import group_of
 from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.planning.plan_input import Neighbours, Part
 from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 from cp_rewrite.refusal import Reason
-from cp_rewrite.sharding import Sharding
+from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import HigherOrderOperator
 
 from .moves import take, total

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import B, Dims, Mixes, T
+from cp_rewrite.passes.locality.claims.extents import of_row
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Rows
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.locality.rules.over_ranks.counted import counted_number, of_row
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
 from cp_rewrite.passes.values.resolution import Ranks, Whole
@@ -31,16 +31,16 @@ _aten: Any = torch.ops.aten
 def select(call: Call) -> tuple[States, Whole]:
     """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    place = counted_number(call, call.arg("index"))
+    place = call.extents.counted(call.arg("index"))
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(place, 1, 1, call.extents.tokens))
 
 
 def slice_(call: Call) -> tuple[States, Whole]:
     """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
     rows, dim = _rows_at(call, call.arg("dim"))
-    first, end, tokens = counted_number(call, call.arg("start") or 0), call.arg("end"), call.sizes(call.first)[dim]
+    first, end, tokens = call.extents.counted(call.arg("start") or 0), call.arg("end"), call.sizes(call.first)[dim]
     last = end is None or (isinstance(end, int) and end >= torch.iinfo(torch.int64).max)
-    end = tokens if last else counted_number(call, end)
+    end = tokens if last else call.extents.counted(end)
     first, end = (n + tokens if isinstance(n, int) and n < 0 else n for n in (first, end))
     count, step = call.sizes(call.outs[0])[dim], call.arg("step") or 1
     if not isinstance(count, int) or count != -((first - end) // step):
