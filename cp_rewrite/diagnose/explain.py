@@ -260,7 +260,7 @@ def _reads(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective
 
 def _states(state: passes.State, where: Mapping[int, str]) -> Iterator[Collective]:
     for lowered in state.locality.lowered:
-        for run in (step.whole for step in lowered.steps if isinstance(step.whole, OnPieces)):
+        for run in (step.run for step in lowered.steps if isinstance(step.run, OnPieces)):
             size = int(run.bytes * state.plan.most_received(run.states))
             yield Collective(where.get(id(lowered.node)) or source_line(lowered.node), run.why, _STATES, size)
 

@@ -73,7 +73,7 @@ class Outputs:
         elif isinstance(state, GroupSizes):
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output counts the shard's tokens")
         elif isinstance(state, Rows):
-            if state.places is not None or any(
+            if state.shard_rows is not None or any(
                 isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
             ):
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")

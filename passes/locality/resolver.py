@@ -55,7 +55,7 @@ def on_operands(
     found: dict[int, tuple[Conversion, ...]] = {}
     times: Counter[int] = Counter()
     for step in steps:
-        if step.whole is not None:
+        if step.run is not None:
             return None
         for i, conversions in step.converted:
             number = id(taken[step.place][i])

@@ -203,7 +203,7 @@ class _Walk:
         if self.extents.batch == 1 or not report.positions:
             return report
         inserted = {(x.node, x.operand) for x in report.inserts}
-        counted = {x.node: x for x in report.lowered if all(isinstance(step.whole, Counted) for step in x.steps)}
+        counted = {x.node: x for x in report.lowered if all(isinstance(step.run, Counted) for step in x.steps)}
         changed = {*fewer, *(x.node for x in report.reads), *({x.node for x in report.lowered} - counted.keys())}
         rows = shared_by_rows(gm, report.positions, self.env, self.live, changed, inserted, counted)
         return report if rows is None else replace(report, positions=(), row_positions=rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cp_rewrite.passes.values.resolution import Step, Whole
+from cp_rewrite.passes.values.resolution import RunOverRanks, Step
 from cp_rewrite.planning.plan_input import IN_DOCUMENT
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
@@ -53,7 +53,7 @@ class Taken:
     states: list[TensorState]
     way: Way
     reading: Reading
-    run: Whole | None = None
+    run: RunOverRanks | None = None
     why: Mixes | None = None
 
     def step(self, place: int) -> Step | None:
@@ -172,7 +172,7 @@ class Ways:
         return drawn(call)
 
 
-def _over_ranks(call: Call, way: OverRanks) -> tuple[States, Whole]:
+def _over_ranks(call: Call, way: OverRanks) -> tuple[States, RunOverRanks]:
     new, run = way.gives(call)
     new = _listed(call, new)
     if not isinstance(run, LookedUp):
@@ -227,7 +227,7 @@ def use_lost_positions(call: Call, results: Sequence[TensorState]) -> None:
         if rows.table is not None and all(state.table is not rows.table for state in kept):
             call.events.in_turn.append(rows.table)
         lost = rows.iota is not None and all(state.iota is not rows.iota for state in kept)
-        if lost or (rows.places is not None and all(state.places is None for state in kept)):
+        if lost or (rows.shard_rows is not None and all(state.shard_rows is None for state in kept)):
             call.use_positions(tensor)
 
 

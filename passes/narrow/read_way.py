@@ -178,7 +178,7 @@ class ReadWay:
 def _is_plain(state: Rows) -> bool:
     """Rows whose values are their own, in the shard's order."""
     ordered = any(isinstance(factor, Order) for dim in state.dims if dim is not None for factor in dim)
-    return state.iota is None and state.places is None and not state.key and not ordered
+    return state.iota is None and state.shard_rows is None and not state.key and not ordered
 
 
 def nodes_before(way: ReadWay, wanted: Sequence[fx.Node]) -> dict[fx.Node, Step]:

@@ -14,7 +14,7 @@ from cp_rewrite.documents import MAX_ID, MAX_TOKENS
 from cp_rewrite.passes.graph.canonicalize import Call, Ref
 from cp_rewrite.torch_internals import OpOverload, expression
 
-from .exact import compared, held
+from .exact import as_element, compared
 from .symbolic import ONE, TOKENS, ZERO, Expr, Index, Select, SymTensor, Value, compare, number, numeric
 
 Rule = Callable[..., Any]
@@ -167,13 +167,13 @@ class RuleContext:
             if not isinstance(arg, SymTensor):
                 return self.scalar(arg)
             value = arg.broadcast_at(index)
-            return value if dtype is torch.bool else held(value, dtype, self.leaf_of)
+            return value if dtype is torch.bool else as_element(value, dtype, self.leaf_of)
 
         return SymTensor(self.shape, dtype, lambda index: function(*(element(arg, index) for arg in args)))
 
     def converted(self, x: SymTensor, dtype: torch.dtype, index: Index) -> Expr:
         """An element as a number of another dtype."""
-        return held(numeric(x.at(index)), dtype, self.leaf_of)
+        return as_element(numeric(x.at(index)), dtype, self.leaf_of)
 
     def comparison(self, op: str, x: Any, y: Any) -> SymTensor:
         """`x op y` of elements, which are compared in the dtype that holds both."""

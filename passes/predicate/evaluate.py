@@ -22,7 +22,7 @@ from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
 from cp_rewrite.passes.values.table import Table
 
 from .context import Leaf, Rule, RuleContext
-from .exact import Inexact, held
+from .exact import Inexact, as_element
 from .rules.dims import DIMS
 from .rules.elements import ELEMENTS
 from .rules.moves import MOVES
@@ -103,7 +103,7 @@ class Evaluator(RuleContext):
 
         def at(index: Index) -> Value:
             try:
-                return held(tensor.at(index), ref.dtype, self.leaf_of)
+                return as_element(tensor.at(index), ref.dtype, self.leaf_of)
             except Undecidable as error:
                 inexact = error.value if isinstance(error, Inexact) else None
                 return self.leaf(str(call.func), call.node, ref, str(error), inexact).at(index)

@@ -50,7 +50,7 @@ class Inexact(Undecidable):
         self.value = value
 
 
-def held(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
+def as_element(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
     """The value as an element of `dtype`.
 
     Raises:
@@ -62,7 +62,7 @@ def held(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
         return _constant(value, dtype)
     if isinstance(value, Select):
         condition, x, y = value.args
-        return Select(condition, held(x, dtype, leaf_of), held(y, dtype, leaf_of))
+        return Select(condition, as_element(x, dtype, leaf_of), as_element(y, dtype, leaf_of))
     if isinstance(value, AppliedUndef) and leaf_of(value)[0] is dtype:
         return value
     top, digits = _extent(value, leaf_of)
@@ -91,7 +91,7 @@ def compared(
         limit = 2.0 ** _DIGITS.get(common, 64)
         if all(not known or not c.is_finite or abs(c) <= limit for c, known in zip(constants, numbers, strict=True)):
             return constants[0], constants[1]
-    first, second = (v if d is common else held(v, common, leaf_of) for v, d in zip(values, dtypes, strict=True))
+    first, second = (v if d is common else as_element(v, common, leaf_of) for v, d in zip(values, dtypes, strict=True))
     return first, second
 
 

@@ -79,9 +79,9 @@ class Changes(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if op_name(func) != step.op:
             raise _other_ops(self.node)
         args, kwargs = self._converted(step, args, kwargs)
-        if step.whole is None:
+        if step.run is None:
             return func(*args, **kwargs)
-        out = step.whole(self.ranks, func, bind_op(func, args, kwargs))
+        out = step.run(self.ranks, func, bind_op(func, args, kwargs))
         if not self.casts:
             return out
         # These ops stand in an autocast region, where some of them get another dtype: what was asked for is said.

@@ -162,7 +162,7 @@ class Rowwise:
 def is_plain(state: Rows) -> bool:
     """Rows whose values are their own, in the rank's order, one for each of its tokens."""
     plain = not any(isinstance(f, Order) for dim in state.dims for f in dim or ())
-    return plain and state.iota is None and state.places is None and not state.key and state.table is None
+    return plain and state.iota is None and state.shard_rows is None and not state.key and state.table is None
 
 
 def _is_tileable(state: Any) -> bool:

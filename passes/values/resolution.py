@@ -117,7 +117,7 @@ class Converted:
         return x
 
 
-Whole = Callable[[Ranks, Any, dict[str, Any]], Any]
+RunOverRanks = Callable[[Ranks, Any, dict[str, Any]], Any]
 """Runs an ATen op over the tokens of all ranks: (ranks, the op, its arguments by name) -> its results.
 
 Its attribute `reads` names what it needs of the plan beside `READ`, `why` what it does, for the report."""
@@ -132,7 +132,7 @@ class Step:
     Args:
         place: how many ops ran before it, but for those that copy. op: its name.
         converted: index among the op's tensors -> its conversions.
-        whole: what runs in the op's place; None: the op itself.
+        run: what runs in the op's place; None: the op itself.
         writes: the op writes into a tensor that is converted.
         reason, detail: why the op is refused as it is.
     """
@@ -140,7 +140,7 @@ class Step:
     place: int
     op: str
     converted: tuple[tuple[int, tuple[Conversion, ...]], ...]
-    whole: Whole | None
+    run: RunOverRanks | None
     writes: bool
     reason: Reason
     detail: str
@@ -153,7 +153,7 @@ class Step:
     @property
     def runs(self) -> list[Any]:
         """What is done, as its parts: conversions, and what runs in the op's place."""
-        return [*self.conversions, *([self.whole] if self.whole else [])]
+        return [*self.conversions, *([self.run] if self.run else [])]
 
     @property
     def local(self) -> bool:
@@ -183,7 +183,7 @@ class Lowering:
     @property
     def why(self) -> str:
         """For the report."""
-        made = [f"{step.op} {getattr(step.whole, 'why', _OVER_ALL)}" for step in self.steps if step.whole]
+        made = [f"{step.op} {getattr(step.run, 'why', _OVER_ALL)}" for step in self.steps if step.run]
         made += {why: None for step in self.steps for each in step.conversions if (why := getattr(each, "why", ""))}
         return ", ".join(made) or "sums inside of it are needed whole"
 

@@ -44,7 +44,7 @@ class Rows:
         fill: the value in every row that fills a rank up, when it is known; None when not.
         iota: the node that made it, when the tensor is still `arange` over its token dim.
         table: the node that took them, when the tensor is still the first T rows of a table.
-        places: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
+        shard_rows: the values are indices of the shard's rows of these axes; they mean nothing as numbers.
         key: the tensor holds the very values that its rows are sorted by.
         padding: the value in every row of a token of no document, when it is known; None when not.
         attended: rows of tokens of no document hold something else than in the one-process program, since attention
@@ -54,7 +54,7 @@ class Rows:
     dims: Dims
     fill: Number | None = None
     iota: fx.Node | None = None
-    places: tuple[Factor, ...] | None = None
+    shard_rows: tuple[Factor, ...] | None = None
     key: bool = False
     padding: Number | None = None
     attended: bool = False

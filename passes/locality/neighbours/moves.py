@@ -83,7 +83,7 @@ def _whole(call: Call, x: Tensor) -> Moved:
     if isinstance(state, Moved):
         return state
     source = call.facts.sources.get(id(x))
-    if not isinstance(state, Rows) or source is None or state.places is not None or state.key:
+    if not isinstance(state, Rows) or source is None or state.shard_rows is not None or state.key:
         raise Mixes("moves something else than rows of tokens")
     dims, by = with_fewer(state.dims, 0), fewer(state.dims)
     batch = sum(dim == (B,) for dim in dims)

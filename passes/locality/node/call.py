@@ -98,7 +98,7 @@ class Call:
         """These tensors' values matter: `arange` over tokens among them must count the global row."""
         for tensor in tensors:
             rows = self.rows(tensor)
-            if rows and rows.places is not None:
+            if rows and rows.shard_rows is not None:
                 raise Mixes(f"{self.name} uses as values the places that rows have in a shard")
             if rows and rows.iota is not None:
                 if rows.iota in self.facts.fixed_positions:

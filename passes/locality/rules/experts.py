@@ -30,13 +30,13 @@ def sort(call: Call) -> States:
         return _along(call)
     axis = state.dims[0]
     if _is_permutation(state) and not call.arg("descending"):
-        assert state.places is not None
-        return [Rows((state.places,), places=state.places), Rows((state.places,), places=axis)]
+        assert state.shard_rows is not None
+        return [Rows((state.shard_rows,), shard_rows=state.shard_rows), Rows((state.shard_rows,), shard_rows=axis)]
     if axis is None or any(isinstance(factor, Order) for factor in axis):
         raise Mixes("sort runs over rows that are sorted already")
     call.use_positions(call.first)
     order = call.facts.new_order(axis)
-    return [Rows(((order,),), key=True), Rows(((order,),), places=axis)]
+    return [Rows(((order,),), key=True), Rows(((order,),), shard_rows=axis)]
 
 
 def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | None:
@@ -48,10 +48,10 @@ def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | Non
         return None
     if state.key and call.name == "_to_copy":
         return state
-    if state.places is not None and call.name == "floor_divide":
-        *token, per_token = state.places
+    if state.shard_rows is not None and call.name == "floor_divide":
+        *token, per_token = state.shard_rows
         if token and isinstance(per_token, int) and call.args[1] == per_token:
-            return Rows(state.dims, places=tuple(token))
+            return Rows(state.dims, shard_rows=tuple(token))
     return None
 
 
@@ -90,16 +90,16 @@ def put_by_order(call: Call, x: Tensor, indices: Sequence[Tensor], values: Tenso
         return None
     if call.arg("accumulate"):
         raise Mixes("adds to the places of rows")
-    assert perm.places is not None
+    assert perm.shard_rows is not None
     back = call.rows(x)
-    if written.dims == (perm.dims[0], *[None] * (x.ndim - 1)) and back and back.dims[0] == perm.places:
+    if written.dims == (perm.dims[0], *[None] * (x.ndim - 1)) and back and back.dims[0] == perm.shard_rows:
         call.use_positions(values)
-        return Rows((perm.places, *[None] * (x.ndim - 1)))
+        return Rows((perm.shard_rows, *[None] * (x.ndim - 1)))
     arange = call.walked_by(written)
-    if arange is None or written.dims != (perm.places,):
+    if arange is None or written.dims != (perm.shard_rows,):
         return None
     call.events.indexed.append(arange)
-    return Rows((perm.places,), places=perm.dims[0])
+    return Rows((perm.shard_rows,), shard_rows=perm.dims[0])
 
 
 def read_in_order(call: Call) -> Rows | None:
@@ -111,7 +111,7 @@ def read_in_order(call: Call) -> Rows | None:
     rows, places = call.rows(x), _places(call, index)
     if rows is None or places is None or call.arg("dim") % x.ndim or index.ndim not in (1, x.ndim):
         return None
-    if rows.dims != (places.places, *[None] * (x.ndim - 1)):
+    if rows.dims != (places.shard_rows, *[None] * (x.ndim - 1)):
         return None
     call.use_positions(x)
     call.named.add(id(index))
@@ -127,7 +127,7 @@ def added_in_order(call: Call) -> Rows | None:
     back, written, places = call.rows(x), call.rows(source), _places(call, index)
     if back is None or written is None or places is None or call.arg("dim") % x.ndim:
         return None
-    kept = back.dims == (places.places, *[None] * (x.ndim - 1)) and written.dims == (places.dims[0], *back.dims[1:])
+    kept = back.dims == (places.shard_rows, *[None] * (x.ndim - 1)) and written.dims == (places.dims[0], *back.dims[1:])
     if not kept or call.name == "scatter_reduce" or index.ndim not in (1, source.ndim):
         return None
     if index.ndim > 1 and call.sizes(index) != call.sizes(source):
@@ -140,13 +140,13 @@ def added_in_order(call: Call) -> Rows | None:
 def _places(call: Call, index: Tensor) -> Rows | None:
     """An index that holds the place of every token equally often, in an order, and the same in each column."""
     rows = call.rows(index)
-    if rows is None or rows.places is None or rows.dims[0] is None or any(dim is not None for dim in rows.dims[1:]):
+    if rows is None or rows.shard_rows is None or rows.dims[0] is None or any(dim is not None for dim in rows.dims[1:]):
         return None
     order = rows.dims[0][0]
-    return rows if isinstance(order, Order) and order.axis[: len(rows.places)] == rows.places else None
+    return rows if isinstance(order, Order) and order.axis[: len(rows.shard_rows)] == rows.shard_rows else None
 
 
 def _is_permutation(rows: Rows) -> bool:
     """Whether the values are places that hold every row once, in an order."""
     order = rows.dims[0][0] if len(rows.dims) == 1 and rows.dims[0] else None
-    return isinstance(order, Order) and rows.places == order.axis
+    return isinstance(order, Order) and rows.shard_rows == order.axis

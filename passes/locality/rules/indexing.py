@@ -138,7 +138,7 @@ def _index_one(call: Call, x: Tensor, dim: int, i: Tensor) -> None:
     """Check one index: of a dim without tokens it may be anything, of a token dim only the rows' own places."""
     axis = call.entries(x)[dim][0]
     rows = call.rows(i)
-    if rows is not None and axis is not None and rows.places == axis:
+    if rows is not None and axis is not None and rows.shard_rows == axis:
         return
     if axis is None:
         call.use_positions(i)

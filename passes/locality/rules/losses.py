@@ -17,7 +17,7 @@ from cp_rewrite.passes.locality.advice import MEAN_HINT
 from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked, merge
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Partial, Rows, TensorState
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 from cp_rewrite.refusal import Reason
 
 from .elementwise import fill_of, pointwise
@@ -84,7 +84,7 @@ def token_mean(call: Call) -> list[TensorState]:
     return [WHOLE, REPLICATED]
 
 
-def mean_loss(call: Call) -> tuple[States, Whole]:
+def mean_loss(call: Call) -> tuple[States, RunOverRanks]:
     """mse_loss and the like with reduction="mean": a loss per token, and their mean."""
     if call.arg("reduction") != 1:
         raise Mixes("takes no mean")
@@ -94,7 +94,7 @@ def mean_loss(call: Call) -> tuple[States, Whole]:
     return WHOLE, MeanLoss(rows.dims)
 
 
-def summed_loss(call: Call) -> tuple[States, Whole]:
+def summed_loss(call: Call) -> tuple[States, RunOverRanks]:
     """mse_loss, binary_cross_entropy and the like with reduction="sum", where losses of fill are not 0."""
     rows = Rows(checked(broadcast([call.entries(x) for x in call.tensors])))
     if call.arg("reduction") != 2 or not can_spread(rows):
@@ -102,7 +102,7 @@ def summed_loss(call: Call) -> tuple[States, Whole]:
     return Partial(), SummedLoss(rows.dims)
 
 
-def mean_nll(call: Call) -> tuple[States, Whole]:
+def mean_nll(call: Call) -> tuple[States, RunOverRanks]:
     """cross_entropy with reduction="mean". Targets of rows without a token are ignored."""
     rows, _ = nll_rows(call)
     if call.arg("reduction") != 1 or not can_spread(rows):

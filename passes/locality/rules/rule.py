@@ -9,7 +9,7 @@ from enum import Flag, auto
 from cp_rewrite.passes.locality.claims.dims import Mixes
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Partial, Rows, TensorState, plain
 from cp_rewrite.passes.locality.node.call import Call
-from cp_rewrite.passes.values.resolution import Whole
+from cp_rewrite.passes.values.resolution import RunOverRanks
 from cp_rewrite.refusal import Reason
 
 States = TensorState | Sequence[TensorState]
@@ -18,7 +18,7 @@ Transfer = Callable[[Call], States]
 """The states of an op's results from those of its operands. Raises Mixes where the op is not the same on a shard."""
 RowsTransfer = Callable[[Call, Rows], States]
 """A Transfer of an op whose first tensor holds token rows."""
-Resolve = Callable[[Call], tuple[States, Whole]]
+Resolve = Callable[[Call], tuple[States, RunOverRanks]]
 """The states of an op's results where it runs over the tokens of all ranks, and what runs then. Raises Mixes."""
 Mixing = Callable[[Call], Iterable[tuple[int, str]]]
 """(dim, verb) of each dim of the first tensor whose entries an op mixes: no axis of the batch may be there."""

@@ -18,7 +18,9 @@ def can_spread(rows: Rows) -> bool:
     """Not rows in an order of their own, and no places of rows."""
     factors = [factor for dim in rows.dims for factor in dim or () if not (isinstance(factor, Fewer) and factor.by > 0)]
     return (
-        rows.places is None and not rows.key and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
+        rows.shard_rows is None
+        and not rows.key
+        and all(factor in (B, T) or isinstance(factor, int) for factor in factors)
     )
 
 
@@ -40,10 +42,10 @@ def rows_along(call: Call, dim: int) -> tuple[Rows, int]:
 def has_row(ranks: Ranks, dims: Dims) -> Tensor:
     """Which local rows hold one of a tensor with these dims, as `spread`."""
     more = (ranks.token_index, ranks.row_tokens) if fewer(dims) else ()
-    return spread(held_BT(dims, ranks.has_token, *more), dims)
+    return spread(has_row_BT(dims, ranks.has_token, *more), dims)
 
 
-def held_BT(
+def has_row_BT(
     dims: Dims, has_token_BT: Tensor, index_BT: Tensor | None = None, row_tokens: Tensor | None = None
 ) -> Tensor:
     """(B, T) which local rows hold one of a tensor with these dims; one of fewer tokens needs the last two."""

@@ -18,10 +18,10 @@ from cp_rewrite.passes.locality.claims.extents import of_row
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.elementwise import pointwise
 from cp_rewrite.passes.locality.rules.rule import States
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 
 
-def counted(call: Call) -> tuple[States, Whole]:
+def counted(call: Call) -> tuple[States, RunOverRanks]:
     """Pointwise ops of a tensor and such a number; of `clamp` both bounds may be such."""
     found = {name: value for name, value in call.bound.items() if call.extents.counts_tokens(value)}
     if not found or call.written or not found.keys() <= {"other", "min", "max"}:

@@ -19,12 +19,12 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Ro
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import can_spread
-from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
+from cp_rewrite.passes.values.resolution import OfSums, Ranks, RunOverRanks
 
 from .wholes import LogSumExp, Mean, rows_reduced, wide
 
 
-def softmax(call: Call) -> tuple[States, Whole]:
+def softmax(call: Call) -> tuple[States, RunOverRanks]:
     """_softmax, _log_softmax: every token takes in all others, those of no document too."""
     rows = rows_reduced(call)
     call.use_positions(call.first)
@@ -32,7 +32,7 @@ def softmax(call: Call) -> tuple[States, Whole]:
     return Rows(rows.dims), Softmax(rows.dims, call.outs[0].dtype)
 
 
-def batch_norm(call: Call) -> tuple[States, Whole]:
+def batch_norm(call: Call) -> tuple[States, RunOverRanks]:
     """batch_norm in training: statistics over tokens, with channels in dim 1."""
     rows = call.rows(call.first)
     trains = call.arg("training") or call.name == "_batch_norm_with_update"

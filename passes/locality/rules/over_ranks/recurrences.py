@@ -23,7 +23,7 @@ from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States as Claims
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import PlanInput, States
 from cp_rewrite.refusal import Reason
 
@@ -32,7 +32,7 @@ _WEIGHTS = ("A",)
 _ops: Any = torch.ops.cp_rewrite
 
 
-def recurrent(call: Call) -> tuple[Claims, Whole]:
+def recurrent(call: Call) -> tuple[Claims, RunOverRanks]:
     """A recurrence whose inputs have their tokens in dim 1, and weights that are the same on all ranks."""
     offsets = call.arg("offsets")
     resets = offsets is not None or call.facts.resets

@@ -25,14 +25,14 @@ from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import TOKEN_INDEX, PlanInput, Scan
 
 _ops: Any = torch.ops.cp_rewrite
 _aten: Any = torch.ops.aten
 
 
-def scanned(call: Call) -> tuple[States, Whole]:
+def scanned(call: Call) -> tuple[States, RunOverRanks]:
     """cumsum and the like, over tokens."""
     rows, dim = rows_along(call, call.arg("dim"))
     joined = rows.dims[dim] == (B, T)

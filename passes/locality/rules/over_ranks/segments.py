@@ -19,13 +19,13 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Pa
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
-from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
+from cp_rewrite.passes.values.resolution import OfSums, Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import PlanInput
 
 from .wholes import wide
 
 
-def added(call: Call) -> tuple[States, Whole]:
+def added(call: Call) -> tuple[States, RunOverRanks]:
     """scatter_add, scatter_reduce with "sum", index_add: token rows added to a tensor that is the same on all ranks."""
     rows = _rows_of_segments(call)
     if call.arg("reduce") not in (None, "sum") or call.arg("include_self") is False:
@@ -34,7 +34,7 @@ def added(call: Call) -> tuple[States, Whole]:
     return WHOLE if whole else Partial(), Added(rows.dims, "src" if "src" in call.bound else "source")
 
 
-def reduced(call: Call) -> tuple[States, Whole]:
+def reduced(call: Call) -> tuple[States, RunOverRanks]:
     """scatter_reduce with "mean", "amax" and "amin"."""
     rows, kind = _rows_of_segments(call), call.arg("reduce")
     floats = call.first.is_floating_point()

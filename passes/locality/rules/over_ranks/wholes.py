@@ -24,13 +24,13 @@ from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.picked.largest import LargestPlace
 from cp_rewrite.passes.locality.rules.rule import States, given_dims
 from cp_rewrite.passes.locality.rules.spread import can_spread, has_row, reads_of
-from cp_rewrite.passes.values.resolution import OfSums, Ranks, Whole
+from cp_rewrite.passes.values.resolution import OfSums, Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import PlanInput
 
 _aten: Any = torch.ops.aten
 
 
-def reduced(call: Call) -> tuple[States, Whole]:
+def reduced(call: Call) -> tuple[States, RunOverRanks]:
     """mean, var, amax and the like, over tokens."""
     runs = _REDUCED.get(call.name)
     if runs is None:
@@ -60,7 +60,7 @@ def rows_reduced(call: Call) -> Rows:
     return rows
 
 
-def bincount(call: Call) -> tuple[States, Whole]:
+def bincount(call: Call) -> tuple[States, RunOverRanks]:
     """Of whole numbers below `minlength`, one or more for each token: a part of the counts of all."""
     rows = call.rows(call.first)
     if rows is None or not can_spread(rows) or not call.arg("minlength") or call.arg("weights") is not None:
@@ -68,7 +68,7 @@ def bincount(call: Call) -> tuple[States, Whole]:
     return Partial(), BinCount(rows.dims)
 
 
-def histc(call: Call) -> tuple[States, Whole]:
+def histc(call: Call) -> tuple[States, RunOverRanks]:
     """Between bounds that are given: a part of the counts of all."""
     rows = call.rows(call.first)
     if rows is None or not can_spread(rows) or not call.arg("min") < call.arg("max"):

@@ -22,20 +22,20 @@ from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, Ro
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import rows_along
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 
 _aten: Any = torch.ops.aten
 
 
-def select(call: Call) -> tuple[States, Whole]:
+def select(call: Call) -> tuple[States, RunOverRanks]:
     """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]."""
     rows, dim = _rows_at(call, call.arg("dim"))
     place = call.extents.counted(call.arg("index"))
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(place, 1, 1, call.extents.tokens))
 
 
-def slice_(call: Call) -> tuple[States, Whole]:
+def slice_(call: Call) -> tuple[States, RunOverRanks]:
     """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
     rows, dim = _rows_at(call, call.arg("dim"))
     first, end, tokens = call.extents.counted(call.arg("start") or 0), call.arg("end"), call.sizes(call.first)[dim]
@@ -48,21 +48,21 @@ def slice_(call: Call) -> tuple[States, Whole]:
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(first, count, step, call.extents.tokens))
 
 
-def index_select(call: Call) -> tuple[States, Whole]:
+def index_select(call: Call) -> tuple[States, RunOverRanks]:
     """Entries of one dim by an index that all ranks have."""
     rows, dim = _rows_at(call, call.arg("dim"))
     _check_known(call, [call.arg("index")])
     return WHOLE, Picked(rows.dims, rows.attended, dim)
 
 
-def gather(call: Call) -> tuple[States, Whole]:
+def gather(call: Call) -> tuple[States, RunOverRanks]:
     """For each entry of the index, which all ranks have, one of the token dim."""
     rows, dim = _rows_at(call, call.arg("dim"))
     _check_known(call, [call.arg("index")])
     return WHOLE, Gathered(rows.dims, rows.attended, dim)
 
 
-def index(call: Call) -> tuple[States, Whole]:
+def index(call: Call) -> tuple[States, RunOverRanks]:
     """x[:, idx], and x[rows, idx] with the row of the batch for each token; x[rows, idx, features] in addition."""
     given: list[Tensor | None] = list(call.arg("indices"))
     used = [dim for dim, i in enumerate(given) if i is not None]

@@ -22,7 +22,7 @@ from cp_rewrite.passes.locality.claims.tensor_state import WHOLE
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
 from cp_rewrite.passes.locality.rules.spread import can_spread, rows_along, spread
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import TOKEN_INDEX, TOKEN_ROWS, PlanInput
 
 from .entries import Picked
@@ -30,7 +30,7 @@ from .entries import Picked
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
-def largest_place(call: Call) -> tuple[States, Whole]:
+def largest_place(call: Call) -> tuple[States, RunOverRanks]:
     """argmax, argmin over tokens."""
     rows, dim = call.rows(call.first), call.arg("dim")
     if rows is None or not can_spread(rows) or (dim is None and call.first.ndim > 1):
@@ -67,7 +67,7 @@ def first_place(ranks: Ranks, chosen: Tensor, dims: Dims, reduced: Sequence[int]
     return -ranks.most(-places.amin(reduced, keepdim=keepdim))
 
 
-def topk(call: Call) -> tuple[States, Whole]:
+def topk(call: Call) -> tuple[States, RunOverRanks]:
     """As many as there are for any number of tokens."""
     rows, dim = rows_along(call, call.arg("dim"))
     if not isinstance(call.arg("k"), int):

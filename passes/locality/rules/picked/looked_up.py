@@ -17,10 +17,10 @@ from cp_rewrite.passes.locality.claims.dims import Dims, Mixes, T, checked, has
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.locality.node.call import Call
 from cp_rewrite.passes.locality.rules.rule import States
-from cp_rewrite.passes.values.resolution import Ranks, Whole
+from cp_rewrite.passes.values.resolution import Ranks, RunOverRanks
 
 
-def embedding(call: Call) -> tuple[States, Whole]:
+def embedding(call: Call) -> tuple[States, RunOverRanks]:
     table, index = call.arg("weight"), call.arg("indices")
     rows = call.rows(index)
     if rows is None or call.arg("scale_grad_by_freq") or call.arg("padding_idx") not in (None, -1):
@@ -29,7 +29,7 @@ def embedding(call: Call) -> tuple[States, Whole]:
     return Rows((*rows.dims, None)), LookedUp("indices")
 
 
-def index_select(call: Call) -> tuple[States, Whole]:
+def index_select(call: Call) -> tuple[States, RunOverRanks]:
     table, index = call.first, call.arg("index")
     dim = call.arg("dim") % table.ndim
     rows = call.rows(index)
@@ -40,7 +40,7 @@ def index_select(call: Call) -> tuple[States, Whole]:
     return Rows(checked(dims)), LookedUp("index")
 
 
-def index(call: Call) -> tuple[States, Whole]:
+def index(call: Call) -> tuple[States, RunOverRanks]:
     """table[numbers]: of the first dim alone."""
     table: Tensor = call.first
     given: list[Tensor | None] = list(call.arg("indices"))
