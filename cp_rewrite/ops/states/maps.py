@@ -45,7 +45,7 @@ def run_chains(maps: Maps, levels: Sequence[int], start: Tensor) -> tuple[Tensor
     """(C, *state) before each map and (n, *state) at the end of each chain, from (n, *state) at the starts.
 
     Args:
-        maps: level-major, `levels` of each level: see `planning/token_reads/states.py`.
+        maps: level-major, `levels` of each level: see `planning/token_reads/chunks.py`.
     """
     state, at = start, 0
     before: list[Tensor] = []

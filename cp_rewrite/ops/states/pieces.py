@@ -16,7 +16,7 @@ from torch.library import custom_op, register_autograd
 from cp_rewrite.kernels.nvtx import nvtx
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
 from cp_rewrite.planning.plan_input import STATES
-from cp_rewrite.planning.token_reads.states import CHUNK
+from cp_rewrite.planning.token_reads.chunks import CHUNK
 
 from . import by_kernels
 from .fold import fold

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
-from cp_rewrite.planning.token_reads.states import CHUNK, chunk_counts, chunk_rows
+from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts, chunk_rows
 
 from . import by_kernels
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, to_rows

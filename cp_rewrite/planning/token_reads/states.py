@@ -29,8 +29,7 @@ from cp_rewrite.planning.plan_input import States
 from cp_rewrite.planning.routes.route import Arrays, row_index
 from cp_rewrite.planning.schedule import at_least
 
-CHUNK = 64
-"""Rows of a chunk."""
+from .chunks import CHUNK, chunk_counts, chunk_rows, level_major
 
 
 @dataclass(frozen=True)
@@ -175,39 +174,6 @@ def _needed(pieces: _Pieces, reader: int) -> NDArray[np.bool_]:
     last = np.full(int(pieces.sequence.max(initial=-1)) + 1, -1)
     np.maximum.at(last, pieces.sequence[own], own)
     return np.arange(len(pieces.owner)) < last[pieces.sequence]
-
-
-def level_major(counts: Int) -> tuple[Int, Int, Int]:
-    """Steps of chains of so many steps, descending: (steps of each level, chain of each step, level of each step).
-
-    They are sorted by level, their number in the chain, and then by chain, so that those that still run are always the
-    first ones:
-
-        chunks of 3 pieces   a0 a1 a2, b0 b1, c0        level-major  a0 b0 c0 | a1 b1 | a2        levels  3 2 1
-    """
-    chain = np.repeat(np.arange(len(counts)), counts)
-    level = np.arange(len(chain)) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.lexsort((chain, level))
-    return np.bincount(level), chain[order], level[order]
-
-
-def chunk_rows(starts: Int, lengths: Int) -> tuple[Int, Int]:
-    """Chunks of pieces [start, start + length), none empty, sorted by their number of chunks, descending. A piece is
-    cut into chunks from its start; the last may have fewer rows. Chunks of one piece run one after another, those of
-    different pieces at once, see `level_major`.
-
-    Returns:
-        (C, CHUNK) row of each place of each chunk, -1: none; (L,) chunks of each level.
-    """
-    levels, chain, level = level_major(chunk_counts(lengths))
-    begin = starts[chain] + level * CHUNK
-    rows = begin[:, None] + np.arange(CHUNK)
-    return np.where(rows < (starts + lengths)[chain][:, None], rows, -1), levels
-
-
-def chunk_counts(lengths: Int) -> Int:
-    """Chunks of pieces of these lengths."""
-    return -(-lengths // CHUNK)
 
 
 def run_tables(starts: Int, lengths: Int, entered: Int, left: Int, rows: int, fill: int) -> Arrays:
