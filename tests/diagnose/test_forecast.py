@@ -200,7 +200,7 @@ def test_rows_of_experts_are_in_no_tile(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    names = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
+    names: dict[str, int] = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
     sharding = cp.Sharding(2, names, cp.PositionIds("position_ids"), tile=8)
     ids = torch.zeros(1, 64, dtype=torch.long)
     report = cp.explain(model, sharding)(input_ids=ids, position_ids=torch.arange(64)[None], labels=ids)
