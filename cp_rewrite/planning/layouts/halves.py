@@ -106,13 +106,14 @@ def share_out_by_halves(
     owners: list[Int] = []
     while True:
         alone = stop - start == 1
-        ready = alone[group]
-        done.append(slices.take(np.flatnonzero(ready)))
-        owners.append(start[group[ready]])
-        if alone.all():
-            return Slices.join(done), np.concatenate(owners)
-        slices, group = slices.take(np.flatnonzero(~ready)), (np.cumsum(~alone) - 1)[group[~ready]]
-        start, stop = start[~alone], stop[~alone]
+        if alone.any():
+            ready = alone[group]
+            done.append(slices.take(np.flatnonzero(ready)))
+            owners.append(start[group[ready]])
+            if alone.all():
+                return Slices.join(done), np.concatenate(owners)
+            slices, group = slices.take(np.flatnonzero(~ready)), (np.cumsum(~alone) - 1)[group[~ready]]
+            start, stop = start[~alone], stop[~alone]
         ranks = stop - start
         middle = start + np.where(ranks > node_size, ranks // node_size // 2 * node_size, ranks // 2)
         tokens = np.stack([before[middle] - before[start], before[stop] - before[middle]])
@@ -149,8 +150,11 @@ def _by_number(number: Int) -> Int:
 
 
 def _by_density(slices: Slices, number: Int) -> tuple[Slices, Int]:
-    order = np.argsort(slices.work / slices.size, kind="stable")
-    order = order[_by_number(number[order])]
+    """By number, and then from the sparsest to the densest: the most of them are so already, which sorts fast."""
+    density = slices.work / slices.size
+    order = _by_number(number)
+    key = number[order] * (density.max(initial=0) + 1) + density[order]
+    order = order[np.argsort(key, kind="stable")]
     return slices.take(order), number[order]
 
 
@@ -164,7 +168,7 @@ def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[
     rest, placed = np.flatnonzero(side < 0), np.flatnonzero(side >= 0)
     if not len(rest):
         return *_by_density(slices, 2 * group + side), np.abs(placing.work[1])
-    line, of_group = _line_up(slices.take(rest), group[rest], count, groups)
+    line, of_group = _line_up(slices, group, rest, count, groups)
     run, error = _run_start(line, of_group, placing, groups)
     stop = run + placing.tokens[1]
     cut, index, at = line.cut(np.concatenate([run, stop]))
@@ -174,20 +178,21 @@ def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[
     return *_by_density(Slices.join([slices.take(placed), cut]), number), error
 
 
-def _line_up(slices: Slices, group: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
-    """The slices of each group, from the sparsest to the densest.
+def _line_up(slices: Slices, group: Int, rest: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
+    """The slices at `rest` of each group, from the sparsest to the densest.
 
     The one with most work comes last where it is denser than the mean: its end has the most work per token.
     """
+    group, work, size = group[rest], slices.work[rest], slices.size[rest]
     most = np.zeros(count)
-    np.maximum.at(most, group, slices.work)
-    first = np.flatnonzero(slices.work == most[group])
+    np.maximum.at(most, group, work)
+    first = np.flatnonzero(work == most[group])
     first = first[np.diff(group[first], prepend=-1) > 0]
-    mean = np.bincount(group, slices.work, count) / np.maximum(1, np.bincount(group, slices.size, count))
+    mean = np.bincount(group, work, count) / np.maximum(1, np.bincount(group, size, count))
     last = np.zeros(len(group), dtype=np.int64)
-    last[first] = slices.work[first] / slices.size[first] >= mean[group[first]]
+    last[first] = work[first] / size[first] >= mean[group[first]]
     order = _by_number(2 * group + last)
-    return SliceLines(slices.take(order), groups.seen, groups.mask), group[order]
+    return SliceLines(slices.take(rest[order]), groups.seen, groups.mask), group[order]
 
 
 def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: Groups) -> tuple[Int, Float]:
@@ -258,22 +263,18 @@ class _Placing:
         self.side = np.full(len(slices), -1)
         count = len(slack)
         self.cut, self.heads = np.full(count, -1), np.zeros(count, dtype=np.int64)
-        self.first = np.searchsorted(group, np.arange(count + 1))
-        # Those of a group with most work first.
-        self._top = np.argsort(group * (slices.work.max(initial=0) + 1) - slices.work, kind="stable")
+        first = np.searchsorted(group, np.arange(count + 1))
         # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
         self._at = np.append(0, np.cumsum(slices.size)).astype(np.float64)
         self._done = np.append(0.0, np.cumsum(slices.work))
-        self._begin, self._end = ((self._at[at], self._done[at]) for at in (self.first[:-1], self.first[1:]))
+        self._begin, self._end = ((self._at[at], self._done[at]) for at in (first[:-1], first[1:]))
 
     def run(self, most: int) -> None:
         """Place up to `most` slices of each group."""
-        columns = np.arange(len(self.slack))
-        least = LEAST_WHOLE * self.work.sum(0) / self.groups.ranks.sum(0)
-        count = np.bincount(self.group, self.slices.work > least[self.group], len(self.slack)).astype(np.int64)
-        places = np.arange(min(most, int(count.max(initial=0))))[:, None]
-        tops = self._top[np.minimum(self.first[:-1] + places, len(self._top) - 1)]
-        for i, there in zip(tops, places < count, strict=True):
+        columns, (tops, count) = np.arange(len(self.slack)), self._tops()
+        for place in range(min(most, int(count.max(initial=0)))):
+            there = count > place
+            i = tops[np.minimum(np.cumsum(count) - count + place, len(tops) - 1)]
             fits = self._fits(i) & there
             side = np.where(self.work[1] > self.work[0], 1, 0)
             either = fits[0] | fits[1]
@@ -287,6 +288,14 @@ class _Placing:
         if (self.cut >= 0).any():
             chosen = np.flatnonzero(self.cut >= 0)
             self._split(chosen, self.cut[chosen], self.heads[chosen])
+
+    def _tops(self) -> tuple[Int, Int]:
+        """(slices with much work, by group, those with most first; how many each group has)."""
+        least = LEAST_WHOLE * self.work.sum(0) / self.groups.ranks.sum(0)
+        work, group = self.slices.work, self.group
+        tops = np.flatnonzero(work > least[group])
+        tops = tops[np.argsort(group[tops] * (work.max(initial=0) + 1) - work[tops], kind="stable")]
+        return tops, np.bincount(group[tops], minlength=len(self.slack))
 
     def _least(self, tokens: Int, groups: Int) -> Float:
         """What the sparsest `tokens` of groups do."""

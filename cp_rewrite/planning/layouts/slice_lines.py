@@ -81,13 +81,15 @@ class SliceLines:
     def cut(self, x: Int) -> tuple[Slices, Int, Int]:
         """(the slices, cut at all of these positions; the slice that each was a part of; its position)."""
         x = np.sort(x)
-        bounds = np.insert(self.bounds, self.bounds.searchsorted(x), x)
-        bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
-        at = bounds[:-1]
-        i = self.index(at)
-        table, work = self.slices.table[:, i], self.slices.work[i]
-        table[[0, 3]] += at - self.bounds[i]
-        table[1] = np.diff(bounds)
-        changed = np.flatnonzero(table[1] != self.slices.size[i])
+        i = self.index(x)
+        inside = (x > self.bounds[i]) & (x < self.bounds[-1]) & (np.diff(x, prepend=-1) > 0)
+        x, i, count = x[inside], i[inside], len(self.slices)
+        part_of = np.repeat(np.arange(count), np.bincount(i, minlength=count) + 1)
+        at = self.bounds[:-1][part_of]
+        at[i + np.arange(1, len(i) + 1)] = x
+        table, work = self.slices.table[:, part_of], self.slices.work[part_of]
+        table[[0, 3]] += at - self.bounds[part_of]
+        table[1] = np.diff(at, append=self.bounds[-1])
+        changed = np.flatnonzero(table[1] != self.slices.size[part_of])
         work[changed] = tenths(table[:, changed], work[changed], self._mask)
-        return Slices(table, work), i, at
+        return Slices(table, work), part_of, at
