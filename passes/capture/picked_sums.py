@@ -3,6 +3,8 @@
 x[mask].sum(0)                               where(mask, x, 0).sum(0)
 x[mask].mean(0)                              the same / mask.sum()
 F.cross_entropy(logits[mask], labels[mask])  F.cross_entropy(logits, where(mask, labels, ignore_index))
+
+What treats each token alone in between runs on all tokens first (`late_picks`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from cp_rewrite.passes.graph.nodes import bind, draws_random_numbers, op_name, v
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
+
+from .late_picks import Picks, chosen, pick_late
 
 _aten: Any = torch.ops.aten
 _REDUCED = ("input", "dim", "keepdim")
@@ -55,6 +59,7 @@ def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.
     modules = graph_modules(gm)
     written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
     for module in modules:
+        _late(module, counts, kept, written, mode)
         picks = {n: pick for n in module.graph.nodes if n not in kept and (pick := _read(n, counts)) is not None}
         found = {n: pick for n, pick in picks.items() if memory_of(pick.mask) not in written}
         losses = {loss: _of_both(loss, found, written) for pick in found.values() for loss in pick.losses}
@@ -71,7 +76,27 @@ def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.
                 module.graph.erase_node(node)
 
 
-def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
+def _late(
+    module: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node], written: Collection[Any], mode: Any
+) -> None:
+    """Let picks of one mask come after what follows from them."""
+    picks = {n: pick for n in module.graph.nodes if (pick := _picked(n, counts)) and memory_of(pick[1]) not in written}
+    while picks:
+        mask = next(iter(picks.values()))[1]
+        group = {n: x for n, (x, other) in picks.items() if _is_again(mask, other, written)}
+        pick_late(module.graph, Picks(mask, group, _ends, lambda n: n in kept or memory_of(n) in written), mode)
+        picks = {n: pick for n, pick in picks.items() if n not in group}
+
+
+def _ends(node: fx.Node) -> bool:
+    """Whether a node only adds up, or asserts the size of, what it reads."""
+    if node.target is _aten.sym_size.int:
+        return _asserts(node) is not None
+    return node.target is F.cross_entropy or any(_is_sum(node, read) for read in node.all_input_nodes[:1])
+
+
+def _picked(node: fx.Node, counts: Collection[Any]) -> tuple[fx.Node, fx.Node] | None:
+    """(x, mask) of x[mask], for a mask of tokens."""
     if op_name(node) not in ("getitem", "masked_select") or len(node.args) != 2 or node.kwargs:
         return None
     x, mask = node.args
@@ -84,13 +109,20 @@ def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
     symbols = {symbol for size in values[1].shape for symbol in expression(size).free_symbols}
     if not symbols & {*counts} or (op_name(node) == "masked_select" and values[0].shape != values[1].shape):
         return None
+    return x, mask
+
+
+def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
+    picked = _picked(node, counts)
+    if picked is None:
+        return None
     sizes = [user for user in node.users if user.target is _aten.sym_size.int]
     asserted = [_asserts(size) for size in sizes]
     sums = [user for user in node.users if _is_sum(user, node)]
     losses = [user for user in node.users if user.target is F.cross_entropy]
     if None in asserted or len(sums) + len(losses) + len(sizes) < len(node.users):
         return None
-    return _Pick(x, mask, sums, losses, [each for chain in asserted for each in chain or ()])
+    return _Pick(*picked, sums, losses, [each for chain in asserted for each in chain or ()])
 
 
 def _asserts(node: fx.Node) -> list[fx.Node] | None:
@@ -123,21 +155,17 @@ def _dims(given: dict[str, Any], ndim: int) -> list[int] | None:
 def _sum(node: fx.Node, picked: fx.Node, pick: _Pick, mode: FakeTensorMode) -> None:
     dims = _dims(bind(node, _REDUCED), value_of(picked).ndim) or []
     more, new = value_of(pick.mask).ndim, maker(picked, mode)
-    behind = value_of(pick.x).ndim - more
-    chosen = new(torch.where, new("reshape", pick.mask, (*_sizes(new, pick.mask), *[1] * behind)), pick.x, 0)
     after, dtype, means = maker(node, mode), value_of(node).dtype, op_name(node) == "mean"
     wide = torch.float32 if means and dtype in (torch.float16, torch.bfloat16) else dtype
-    total = after(torch.sum, chosen, [*range(more), *(dim + more - 1 for dim in dims[1:])], dtype=wide)
+    total = after(
+        torch.sum, chosen(pick.x, pick.mask, new), [*range(more), *(dim + more - 1 for dim in dims[1:])], dtype=wide
+    )
     if means:
         entries = math.prod(value_of(picked).shape[dim] for dim in dims[1:])
         total = after(torch.div, total, after(torch.mul, after(torch.sum, pick.mask), entries))
     total = total if wide is dtype else after(torch.Tensor.to, total, dtype)
     node.replace_all_uses_with(total)
     node.graph.erase_node(node)
-
-
-def _sizes(new: Any, x: fx.Node) -> list[Any]:
-    return [new("size", x, dim) for dim in range(value_of(x).ndim)]
 
 
 def _of_both(loss: fx.Node, found: dict[fx.Node, _Pick], written: Collection[Any]) -> tuple[_Pick, _Pick] | None:

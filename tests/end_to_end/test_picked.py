@@ -96,6 +96,27 @@ def added_in_place(m: Any, x: Tensor, b: Batch) -> Tensor:
     return (sums / counts[:, None]).sin().sum()
 
 
+def of_task(b: Batch) -> Tensor:
+    """(B, T) which tokens a loss is of."""
+    return b["labels"] > 2
+
+
+def head_of_picked(m: Any, x: Tensor, b: Batch) -> Tensor:
+    """As masked language models and token classifiers do that run their head on such tokens alone."""
+    mask = of_task(b).flatten()
+    kept, targets = F.gelu(x.flatten(0, 1)[mask]), b["labels"].flatten()[mask] % 3
+    scores = m.score(F.layer_norm(kept, (VOCAB,)) + kept).contiguous()
+    hits = scores.argmax(-1) == targets
+    return F.cross_entropy(scores.view(-1, 3), targets.view(-1)) + hits.double().mean() / 9
+
+
+def values_of_picked(m: Any, x: Tensor, b: Batch) -> Tensor:
+    kept = x[of_task(b)]
+    errors = m.reward(kept).squeeze(-1) - b["labels"][of_task(b)] / 10
+    logps = m.score(kept[:, :]).log_softmax(1)
+    return (errors**2).mean() - (logps * logps.exp()).sum(-1).mean() + (kept[..., 1:].sin() * 2)[:, 0].sum() / 9
+
+
 def index(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)
 
@@ -134,6 +155,11 @@ LOSSES: dict[str, Loss] = {
     ),
     "largest_of_ids": lambda m, x, b: (
         x[row_of(x), b["input_ids"].max(1)[1]].sum() * b["input_ids"].max(1)[0].sum() / 30
+    ),
+    "head_of_picked": head_of_picked,
+    "values_of_picked": values_of_picked,
+    "nothing_of_others": lambda m, x, b: (
+        m.reward(x.masked_fill(of_task(b)[..., None].logical_not(), torch.nan)[of_task(b)]).exp().mean()
     ),
     "count_of_mask": lambda m, x, b: x[row_of(x), (b["input_ids"] > 5).sum(1) - 1].square().sum(),
     "means": means,
@@ -245,7 +271,7 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 
 
 def test_picked_tokens_are_whole(pool: Pool) -> None:
-    compare(pool, ["classified", "last_of_documents", "dpo", "topk"], 2, "balanced", 1, 13)
+    compare(pool, ["classified", "last_of_documents", "dpo", "topk", "head_of_picked"], 2, "balanced", 1, 13)
 
 
 def test_the_report_names_what_is_picked_and_its_bytes() -> None:
@@ -259,18 +285,43 @@ def test_the_report_names_what_is_picked_and_its_bytes() -> None:
     assert {refusal.reason for refusal in refused} == {cp.Reason.TOKEN_MIXING}
 
 
-def then_written(x: Tensor, b: Batch, what: str) -> Tensor:
+def then_written(x: Tensor, b: Batch, what: str, late: bool = False) -> Tensor:
     """A loss of picked tokens, of which something is written behind the pick."""
     values = {"scores": x * 1, "targets": b["input_ids"].clone(), "mask": b["input_ids"] > 5}
     scores, targets = (values[name][values["mask"]] for name in ("scores", "targets"))
     values[what].logical_not_() if what == "mask" else values[what].mul_(0)
-    return F.cross_entropy(scores, targets) + (x[..., 0] * values[what].sum()).sum() / 99
+    return F.cross_entropy(scores.tanh() if late else scores, targets) + (x[..., 0] * values[what].sum()).sum() / 99
 
 
 @pytest.mark.parametrize("what", ["scores", "targets", "mask"])
 def test_what_is_written_behind_a_pick_is_not_read_for_it(what: str) -> None:
     model = Model(lambda m, x, b: then_written(x, b, what))
     assert not cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed(1, 13)).ok
+
+
+def of_two_masks(m: Any, x: Tensor, b: Batch) -> Tensor:
+    return (x[b["labels"] > 2] * x[b["labels"].clamp(max=3) > 2]).sum()
+
+
+ACROSS: dict[str, Loss] = {
+    "two_masks": of_two_masks,
+    "running": lambda m, x, b: m.score(x[of_task(b)]).cumsum(0).mean(),
+    "softmax": lambda m, x, b: m.score(x[of_task(b)]).softmax(0).square().mean(),
+    "first": lambda m, x, b: m.reward(x[of_task(b)])[:1].sum(),
+    "pairs": lambda m, x, b: (m.reward(x[of_task(b)]) - x[of_task(b)][:, 0]).square().mean(),
+    "written": lambda m, x, b: m.score(x[of_task(b)]).mul_(2).mean(),
+    "infinite": lambda m, x, b: m.score(x[of_task(b)]).square().log().mean(),
+    "targets": lambda m, x, b: then_written(x, b, "targets", late=True),
+    "mask": lambda m, x, b: then_written(x, b, "mask", late=True),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_mixes_picked_tokens_is_refused(name: str) -> None:
+    model = Picked([])
+    model.parts = (lambda m, x, b: {"loss": ACROSS[name](m, x, b)}, *model.parts[1:])
+    report = cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed(2, 13))
+    assert {refusal.reason for refusal in report.refusals} == {cp.Reason.TOKEN_MIXING}
 
 
 @pytest.mark.slow
