@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -33,8 +34,9 @@ class BatchPlan:
     orders: tuple[TokenOrder, ...]
     world_size: int
     _schedules: dict[PackedMask, Schedule] = field(default_factory=dict[PackedMask, Schedule], repr=False)
+    _indices: dict[int, Int] = field(default_factory=dict[int, Int], repr=False)
 
-    @property
+    @cached_property
     def local_size(self) -> int:
         """T_l: local rows of each rank for every row of the batch, fill included."""
         return common_local_size(self.orders)
@@ -50,11 +52,14 @@ class BatchPlan:
         return sum(row.total - int(row.lengths.sum()) for row in self.rows)
 
     def local_indices(self, rank: int) -> Int:
-        """(B, T_l) int64: the token of the global row in each local row, -1 for fill."""
-        indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)
-        for row, order in zip(indices, self.orders, strict=True):
-            row[: order.local_size] = order.local_indices(rank)
-        return indices
+        """(B, T_l) int64: the token of the global row in each local row, -1 for fill. Made once; not to be written."""
+        if rank not in self._indices:
+            indices = np.full((len(self.rows), self.local_size), -1, dtype=np.int64)
+            for row, order in zip(indices, self.orders, strict=True):
+                row[: order.local_size] = order.local_indices(rank)
+            indices.flags.writeable = False
+            self._indices[rank] = indices
+        return self._indices[rank]
 
     def local_rows(self, rank: int) -> Int:
         """(B, T) int64: the local row of each token of the global row, -1 of another rank's; undoes `local_indices`."""
@@ -72,7 +77,7 @@ class BatchPlan:
             local_indices     4 5 -1 -1     7, padding: -1 -1
             filled_indices    4 5  5  5     7           0  0
         """
-        indices = self.local_indices(rank)
+        indices = self.local_indices(rank).copy()
         for row, documents in zip(indices, self.rows, strict=True):
             if (row < 0).any():
                 ids = documents.document_ids()

@@ -14,7 +14,7 @@ from cp_rewrite.arguments import whole_number
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.load import Load, load_of, same_node
+from cp_rewrite.planning.cost.load import Load, from_nodes, load_of
 from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.cost.tiles import imbalance
@@ -82,8 +82,7 @@ class Plan:
     @property
     def node_rows(self) -> Int:
         """(P,) int64: of `recv_rows`, those from other nodes."""
-        near = same_node(self.world_size, self.ranks_per_node)
-        return np.where(near, 0, self.load.received).sum(1)
+        return from_nodes(self.load.received, self.ranks_per_node)[1]
 
     @cached_property
     def places(self) -> Mapping[int, Load]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
+from cp_rewrite import planning
 from cp_rewrite.batch.active.current import active_plan
 from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.batch.given import ahead
+from tests.helpers.packed_model import PackedModel
+from tests.helpers.pool import Pool
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 PACKS = [(3, 5, 8), (16,), (1, 1, 14), (7, 9), (2, 14), (4, 12)]
@@ -115,6 +122,61 @@ def test_plans_and_tables_are_made_in_the_thread(monkeypatch: pytest.MonkeyPatch
     assert made.count(("plan_of", "cp_rewrite plans")) == len(PACKS)
     assert made.count(("arrays_of", "cp_rewrite plans")) >= 2 * (len(PACKS) - 3)
     assert {thread for _, thread in made} == {"cp_rewrite plans"}
+
+
+DOC_TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "labels": 1}
+READ = {"local_indices", "local_size", "fill", "padding", "<genexpr>", "bind", "name"}
+"""Functions of the planner that only read what is made."""
+
+
+def make_packed(lengths: tuple[int, ...]) -> dict[str, Any]:
+    doc_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    batch = {name: x % 19 for name, x in make_batch(lengths).items()}
+    return {**batch, "doc_ids": doc_ids, "num_items": torch.tensor(16)}
+
+
+class FromRankZero:
+    """A loader on rank 0, whose batches all ranks get, over a group of its own: it runs in the thread that plans."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(list(range(2)))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for pack in PACKS * 2:
+            given: list[Any] = [make_packed(pack) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(given, src=0, group=self._group)
+            yield given[0]
+
+
+def train_profiled(mesh: DeviceMesh, planned_ahead: bool) -> tuple[list[float], set[str]]:
+    """(losses of all steps, functions of the planner that the training thread called from the sixth on)."""
+    torch._dynamo.reset()
+    sharding = cp.Sharding(mesh, DOC_TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    model: Any = torch.compile(PackedModel(), backend=cp.backend(sharding), fullgraph=True)
+    profile, losses = cProfile.Profile(), list[float]()
+    batches = [make_packed(pack) for pack in PACKS * 2]
+    blocks = sharding.batches(FromRankZero()) if planned_ahead else (sharding.shard(batch) for batch in batches)
+    for step, block in enumerate(blocks):
+        if step == 5:  # two batches and one more were planned before the first step showed which tables are read
+            profile.enable()
+        with block as local:
+            loss = model(**local)
+            losses.append(sharding.whole(loss).item())
+        loss.backward()
+    profile.disable()
+    folder = str(Path(planning.__file__).parent)
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    return losses, {code.co_name for code in codes if code.co_filename.startswith(folder)}
+
+
+def test_the_thread_that_trains_plans_nothing(pool: Pool) -> None:
+    """Batches of one rank, that all get; losses are those without."""
+    (losses, called), (others, called_too) = pool.run(2, train_profiled, True)
+    (expected, without), _ = pool.run(2, train_profiled, False)
+    assert losses == others == expected
+    assert called <= READ, called - READ
+    assert called_too <= READ, called_too - READ
+    assert {"plan_batch", "lay_out", "balanced"} <= without
 
 
 def test_the_state_is_that_of_the_batch_in_training() -> None:

@@ -19,8 +19,9 @@ from cp_rewrite.planning.cost.load import kernel_seconds, load_of
 from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_seconds, fill_seconds
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
-from cp_rewrite.planning.layouts.bounds import least_seconds, most_runs
+from cp_rewrite.planning.layouts.bounds import Bounds
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.layouts.token_order import outer_order
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.planning.routes.gathered import all_gather_seconds
@@ -28,6 +29,7 @@ from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.planning.routes.push import push_seconds
 from cp_rewrite.planning.routes.ring import ring_seconds
+from cp_rewrite.planning.schedule import build
 from tests.helpers.packs import batches, masks
 
 H200 = DEVICES["h200"]
@@ -78,17 +80,22 @@ def test_whole_documents_cost_what_one_rank_pays(rows: tuple[Documents, ...], ma
 
 
 @given(batches(max_rows=1, max_total=900), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS[:3]))
-def test_least_seconds_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
-    p = plan(rows[0], world_size, layout, mask)
-    bound = least_seconds(rows[0], p.order, mask, H200, p.model)
-    assert bound <= needed_seconds(p.load, H200, p.model, world_size) * (1 + 1e-9)
+def test_the_least_load_takes_no_longer(rows: tuple[Documents, ...], mask: PackedMask, nodes: int, layout: str):
+    p, bounds = plan(rows[0], 2 * nodes, layout, mask), Bounds(rows[0], mask)
+    least = bounds.least_load(p.order)
+    assert needed_seconds(least, H200, p.model, 2 * nodes) <= needed_seconds(p.load, H200, p.model, 2 * nodes) + 1e-12
+    places, size = outer_order(p.order, 2), 2 * p.order.local_size
+    grids = {2: load_of(build(rows, [places], mask, size))}
+    found = exchange_seconds(p.load, H200, p.model, 2, grids)
+    for name, seconds in exchange_seconds(least, H200, p.model, 2, {2: bounds.least_load(places, size)}).items():
+        assert seconds <= found[name] + 1e-12, name
 
 
 @given(batches(max_rows=1, max_total=300), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_most_runs_is_a_bound(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
     p = plan(rows[0], world_size, layout, mask)
     pieces_per_interval = 2 if mask.right else 1  # windows that a document's end clips are cut once more
-    assert len(p.schedule.runs.reader) <= pieces_per_interval * most_runs(rows[0], p.order, mask)
+    assert len(p.schedule.runs.reader) <= pieces_per_interval * Bounds(rows[0], mask).most_runs(p.order)
 
 
 def test_seconds_are_bytes_over_links_and_flops_over_kernels():

@@ -154,6 +154,7 @@ class Batches:
     def _planned(self, given: Given, state: Any) -> Planned:
         try:
             plan = plan_of(self._sharding, given)
+            plan.local_indices(self._sharding.rank)  # made here, it is only read where the batch is cut
             arrays = {place: arrays_of(self._sharding, plan, place) for place in self._places}
         except Exception:  # raised again by `shard`, which tells the other ranks
             return Planned(given, state=state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import Schedule
@@ -75,7 +74,9 @@ def copy_seconds(load: Load, device: Device, model: Model) -> float:
     return 5 * float(load.expanded.max()) * model.kv_bytes / device.memory + 3 * device.launch
 
 
-def same_node(world_size: int, ranks_per_node: int) -> NDArray[np.bool_]:
-    """(P, P) bool: True where two ranks share a node."""
-    node = np.arange(world_size) // ranks_per_node
-    return node[:, None] == node[None, :]
+def from_nodes(received: Int, ranks_per_node: int) -> tuple[Int, Int]:
+    """(rows that each rank has from its own node, from others), each (P,), of (P, P) that [0] has from [1]."""
+    nodes = np.arange(len(received) // ranks_per_node)
+    shape = len(nodes), ranks_per_node
+    inside = received.reshape(*shape, *shape)[nodes, :, nodes].sum(2).reshape(-1)
+    return inside, received.sum(1) - inside

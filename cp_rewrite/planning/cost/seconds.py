@@ -22,7 +22,7 @@ from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 
 from .devices import Device, Model
-from .load import Load, kernel_seconds, same_node, transfer_seconds
+from .load import Load, from_nodes, kernel_seconds, transfer_seconds
 from .tiles import Float
 
 _SCATTERED = 8
@@ -113,9 +113,9 @@ def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node:
 
 def needed_bytes(load: Load, model: Model, ranks_per_node: int) -> tuple[Float, Float]:
     """(P,) bytes that each rank receives in a forward under `needed`: (from its own node, from other nodes)."""
-    near = same_node(load.world_size, ranks_per_node)
-    inside, across = (np.where(at, load.received, 0).sum(1) * float(model.kv_bytes) for at in (near, ~near))
-    return inside, across
+    inside, across = from_nodes(load.received, ranks_per_node)
+    row = np.float64(model.kv_bytes)
+    return inside * row, across * row
 
 
 def scattered_bytes(load: Load, places: Load, model: Model, ranks_per_node: int) -> tuple[Float, Float]:

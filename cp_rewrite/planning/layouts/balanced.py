@@ -9,7 +9,7 @@ simple layouts with equal tokens per rank  ────────────�
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.planning.schedule import Schedule, build
 
-from .bounds import least_seconds, most_runs
+from .bounds import Bounds
 from .even_pairs import even_pairs
 from .halves import share_out_by_halves
 from .options import LayoutOptions
@@ -81,40 +81,50 @@ class Judge:
     """Weighs token orders of one row.
 
     Args:
-        documents, mask: what attention is over.
+        bounds: of orders of the row under its mask.
         options: what it runs on.
         node_size: ranks of each node.
         most_rows: a rank that receives more KV rows is crowded.
     """
 
-    documents: Documents
-    mask: PackedMask
+    bounds: Bounds
     options: LayoutOptions
     node_size: int
     most_rows: float
 
+    @property
+    def documents(self) -> Documents:
+        return self.bounds.documents
+
+    @property
+    def mask(self) -> PackedMask:
+        return self.bounds.mask
+
     def weigh(self, order: TokenOrder) -> Candidate:
         """The order as a candidate, with its seconds under the exchange that serves it best."""
-        schedule = build([self.documents], [order], self.mask)
+        schedule = self._build(order)
         load = load_of(schedule)
-        device, model, received = self.options.device, self.options.model, int(load.received.sum(1).max())
+        received = int(load.received.sum(1).max())
         uneven = imbalance(load.tiles)
         lost = max(uneven - 1, received / max(1, order.local_size))
-        states = self._state_seconds(order)
+        seconds = self._seconds(load, order, lambda places, rows: load_of(self._build(places, rows)))
+        seconds += self._state_seconds(order)
         if self.node_size < order.world_size:
-            seconds = self._seconds_over_nodes(order, load) + states
             return Candidate(False, False, seconds, uneven, lost, order, schedule)
-        seconds = needed_seconds(load, device, model, self.node_size) + states
         return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order, schedule)
 
-    def _seconds_over_nodes(self, order: TokenOrder, load: Load) -> float:
-        """Where an all-gather enters each node once, and may be cheaper; so may heads inside of nodes."""
-        size, grids = self.node_size, dict[int, Load]()
-        asked = self.options.exchange
+    def _build(self, order: TokenOrder, local_rows: int | None = None) -> Schedule:
+        return build([self.documents], [order], self.mask, local_rows)
+
+    def _seconds(self, load: Load, order: TokenOrder, load_of_places: Callable[[TokenOrder, int], Load]) -> float:
+        """Over several nodes an all-gather enters each node once, and may be cheaper; so may heads inside of nodes."""
+        size, grids, asked = self.node_size, dict[int, Load](), self.options.exchange
+        device, model = self.options.device, self.options.model
+        if size == order.world_size:
+            return needed_seconds(load, device, model, size)
         if size > 1 and (asked == "auto" or asked.startswith("a2a+")):
-            places = build([self.documents], [outer_order(order, size)], self.mask, size * order.local_size)
-            grids[size] = load_of(places)
-        seconds = exchange_seconds(load, self.options.device, self.options.model, size, grids)
+            grids[size] = load_of_places(outer_order(order, size), size * order.local_size)
+        seconds = exchange_seconds(load, device, model, size, grids)
         if asked in seconds:
             return seconds[asked]
         return min(seconds[name] for name in ("needed", "all_gather", "a2a+needed") if name in seconds)
@@ -125,10 +135,10 @@ class Judge:
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
-        if order.local_size != best.order.local_size or most_runs(self.documents, order, self.mask) > MOST_RUNS:
+        if order.local_size != best.order.local_size or self.bounds.most_runs(order) > MOST_RUNS:
             return best
-        least = least_seconds(self.documents, order, self.mask, self.options.device, self.options.model)
-        if least + self._state_seconds(order) >= best.seconds:
+        least = self.bounds.least_load
+        if self._seconds(least(order), order, least) + self._state_seconds(order) >= best.seconds:
             return best
         return min(best, self.weigh(order), key=lambda c: c.seconds)
 
@@ -148,8 +158,9 @@ def balanced(documents: Documents, world_size: int, mask: PackedMask, options: L
     quotas = [(chunks + (r < more)) * unit for r in range(world_size)]
     # The rank with the last token of a long causal document needs all of it: fewer rows are not to be had.
     most_rows = max(CROWDED * (world_size - 1) * quotas[0], int(documents.lengths.max(initial=0)) - quotas[0])
-    judge = Judge(documents, mask, options, options.node_size(world_size), most_rows)
-    best = _best_shared_out(Slices.of_row(documents, mask, unit), quotas, judge)
+    judge = Judge(Bounds(documents, mask), options, options.node_size(world_size), most_rows)
+    slices = judge.bounds.slices if unit == 1 else Slices.of_row(documents, mask, unit)
+    best = _best_shared_out(slices, quotas, judge)
     for order in _simple_orders(documents, world_size, unit):
         best = judge.cheaper(order, best)
     return best.order if unit > 1 else _home_first(best.order, best.schedule)

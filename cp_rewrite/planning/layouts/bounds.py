@@ -2,74 +2,109 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.load import kernel_seconds
+from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
 from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, Float
 from cp_rewrite.planning.intervals import Int
-from cp_rewrite.planning.sections import sections_of
+from cp_rewrite.planning.sections import Sections, sections_of
 
 from .slices import Slices
 from .token_order import TokenOrder
 
 
-def least_seconds(documents: Documents, order: TokenOrder, mask: PackedMask, device: Device, model: Model) -> float:
-    """Seconds that an order costs at least under `needed`.
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of token orders of one row. Args: documents, mask: what attention is over."""
 
-    A rank's kernel works on whole sections as it does, and on parts of them at least on the pairs that their queries
-    see, and on the rows of tiles of their tokens; its keys are copied. Where the mask has no limit to the left, a rank
-    needs all keys of every document (but for trees) whose last token it owns.
-    """
-    sections = sections_of(documents, mask)
-    if not len(sections.starts):
-        return 0.0
-    starts, stops, owners, _ = order.segments
-    seen, before = SeenKeys(mask), sections.before
-    sizes = sections.ends - sections.starts
-    length, exact = before + sizes, Slices.of_row(documents, mask).work[: len(sizes)]
-    work_before, tokens_before = np.append(0, np.cumsum(exact)), np.cumsum(sizes) - sizes
+    documents: Documents
+    mask: PackedMask
 
-    def part(s: Int, low: Int, high: Int) -> Float:
-        """Of tokens [low, high) of sections `s`, in tiles."""
-        pairs = seen.of(length[s], before[s] + high) - seen.of(length[s], before[s] + low)
-        least = pairs / TILE**2 + TILE_ROW_OVERHEAD * -(-(high - low) // TILE)
-        return np.where((low == 0) & (high == sizes[s]), exact[s], least)
+    @cached_property
+    def slices(self) -> Slices:
+        """The row's sections, each as one slice, then its padding."""
+        return Slices.of_row(self.documents, self.mask)
 
-    # Each bound of a segment as a section, and how many of its tokens come before.
-    bounds = np.append(starts, documents.total)
-    at = np.maximum(sections.starts.searchsorted(bounds, side="right") - 1, 0)
-    inside = np.minimum(np.maximum(bounds - sections.starts[at], 0), sizes[at])
-    first, low, last, high = at[:-1], inside[:-1], at[1:], inside[1:]
-    several = part(first, low, sizes[first]) + work_before[last] - work_before[first + 1] + part(last, high * 0, high)
-    work = np.where(first == last, part(first, low, high), several)
-    real_tokens = np.diff(tokens_before[at] + inside)
-    owned = np.bincount(owners, real_tokens, order.world_size)
-    tiles = np.bincount(owners, work, order.world_size)
-    copied = 5 * float(owned.max()) * model.kv_bytes / device.memory
-    seconds = kernel_seconds(float(tiles.max()), 1, device, model) + copied + 3 * (device.latency + device.launch)
-    if mask.left is None and sections.paths is None:
-        docs = mask.documents(documents)
-        real = docs.lengths > 0
-        last_owner = owners[np.searchsorted(stops, docs.ends[real] - 1, side="right")]
-        needed = np.bincount(last_owner, docs.lengths[real], order.world_size)
-        missing = float((needed - owned).max())
-        seconds += 2 * max(0.0, missing) * model.kv_bytes / device.link
-    return seconds
+    @cached_property
+    def _sections(self) -> Sections:
+        return sections_of(self.documents, self.mask)
 
+    @cached_property
+    def _docs(self) -> Documents:
+        return self.mask.documents(self.documents)
 
-def most_runs(documents: Documents, order: TokenOrder, mask: PackedMask) -> int:
-    """The most runs of keys that an order's schedule may hold (`Schedule.runs`): its time and memory go by them.
+    @cached_property
+    def _overlapped(self) -> Int:
+        """Of each document, how many more sections than one it overlaps."""
+        return np.maximum(_overlapping(self._docs, self._sections.starts, self._sections.ends), 1) - 1
 
-    A document of m sections in n segments has up to n + m - 1 pieces, and each reads as many runs of keys.
-    """
-    docs, sections = mask.documents(documents), sections_of(documents, mask)
-    starts, stops = order.segments[:2]
-    counts = _overlapping(docs, starts, stops) + np.maximum(_overlapping(docs, sections.starts, sections.ends), 1) - 1
-    return int((counts**2).sum())
+    def least_load(self, order: TokenOrder, local_rows: int | None = None) -> Load:
+        """A load that takes no longer under any exchange than the order's, which has `local_rows` (None: its own).
+
+        A rank's kernel works on whole sections as it does, and on parts of them at least on the pairs that their
+        queries see, and on the rows of tiles of their tokens; its keys are copied. A token behind a cut sees the one
+        before it. Where the mask has no limit to the left, a rank needs all keys of every document (but for trees)
+        whose last token it owns. They stand as if half of them went to and fro by fast links: so they take as long as
+        if they only came.
+        """
+        ranks, rows = order.world_size, order.local_size if local_rows is None else local_rows
+        _, stops, owners, _ = order.segments
+        tiles, owned, cut = self._least_tiles(order)
+        received = np.zeros((ranks, ranks), dtype=np.int64)
+        if self.mask.left != 0:
+            received[owners[1:][cut], owners[:-1][cut]] = 1
+            np.fill_diagonal(received, 0)
+        if self.mask.left is None and self._sections.paths is None:
+            real = self._docs.lengths > 0
+            last_owner = owners[np.searchsorted(stops, self._docs.ends[real] - 1, side="right")]
+            needed = np.bincount(last_owner, self._docs.lengths[real], ranks).astype(np.int64)
+            np.fill_diagonal(received, np.maximum((needed - owned) // 2 - received.sum(1), 0))
+        fill, whole = rows - self.documents.total / ranks, float(self.slices.work.sum())
+        return Load(rows, tiles, received, owned, 1, whole, fill)
+
+    def _least_tiles(self, order: TokenOrder) -> tuple[Float, Int, NDArray[np.bool_]]:
+        """(tiles at least, tokens of documents), each (P,); which segments but the first begin inside of a section."""
+        starts, _, owners, _ = order.segments
+        sections, seen, before = self._sections, SeenKeys(self.mask), self._sections.before
+        if not len(sections.starts):
+            none = np.zeros(order.world_size, dtype=np.int64)
+            return none.astype(np.float64), none, np.zeros(len(starts) - 1, dtype=np.bool_)
+        sizes = sections.ends - sections.starts
+        length, exact = before + sizes, self.slices.work[: len(sizes)]
+        work_before, tokens_before = np.append(0, np.cumsum(exact)), np.cumsum(sizes) - sizes
+
+        def part(s: Int, low: Int, high: Int) -> Float:
+            """Of tokens [low, high) of sections `s`, in tiles."""
+            pairs = seen.of(length[s], before[s] + high) - seen.of(length[s], before[s] + low)
+            least = pairs / TILE**2 + TILE_ROW_OVERHEAD * -(-(high - low) // TILE)
+            return np.where((low == 0) & (high == sizes[s]), exact[s], least)
+
+        # Each bound of a segment as a section, and how many of its tokens come before.
+        bounds = np.append(starts, self.documents.total)
+        at = np.maximum(sections.starts.searchsorted(bounds, side="right") - 1, 0)
+        inside = np.minimum(np.maximum(bounds - sections.starts[at], 0), sizes[at])
+        first, low, last, high = at[:-1], inside[:-1], at[1:], inside[1:]
+        between = work_before[last] - work_before[first + 1]
+        several = part(first, low, sizes[first]) + between + part(last, high * 0, high)
+        work = np.where(first == last, part(first, low, high), several)
+        owned = np.bincount(owners, np.diff(tokens_before[at] + inside), order.world_size)
+        tiles = np.bincount(owners, work, order.world_size).astype(np.float64)
+        return tiles, owned.astype(np.int64), (low[1:] > 0) & (low[1:] < sizes[first[1:]])
+
+    def most_runs(self, order: TokenOrder) -> int:
+        """The most runs of keys that an order's schedule may hold (`Schedule.runs`): its time and memory go by them.
+
+        A document of m sections in n segments has up to n + m - 1 pieces, and each reads as many runs of keys.
+        """
+        counts = _overlapping(self._docs, *order.segments[:2]) + self._overlapped
+        return int((counts**2).sum())
 
 
 def _overlapping(docs: Documents, starts: Int, stops: Int) -> Int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, same_node, transfer_seconds
+from cp_rewrite.planning.cost.load import Load, copy_seconds, from_nodes, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists, union
 from cp_rewrite.planning.plan_input import PlanTensor
 from cp_rewrite.planning.schedule import Schedule
@@ -68,10 +68,10 @@ def _sent_rows(schedule: Schedule, rank: int) -> tuple[Int, Int]:
 
 def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) -> float:
     """`needed`: only rows that some piece reads move; one gather makes the expanded rows, one sum takes them apart."""
-    near = same_node(load.world_size, ranks_per_node)
-    inside, across = np.where(near, load.received, 0), np.where(near, 0, load.received)
-    there = transfer_seconds(inside.sum(1), across.sum(1), model.kv_bytes, device)
-    back = transfer_seconds(inside.sum(0), across.sum(0), 2 * model.kv_bytes, device)
+    inside, across = from_nodes(load.received, ranks_per_node)
+    there = transfer_seconds(inside, across, model.kv_bytes, device)
+    inside, across = from_nodes(load.received.T, ranks_per_node)
+    back = transfer_seconds(inside, across, 2 * model.kv_bytes, device)
     kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
     return 2 * there + back + copy_seconds(load, device, model) + kernel
 
