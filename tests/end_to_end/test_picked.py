@@ -311,6 +311,7 @@ ACROSS: dict[str, Loss] = {
     "pairs": lambda m, x, b: (m.reward(x[of_task(b)]) - x[of_task(b)][:, 0]).square().mean(),
     "written": lambda m, x, b: m.score(x[of_task(b)]).mul_(2).mean(),
     "infinite": lambda m, x, b: m.score(x[of_task(b)]).square().log().mean(),
+    "older_words": lambda m, x, b: F.cross_entropy(x[of_task(b)], b["labels"][of_task(b)], size_average=False),
     "targets": lambda m, x, b: then_written(x, b, "targets", late=True),
     "mask": lambda m, x, b: then_written(x, b, "mask", late=True),
 }
