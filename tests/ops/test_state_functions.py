@@ -72,12 +72,31 @@ def test_other_programs_are_compiled_as_they_are() -> None:
     assert torch.equal(out, function(**given))
 
 
-def test_a_final_state_is_left_to_the_function() -> None:
-    function = module_of("mamba2").mamba2_chunk_scan
-    given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial() | {"return_final_states": True}
-    with state_ops():
-        _, seen = compiled(function, given)
-    assert not seen
+WITH_STATES = {
+    "qwen3_next": {"initial_state": torch.zeros(1, 2, 4, 3)}, "kimi_linear": {"output_final_state": True},
+    "mamba2": {"initial_states": torch.zeros(1, 4, 3, 4)}, "jamba": {"return_last_state": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "asked"), WITH_STATES.items())
+def test_initial_and_final_states_are_left_to_the_function_which_is_refused(model: str, asked: dict[str, Any]) -> None:
+    function = getattr(module_of(model), FUNCTIONS[model])
+    given = next(op for op in OPS if FUNCTIONS[model] in op.names).trial() | asked
+    longest = 2 if model == "jamba" else 1
+    rows = {
+        name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[longest] == 5
+    }
+    others = {name: x for name, x in given.items() if name not in rows}
+
+    def run(weights: torch.Tensor) -> Any:
+        shape = [-1 if dim == longest else 1 for dim in range(4)]
+        x = {name: row.narrow(longest, 0, 1) * weights.view(shape[: row.ndim]) for name, row in rows.items()}
+        return rows_of(function(**x, **others)).sum()
+
+    explained = cp.explain(run, cp.Sharding(2, {"weights": 1}, cp.WholeRows(), inner="eager"))
+    refusals = explained(weights=torch.rand(1, 96)).refusals
+    assert {r.reason for r in refusals} <= {cp.Reason.TOKEN_COUNT, cp.Reason.TOKEN_MIXING}
+    assert refusals
 
 
 @pytest.mark.parametrize("package", ["transformers.models.other", "elsewhere"])
