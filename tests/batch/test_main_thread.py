@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite.batch.ranks.main_thread import MainThread, Stillness
 
@@ -38,7 +39,7 @@ def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
         time.sleep(1)  # the line that is seen
         return x
 
-    line = seen_by_thread(main.users_line, lambda: torch.utils.checkpoint.checkpoint(slow, row, use_reentrant=False))
+    line = seen_by_thread(lambda: main.users_line(main.frames()), lambda: checkpoint(slow, row, use_reentrant=False))
     assert f"{here}:" in line
     assert line.endswith("`time.sleep(1)  # the line that is seen`")
 
@@ -51,13 +52,14 @@ def test_frames_are_the_main_threads_from_any_thread() -> None:
 
 
 def test_a_main_thread_moves_by_place_or_by_what_it_did() -> None:
-    still = Stillness(MainThread())
+    main = MainThread()
+    still = Stillness(main.frames())
 
     def look() -> tuple[float, float, float]:
-        still.seconds("a")
+        still.seconds(main.frames(), "a")
         time.sleep(0.2)
-        stood = still.seconds("a")
-        return stood, still.seconds("b"), still.seconds("b")
+        stood = still.seconds(main.frames(), "a")
+        return stood, still.seconds(main.frames(), "b"), still.seconds(main.frames(), "b")
 
     stood, did, after = seen_by_thread(look, lambda: time.sleep(1))
     assert stood >= 0.2 > did
@@ -65,13 +67,19 @@ def test_a_main_thread_moves_by_place_or_by_what_it_did() -> None:
 
 
 def test_a_wait_in_pythons_library_is_no_wait_for_a_rank() -> None:
-    still = Stillness(MainThread())
+    main = MainThread()
+    still = Stillness(main.frames())
 
     def wait() -> None:
         with suppress(queue.Empty):
             queue.Queue[None]().get(timeout=1)
 
-    assert seen_by_thread(lambda: (still.seconds(""), time.sleep(0.2), still.seconds(""))[2], wait) < 0.1
+    def look() -> float:
+        still.seconds(main.frames(), "")
+        time.sleep(0.2)
+        return still.seconds(main.frames(), "")
+
+    assert seen_by_thread(look, wait) < 0.1
 
 
 LOOKED_AT = """

@@ -152,20 +152,20 @@ class Heartbeat:
 
     def _run(self) -> None:
         beat, main = 0, MainThread()
-        still = Stillness(main)
+        still = Stillness(main.frames())
         while not self._stop.wait(PERIOD_S):
             beat += 1
-            parted = None
+            parted, frames, did = None, main.frames(), history.text(self._group)
             try:
-                self.store.set(_key("beat", self.rank), f"{beat} {history.text(self._group)} {main.users_line()}")
+                self.store.set(_key("beat", self.rank), f"{beat} {did} {main.users_line(frames)}")
                 found = self.dead() or (parted := self.apart())
             except Exception:  # its server is a rank's process, which may be only slow
                 found = _STORE
             if found is None:  # or a machine that was only slow is back
-                still = Stillness(main)
+                still = Stillness(frames)
                 continue
             live = parted or found == _STORE or f" {_LEFT}" in found
-            seconds = still.seconds(history.text(self._group))
+            seconds = still.seconds(frames, did)
             if not live or seconds > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)
             if seconds > GRACE_S:

@@ -29,7 +29,7 @@ Frames = tuple[tuple[str, int], ...]
 
 
 class MainThread:
-    """Reads the main thread's frames, the last 100 at most."""
+    """Reads the main thread's frames, the 100 innermost at most."""
 
     def __init__(self) -> None:
         self._file: Any = (
@@ -50,9 +50,9 @@ class MainThread:
         lines = next((thread.splitlines() for thread in threads if main.match(thread)), [])
         return tuple((found[1], int(found[2])) for line in lines if (found := _FRAME.match(line)))
 
-    def users_line(self) -> str:
-        """Where it is, or was last seen, outside of torch and of this package."""
-        found = next((frame for frame in self.frames() if not frame[0].startswith(_LIBRARIES)), None)
+    def users_line(self, frames: Frames) -> str:
+        """Where it is by these frames, or was last seen, outside of torch and of this package."""
+        found = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
         if found is not None:
             file, line = found
             self._users_line = f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
@@ -62,13 +62,12 @@ class MainThread:
 class Stillness:
     """How long the main thread has stood at one place of the program where it could wait for a rank."""
 
-    def __init__(self, main: MainThread) -> None:
-        self._main, self._since, self._place = main, time.monotonic(), _waiting_place(main.frames())
-        self._did = ""
+    def __init__(self, frames: Frames) -> None:
+        self._since, self._place, self._did = time.monotonic(), _waiting_place(frames), ""
 
-    def seconds(self, did: str) -> float:
+    def seconds(self, frames: Frames, did: str) -> float:
         """Since it was last seen to move, or to have done anything: `did` is all that this rank did."""
-        place = _waiting_place(self._main.frames())
+        place = _waiting_place(frames)
         if place is None or (place, did) != (self._place, self._did):
             self._since, self._place, self._did = time.monotonic(), place, did
         return time.monotonic() - self._since
