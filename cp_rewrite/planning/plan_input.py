@@ -62,8 +62,7 @@ class Neighbours:
     outside: int | None = None
 
 
-NEIGHBOURS = (
-    PlanTensor("rows"),
+SENT_ROWS = (
     PlanTensor("send_rows"),
     PlanTensor("splits", on_host=True, static=True),
     PlanTensor("sum_ptr"),
@@ -71,6 +70,8 @@ NEIGHBOURS = (
     PlanTensor("return_ptr"),
     PlanTensor("return_rows"),
 )
+"""Which rows go to the ranks that read them, and how their gradients are summed there and here, in order."""
+NEIGHBOURS = (PlanTensor("rows"), *SENT_ROWS)
 """What `neighbour_rows` reads of the plan, in order."""
 OUT_ROWS = PlanTensor("out_rows")
 

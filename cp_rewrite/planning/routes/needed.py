@@ -14,7 +14,7 @@ import numpy as np
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, copy_seconds, from_nodes, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists, union
-from cp_rewrite.planning.plan_input import PlanTensor
+from cp_rewrite.planning.plan_input import SENT_ROWS, PlanTensor
 from cp_rewrite.planning.schedule import Schedule
 
 from .route import Arrays, Cost, Route, row_index
@@ -77,15 +77,7 @@ def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int
 
 
 NEEDED = Route(
-    (
-        PlanTensor("kv_rows"),
-        PlanTensor("send_rows"),
-        PlanTensor("splits", on_host=True, static=True),
-        PlanTensor("sum_ptr"),
-        PlanTensor("sum_rows"),
-        PlanTensor("return_ptr"),
-        PlanTensor("return_rows"),
-    ),
+    (PlanTensor("kv_rows"), *SENT_ROWS),
     needed_route,
     cost=Cost(needed_seconds, copies=21),
 )
