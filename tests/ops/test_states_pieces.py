@@ -87,7 +87,7 @@ def on_rank(
     local: list[Tensor] = []
     for number, x in enumerate([*inputs, dout]):
         if not (number == RATE and x.ndim < 3):
-            x = x[torch.from_numpy(row), torch.from_numpy(tokens)]
+            x = x[torch.from_numpy(row), torch.tensor(tokens)]
             x = torch.where(there.view(*there.shape, *[1] * (x.ndim - 2)), x, torch.nan)
         local.append(x.detach().clone())
     leaves = [x.requires_grad_() for x in local[:-1]]

@@ -153,9 +153,7 @@ def ssd_maps(inputs: Sequence[Tensor]) -> tuple[Maps, Read]:
     write, look = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (write, look))
     values = (x * dt.unsqueeze(-1)).transpose(1, 2)
     decay = (dt * rate).cumsum(1).transpose(1, 2)
-    above = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).triu(1)
-    pairs = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
-    inside = (look @ write.transpose(-1, -2) * pairs) @ values
+    inside = _decayed_products(look, write, decay.unsqueeze(-1)) @ values
     reading = look * decay.exp().unsqueeze(-1)
     last = decay[..., -1:]
     leaving = write * (last - decay).exp().unsqueeze(-1)
