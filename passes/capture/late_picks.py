@@ -106,7 +106,7 @@ def _treats_each_alone(node: fx.Node, known: Collection[fx.Node]) -> bool:
         return _shape(value) == _shape(value_of(first))
     if name in _OVER_DIM:
         return _from_behind(node) is not None
-    return name == "getitem" and _of_features(node.args[1])
+    return name == "getitem" and node.all_input_nodes == [first] and _of_features(node.args[1])
 
 
 def _alike(value: Tensor, operands: Sequence[fx.Node], node: fx.Node) -> bool:
@@ -125,13 +125,7 @@ def _of_features(index: Any) -> bool:
     """True if an index takes all rows, and numbers or slices of what is behind them."""
     index = index if isinstance(index, tuple) else (index,)
     plain = all(each is Ellipsis or each is None or isinstance(each, int | slice) for each in index)
-    return plain and (index[0] is Ellipsis or index[0] == slice(None)) and not _nodes_in(index)
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    found = list[fx.Node]()
-    fx.map_arg(value, found.append)
-    return found
+    return plain and index[:1] in ((Ellipsis,), (slice(None),))
 
 
 def _from_behind(node: fx.Node) -> list[int] | int | None:
@@ -154,8 +148,8 @@ def _on_all(node: fx.Node, whole: dict[fx.Node, fx.Node], rows: int, mode: FakeT
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         args = (args[0], index if index[0] is Ellipsis else (*[slice(None)] * rows, *index[1:]))
     if name in _OVER_DIM:
-        dim, _ = _from_behind(node), kwargs.pop("axis", None)
-        args, kwargs = (args[0], dim, *args[2:]), {key: value for key, value in kwargs.items() if key != "dim"}
+        args = args[0], _from_behind(node), *args[2:]
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("dim", "axis")}
     args, kwargs = fx.map_arg((args, kwargs), lambda n: whole.get(n, n))
     made = new(node.target, *args, **kwargs)
     given: Any = value_of(made)
