@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.batch.steps import later
@@ -51,8 +52,9 @@ class Pool:
         gave nothing in `TIMEOUT_S` seconds: then the next case gets new processes."""
         # Ranks of one group must have compiled the same before: sizes that only some have seen show in graphs.
         fresh, self._world_size = world_size > self._world_size, world_size
+        self._cases += 1
         for rank in range(world_size):
-            self._tasks[rank].put((world_size, fresh, fn, args))
+            self._tasks[rank].put((world_size, fresh, self._cases, fn, args))
         results: dict[int, Any] = {}
         errors: list[str] = []
         deadline = time.monotonic() + TIMEOUT_S
@@ -80,7 +82,7 @@ class Pool:
         context = warm_context()
         self._tasks = [context.Queue() for _ in range(self.size)]
         self._results: Any = context.Queue()
-        self._world_size = 0
+        self._world_size = self._cases = 0
         self._processes = [
             context.Process(
                 target=_serve, args=(rank, self.size, self._folder.name, self._tasks[rank], self._results), daemon=True
@@ -127,7 +129,9 @@ def _serve(rank: int, size: int, folder: str, tasks: Any, results: Any) -> None:
     )
     meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",)) for n in range(1, size + 1)}
     while True:
-        world_size, fresh, fn, args = tasks.get()
+        world_size, fresh, case, fn, args = tasks.get()
+        # Torch names a group by how many its process has made: alike here, whatever groups only some ranks made before.
+        distributed_c10d._world.group_count = 1000 * case
         later._batches.clear()  # a rank that failed in the last test noted less than others
         if fresh:
             torch._dynamo.reset()
