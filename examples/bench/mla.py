@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cp_rewrite as cp
 from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
-from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
+from cp_rewrite.ops.attention import attend_gathered
 
 NOPE, ROPE, VALUE, LATENT, QUERY, HIDDEN = 128, 64, 128, 512, 1536, 7168
 TOKENS = {"x": 1, "position_ids": 1, "doc_ids": 1}

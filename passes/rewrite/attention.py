@@ -19,9 +19,8 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active.plan import site_inputs
 from cp_rewrite.kernels.params import Params
-from cp_rewrite.ops.attention import attend
-from cp_rewrite.ops.narrow.exchange_tokens import padded_columns
-from cp_rewrite.ops.narrow.gathered_attention import attend_gathered
+from cp_rewrite.ops.attention import attend, attend_gathered
+from cp_rewrite.ops.exchange import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert, size_of, take_place
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.cut import Cut, TokenRows

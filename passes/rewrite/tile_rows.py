@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cp_rewrite.ops.tiles.region import REGIONS, Region, RowDim
+from cp_rewrite.ops.tiles import REGIONS, Region, RowDim
 from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, maker, position_of, traced, tracing
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of

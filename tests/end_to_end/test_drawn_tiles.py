@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from cp_rewrite.ops.tiles.region import REGIONS
+from cp_rewrite.ops.tiles import REGIONS
 from tests.helpers.one_process import compare
 from tests.helpers.packed_model import WIDTH, PackedModel
 from tests.helpers.pool import Pool

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.ops.tiles.region import REGIONS
+from cp_rewrite.ops.tiles import REGIONS
 from tests.helpers.one_process import check_or_refuse, compare
 from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel
 from tests.helpers.pool import Pool

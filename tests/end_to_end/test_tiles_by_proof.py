@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.ops.tiles.region import REGIONS
+from cp_rewrite.ops.tiles import REGIONS
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel
 from tests.helpers.peak import largest_bytes
 from tests.helpers.pool import Pool

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
-from cp_rewrite.ops.tiles.region import REGIONS
+from cp_rewrite.ops.tiles import REGIONS
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 

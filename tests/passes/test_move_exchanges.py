@@ -11,7 +11,7 @@ import torch
 
 import cp_rewrite as cp
 from cp_rewrite.diagnose.explain import Report
-from cp_rewrite.ops.narrow.exchange_tokens import halves, padded_columns
+from cp_rewrite.ops.exchange import halves, padded_columns
 from cp_rewrite.planning.cost.devices import DEVICES
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.latent import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.ops.tiles.region import REGIONS
+from cp_rewrite.ops.tiles import REGIONS
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
 from .cases import Case, batch_of, build, sharding_of, shifts

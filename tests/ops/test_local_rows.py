@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.ops.sums.token_rows import local_rows
+from cp_rewrite.ops.local_rows import local_rows
 from cp_rewrite.planning.batch_plan import plan_batch
 
 ops: Any = torch.ops.cp_rewrite  # opcheck takes the overload

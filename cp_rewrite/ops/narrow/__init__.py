@@ -1,1 +1,0 @@
-"""Attention whose keys and values each rank computes itself, of narrower rows of tokens that were exchanged."""

@@ -1,1 +1,0 @@
-"""Ops that read rows of neighbouring tokens."""

@@ -1,1 +1,0 @@
-"""Sums of what is no token row, over ranks."""

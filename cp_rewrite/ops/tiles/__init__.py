@@ -1,1 +1,0 @@
-"""Regions of a graph that run over some of a rank's rows at a time."""
