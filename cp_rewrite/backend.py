@@ -19,11 +19,10 @@ from cp_rewrite.batch.ranks import history
 from cp_rewrite.batch.steps.backward import end_with_batch, watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
-from cp_rewrite.calls.agreed_inputs import AgreedInputs
-from cp_rewrite.calls.check_calls import CallChecks
+from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.progress import listen, progress
-from cp_rewrite.calls.spot_check import SpotCheck
+from cp_rewrite.calls.tokens_alone import SpotCheck
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.capture.copies import for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
@@ -31,7 +30,7 @@ from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.passes.plan_sites import traffic_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
-from cp_rewrite.passes.values.conditions import PlanConditions
+from cp_rewrite.passes.values.sizes import PlanConditions
 from cp_rewrite.segments.compiled import compile_once, in_order
 from cp_rewrite.segments.whole_model import equal_blocks
 

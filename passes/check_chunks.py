@@ -21,8 +21,7 @@ from torch import Tensor
 
 from cp_rewrite.passes.graph.dynamo_internals import input_value
 from cp_rewrite.passes.graph.traced_again import first_difference, traced_again
-from cp_rewrite.passes.values.conditions import SizeConditions
-from cp_rewrite.passes.values.sizes import size_places
+from cp_rewrite.passes.values.sizes import SizeConditions, size_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression, fake_mode_of, guards_of, holds, in_example, simplified

@@ -8,8 +8,7 @@ from typing import Any
 
 import sympy
 
-from cp_rewrite.passes.values.conditions import SizeConditions
-from cp_rewrite.passes.values.sizes import size_places
+from cp_rewrite.passes.values.sizes import SizeConditions, size_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import fake_mode_of, guard, guards_of, holds, simplified

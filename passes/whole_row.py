@@ -28,8 +28,7 @@ from cp_rewrite.passes.graph.new_nodes import autocasts_open, fake_value
 from cp_rewrite.passes.graph.regions import attribute_of, nested_graphs, outputs_of, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.traced_again import traced_again
-from cp_rewrite.passes.values.conditions import SizeConditions
-from cp_rewrite.passes.values.sizes import size_places
+from cp_rewrite.passes.values.sizes import SizeConditions, size_places
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.torch_internals import (
     FakeTensorMode,

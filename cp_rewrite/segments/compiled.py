@@ -1,4 +1,12 @@
-"""Segments of a graph, each compiled but for those that equal one before, and run one after another."""
+"""Segments of a graph, each compiled but for those that equal one before, and run one after another.
+
+    root| 0 1 2 3 … 62 63 |root      segments
+       A| B C B C …  B  C |D         a sliding window in every other layer: 4 are compiled
+
+Two segments are equal where a compiler that is given either can't tell which it has: the same nodes in the same order,
+with the same constants, and inputs of the same description. What it is not known how to compare is equal to itself
+alone. A compiled one is called with the weights of each block.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +14,125 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch import SymBool, SymFloat, SymInt, Tensor
 
+from cp_rewrite import torch_internals
 from cp_rewrite.calls import observe
 from cp_rewrite.calls.progress import progress
 from cp_rewrite.passes.graph.dynamo_internals import inner_mode
-from cp_rewrite.passes.graph.regions import outputs_of
+from cp_rewrite.passes.graph.nodes import needs_gradient
+from cp_rewrite.passes.graph.regions import attribute_of, outputs_of
+from cp_rewrite.passes.graph.writes import memory_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
-from cp_rewrite.torch_internals import fake_mode_of
+from cp_rewrite.torch_internals import expression, fake_mode_of, is_parameter, memory_id
 
 from .cut import Segment, examples_of
-from .equal import description
+
+_AS_WRITTEN = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+"""Constants that are equal where they are written alike: 1 and True are not, nor 0.0 and -0.0."""
+_UNREAD = frozenset(
+    "example_value stack_trace nn_module_stack source_fn_stack torch_fn original_aten from_node seq_nr "
+    "creation_timestamp cp_rewrite grapharg".split()
+)
+"""What nodes know of their values, of where they come from and why they are there: no compiler acts on it."""
+_CHECKPOINT = "ac_graph_id"
+"""Which checkpoint a node is of: torch numbers all of a process."""
+_SMALL = 4096
+"""Bytes of a constant up to which its numbers are compared."""
+
+
+def description(segment: Segment, examples: Sequence[Any], written: Collection[int]) -> Hashable:
+    """Equal for segments of one graph that one compiled function may run.
+
+    Args:
+        segment: before snapshots are taken of what it writes.
+        examples: what the compiler is given as its inputs.
+        written: memory that any part of the whole graph writes into.
+    """
+    memory = [memory_of(node) for node in segment.inputs]
+    aliases = tuple(memory.index(found) for found in memory)
+    storages = [memory_id(x) if _is_plain(x) else id(x) for x in examples]
+    shared = tuple(storages.index(found) for found in storages)
+    return _graph(segment.graph, written, {}), tuple(map(_input, examples)), aliases, shared
+
+
+def _graph(graph: fx.Graph, written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
+    """`checkpoints`: torch's number of a checkpoint -> its place among those of the segment."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    return tuple(_node(node, place, written, checkpoints) for node in nodes)
+
+
+def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
+    target: Hashable = None
+    if node.op == "placeholder":  # it has a place, and a name of its own; snapshots are taken by these
+        target = memory_of(node) in written and (True, needs_gradient(node))
+    elif node.op == "get_attr":
+        target = _held(node, written, checkpoints)
+    elif node.op == "call_module":
+        target = id(node.graph.owning_module.get_submodule(str(node.target)))  # type: ignore[union-attr]
+    elif node.op == "call_method":
+        target = str(node.target)
+    elif node.op == "call_function":
+        target = id(node.target)
+    facts = {key: value for key, value in node.meta.items() if key not in _UNREAD}
+    if _CHECKPOINT in facts:
+        facts[_CHECKPOINT] = checkpoints.setdefault(facts[_CHECKPOINT], len(checkpoints))
+    return node.op, target, _constant((node.args, node.kwargs, facts), place)
+
+
+def _held(node: fx.Node, written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
+    """What a get_attr node reads: nested graphs and small tensors that nothing writes by what they are."""
+    value = attribute_of(node)
+    if isinstance(value, fx.GraphModule):
+        return _graph(value.graph, written, checkpoints)
+    if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
+        small = value.numel() * value.element_size() <= _SMALL and not value.requires_grad
+        if small and memory_of(node) not in written and memory_id(value) not in written:
+            numbers = value.contiguous().flatten().view(torch.uint8) if value.numel() else value.flatten()
+            return str(value.dtype), tuple(value.shape), value.stride(), tuple(numbers.tolist())
+    return id(value)
+
+
+def _constant(value: Any, place: dict[fx.Node, int]) -> Hashable:
+    """An argument of a node. `place`: of the nodes of its graph."""
+    if isinstance(value, fx.Node):
+        return fx.Node, place[value]
+    if isinstance(value, SymInt | SymFloat | SymBool):
+        return type(value), expression(value)
+    if isinstance(value, tuple | list):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind, *(_constant(entry, place) for entry in value)
+    if isinstance(value, dict):
+        return dict, *((_constant(key, place), _constant(entry, place)) for key, entry in value.items())
+    if isinstance(value, slice):
+        return slice, *(_constant(part, place) for part in (value.start, value.stop, value.step))
+    return (type(value), repr(value)) if type(value) in _AS_WRITTEN else (type(value), id(value))
+
+
+def _input(value: Any) -> Hashable:
+    """What a compiler sees of an input."""
+    if not isinstance(value, Tensor):
+        return _constant(value, {})
+    if not _is_plain(value):
+        return id(value)
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    marks = sorted((name, repr(mark)) for name, mark in vars(value).items() if name.startswith("_dynamo"))
+    return (
+        type(value), value.dtype, value.device, value.ndim, tuple(map(expression, sizes)), value.requires_grad,
+        value.is_leaf, value.is_conj(), value.is_neg(), is_parameter(value), id(getattr(value, "constant", None)),
+        *marks,
+    )  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, torch_internals.FakeTensor, torch.nn.Parameter) and value.layout == torch.strided
+
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

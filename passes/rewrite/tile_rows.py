@@ -22,10 +22,9 @@ from cp_rewrite.passes.locality.claims.dims import T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
 from cp_rewrite.passes.locality.inputs import read_extents
-from cp_rewrite.passes.tile.find_region import find_regions
+from cp_rewrite.passes.tile.find_region import TileRegion, find_regions
 from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.planning.cost.memory import TILE_BYTES, TILE_ROWS
 from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of, hint
 

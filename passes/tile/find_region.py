@@ -9,8 +9,8 @@ Both ends are minimal cuts: a tensor that crosses costs its bytes a row, once, h
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
@@ -21,10 +21,32 @@ from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.modes import Mode
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows
-from cp_rewrite.passes.values.tile_region import TileRegion
 from cp_rewrite.planning.cost.memory import WORTH_AGAIN
 
 from .rowwise import Rowwise
+
+
+@dataclass(frozen=True, eq=False)
+class TileRegion:
+    """Nodes that run tile by tile, in order.
+
+    Args:
+        rows: tensors with rows that they read from outside. wholes: tensors that all tiles read. results: nodes that
+            others read. states: of `rows` and `results`. widest: bytes a row of the widest tensor inside. mode: modes
+            that are open where they stand. again: the backward computes all of it once more in any case. chunks: how
+            many tiles there are, where a loop of the model says so, else 0.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    rows: tuple[fx.Node, ...]
+    wholes: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    states: Mapping[fx.Node, Any]
+    widest: int
+    mode: Mode
+    again: bool = False
+    chunks: int = 0
+
 
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 WORTH = 4

@@ -18,11 +18,11 @@ from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
-from .conditions import SizeConditions
 from .cut import Cut
 from .locality import Locality
 from .recorded_mask import RecordedMask
 from .site import Site
+from .sizes import SizeConditions
 from .table import Table
 
 

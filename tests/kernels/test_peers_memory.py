@@ -19,7 +19,7 @@ from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch
 from cp_rewrite.kernels.peers import channel as channels
-from cp_rewrite.kernels.peers import push, return_gradients
+from cp_rewrite.kernels.peers import push
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.pushed import attention as pushed
 from cp_rewrite.planning.routes.push import push_route
@@ -92,7 +92,6 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
         (cuda, "on", nullcontext),
         (peers, "side_stream", lambda *_: side),
         (push, "channel", lambda *_: memory),
-        (return_gradients, "channel", lambda *_: memory),
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from cp_rewrite.kernels import cuda, driver
+from cp_rewrite.kernels import cuda
 
 VALUES: dict[str, tuple[float, ...]] = {"P": (0, 2**63 + 5), "I": (0, 2**32 - 1), "Q": (0, 2**64 - 1), "q": (-1, 2**62),
                                         "i": (-1, 7), "f": (0.25, 3)}  # fmt: skip
 
 
 def test_parameters_are_read_in_the_source() -> None:
-    codes = {path.stem: driver.parameter_codes(path.read_text(), path.stem) for path in cuda.SOURCES.glob("*.cu")}
+    codes = {path.stem: cuda.parameter_codes(path.read_text(), path.stem) for path in cuda.SOURCES.glob("*.cu")}
     assert codes["signal_wait"] == "iiIIPPPii"
     assert codes["round_sums"] == "PQfPIIIPIPQPI"
     assert codes["return_rows"] == "PPIPPIIIIqIIIIIIPPii"
     for source in ("", "__global__ void f(half x) {}"):
         with pytest.raises(ValueError, match="f"):
-            driver.parameter_codes(source, "f")
+            cuda.parameter_codes(source, "f")
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -39,9 +39,9 @@ def test_the_driver_finds_each_value_at_its_address(which: int, monkeypatch: pyt
         seen.append((handle, tuple(sizes), stream, extra))
         return len(seen) // 4
 
-    monkeypatch.setattr(driver, "_launch_kernel", lambda: launch)
-    monkeypatch.setattr(driver, "_error_name", str)
-    kernel = driver.Kernel(SimpleNamespace(handle=77), codes)
+    monkeypatch.setattr(cuda, "_launch_kernel", lambda: launch)
+    monkeypatch.setattr(cuda, "_error_name", str)
+    kernel = cuda.Kernel(SimpleNamespace(handle=77), codes)
     values = tuple(VALUES[code][which] for code in codes)
     kernel.launch((3, 2), 64, 5, values)
     assert seen == [list(values), (77, (3, 2, 1, 64, 1, 1), 5, None)]

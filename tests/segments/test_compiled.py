@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.segments.compiled import description
 from cp_rewrite.segments.cut import cut_graph
-from cp_rewrite.segments.equal import description
 
 D = 4
 
