@@ -21,7 +21,6 @@ from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
-from cp_rewrite.calls.progress import listen, progress
 from cp_rewrite.calls.tokens_alone import SpotCheck
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.capture.copies import for_eager
@@ -31,8 +30,7 @@ from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.passes.plan_sites import traffic_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.passes.values.sizes import PlanConditions
-from cp_rewrite.segments.compiled import compile_once, in_order
-from cp_rewrite.segments.whole_model import equal_blocks
+from cp_rewrite.segments.compiled import compile_once, equal_blocks, in_order
 
 from . import passes
 from .batch import agree
@@ -51,7 +49,7 @@ class Backend:
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
-        listen()
+        observe.listen()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Backend) and self.sharding.graph_key == other.sharding.graph_key
@@ -90,7 +88,7 @@ class Backend:
         sharding = self.sharding
         observe.trace("before", lambda: graph_lines(gm))
         try:
-            with progress("proof"):
+            with observe.progress("proof"):
                 state = self._rewritten(gm)
         except Exception as error:
             agree.on_failure(sharding, "graph", error)
@@ -124,7 +122,7 @@ class Backend:
         if (parts := equal_blocks(gm, example_inputs, written)) is not None:
             return in_order(gm, compile_once(gm, parts, compile_one, written))
         take_snapshots(gm, written)
-        with progress("compile"):
+        with observe.progress("compile"):
             return compile_one(gm, example_inputs)
 
     def _compiled(

@@ -4,8 +4,8 @@
 
     check_frame            check_frame.py            the graph begins and ends where the compiled function does
     check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row, and
-                                                     how many chunks of tokens there are (check_chunks.py); else the
-                                                     row's own graph is taken (whole_row.py)
+                                                     how many chunks of tokens there are; else the row's
+                                                     own graph is taken (whole_row.py)
     check_checkpoints      check_frame.py            blocks that are computed again read what they read before
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants

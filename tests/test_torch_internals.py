@@ -352,7 +352,7 @@ def test_root_mesh() -> None:
         assert ours.root_mesh(mesh) is mesh
 
 
-@canary("torch._dynamo.callback", "torch_internals.on_compiles, for calls.progress")
+@canary("torch._dynamo.callback", "torch_internals.on_compiles, for calls.observe")
 def test_callbacks_of_compiles() -> None:
     seen = list[str]()
     starts, ends = seen.append, lambda name: seen.append(f"{name} ended")

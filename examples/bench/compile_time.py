@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cp_rewrite as cp
 from cp_rewrite import passes
-from cp_rewrite.segments import compiled, whole_model
+from cp_rewrite.segments import compiled
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 COLUMNS = ("first", "capture", "passes", "AOT", "Inductor", "rest", "second", "step", "miss", "hit", "GiB")
@@ -145,7 +145,7 @@ def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Cal
         return lambda i: model(**batches[i]).loss.backward()
     sharding = cp.Sharding(one_rank(device), TOKENS, cp.PositionIds("position_ids"), inner=args.inner)
     if case == "uncut":
-        whole_model.block_weights = lambda _: {}
+        compiled.block_weights = lambda _: {}
     if case in ("whole", "uncut"):
         run: Any = torch.compile(model, backend="cp_rewrite", options={"sharding": sharding}, fullgraph=True)
     else:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cp_rewrite as cp
-from cp_rewrite.calls import progress as progress_module
-from cp_rewrite.calls.progress import progress
+from cp_rewrite.calls import observe
+from cp_rewrite.calls.observe import progress
 
 
 class Terminal(io.StringIO):
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     found = Terminal()
-    monkeypatch.setattr(progress_module, "sys", SimpleNamespace(stderr=found))
+    monkeypatch.setattr(observe, "sys", SimpleNamespace(stderr=found))
     monkeypatch.delenv("RANK", raising=False)
     return found
 
@@ -75,10 +75,10 @@ def test_segments_share_a_line(terminal: Terminal) -> None:
             assert terminal.lines == [f"cp_rewrite: compile of segment {part} of 3 …"]
     assert terminal.lines == ["cp_rewrite: compile of 3 segments S s", ""]
     for part in (1, 2, 3):  # as torch says when a backward is compiled, at its first run
-        progress_module._compile_starts("LAZY_BACKWARD")
+        observe._compile_starts("LAZY_BACKWARD")
         assert terminal.lines[1:] == [f"cp_rewrite: backward of segment {part} of 3 …"]
-        progress_module._compile_ends("LAZY_BACKWARD")
-    progress_module._compile_starts("LAZY_BACKWARD")  # of another graph
+        observe._compile_ends("LAZY_BACKWARD")
+    observe._compile_starts("LAZY_BACKWARD")  # of another graph
     assert terminal.lines[1:] == ["cp_rewrite: backward of 3 segments S s", ""]
 
 
