@@ -17,7 +17,8 @@ from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.graph.regions import graph_modules, region_calls
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.cost.choose_exchange import TOKENS_PER_RANK, ExchangeChoice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.constants import FEW_TOKENS, TOKENS_PER_RANK
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.names import ExchangeName, over_part, split_exchange
@@ -29,8 +30,6 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, speeds_of
 
 _EXCHANGES: tuple[str, ...] = tuple(name for name in get_args(ExchangeName) if name != "auto")
-FEW_TOKENS = 1024
-"""Per rank: a batch with fewer says little about those that training will see."""
 
 
 def plan_sites(state: State) -> State:

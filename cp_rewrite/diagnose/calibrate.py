@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from cp_rewrite.planning.cost.constants import BACKWARD_FLOPS
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.sharding import speeds_of
@@ -69,7 +70,7 @@ def _measure_device(device: Device, kind: str) -> Device:
     return replace(
         device,
         forward=flops / forward,
-        backward=2.5 * flops / backward,
+        backward=BACKWARD_FLOPS * flops / backward,
         memory=2 * source.numel() / copy,
         launch=launch,
     )

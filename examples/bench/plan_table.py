@@ -27,8 +27,9 @@ from packs import draw
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import TILE
 from cp_rewrite.planning.cost.devices import DEVICES
-from cp_rewrite.planning.cost.tiles import TILE, imbalance, window_tiles
+from cp_rewrite.planning.cost.tiles import imbalance, window_tiles
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.plan import Plan, plan

@@ -16,6 +16,7 @@ from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.plan_sites import decide, load_for, target_speeds, would_be_one_sided
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
+from cp_rewrite.planning.cost.constants import EXPANDED_PASSES, NARROW_GAIN, NARROW_PASSES
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, kernel_seconds
 from cp_rewrite.planning.cost.seconds import exchange_seconds, fill_seconds
@@ -29,9 +30,6 @@ from .read_way import GraphOrder, ReadWay
 
 MOVABLE = ("needed", "push", "all_gather")
 """Exchanges before the kernel: rows are at hand when it starts."""
-_GAIN = 0.97
-"""A cut is taken that is predicted to take no more than this part of the time. Of a whole layer 3 to 11 % were gained
-where 0.91 to 0.93 were predicted, 0.4 % lost where 1.02 was."""
 
 
 def move_exchanges(state: State) -> State:
@@ -64,7 +62,7 @@ def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], ReadWay
     name = BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name
     before = exchange_seconds(load, device, model, sharding.node_size).get(name)
     kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
-    if not forced and (before is None or kernel > _GAIN * before):  # no cut takes less than the kernel
+    if not forced and (before is None or kernel > NARROW_GAIN * before):  # no cut takes less than the kernel
         return decision
     way = way_to(site.node)
     if way is None:
@@ -74,7 +72,7 @@ def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], ReadWay
         why = "nothing narrower than keys and values is at hand to exchange"
         return replace(decision, why=(*decision.why, why)) if forced else decision
     after = _seconds(movable.exchange.kind, load, device, model, sharding.node_size, cut)
-    if before is not None and not forced and after > _GAIN * before:
+    if before is not None and not forced and after > NARROW_GAIN * before:
         return decision
     against = "" if before is None else f", {1e3 * before:.2f} with keys and values by {decision.exchange_name}"
     return replace(movable, cut=cut, why=(*movable.why, f"{cut}; predicted {1e3 * after:.2f} ms per layer{against}"))
@@ -118,9 +116,9 @@ def costs_of(load: Load, device: Device) -> Costs:
     received, expanded = float(load.received.sum(1).max()), max(1.0, float(load.expanded.max()))
     more = max(0.0, expanded - load.local_rows)
     return Costs(
-        byte=(3 * received / device.link + 5 * expanded / device.memory) / expanded,
+        byte=(3 * received / device.link + EXPANDED_PASSES * expanded / device.memory) / expanded,
         flop=(1 / device.forward + 2 / device.backward) * more / expanded,
-        written=4 / device.memory * more / expanded,
+        written=NARROW_PASSES / device.memory * more / expanded,
     )
 
 

@@ -25,7 +25,7 @@ from cp_rewrite.passes.locality.inputs import read_extents
 from cp_rewrite.passes.tile.find_region import TileRegion, find_regions
 from cp_rewrite.passes.tile.rowwise import Rowwise
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.cost.memory import TILE_BYTES, TILE_ROWS
+from cp_rewrite.planning.cost.constants import TILE_BYTES, TILE_ROWS
 from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of, hint
 
 _ops: Any = torch.ops.cp_rewrite

@@ -21,7 +21,7 @@ from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.modes import Mode
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows
-from cp_rewrite.planning.cost.memory import WORTH_AGAIN
+from cp_rewrite.planning.cost.constants import TILE_GAIN, TILE_GAIN_AGAIN
 
 from .rowwise import Rowwise
 
@@ -49,8 +49,6 @@ class TileRegion:
 
 
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
-WORTH = 4
-"""Run tile by tile where the widest tensor inside has this many times the bytes that come in and go out."""
 _Edge = tuple[Any, Any, int | None]
 
 
@@ -92,7 +90,7 @@ def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise, loops: bool) -> T
         once = found.again or (once and sum(map(needs_gradient, region.results)) < 2)
         region = replace(region, chunks=_chunks(seed))
         return region if once and region.widest >= across and _is_one_place(region, found) else None
-    worth = WORTH_AGAIN if found.again else WORTH
+    worth = TILE_GAIN_AGAIN if found.again else TILE_GAIN
     return region if region.widest >= worth * across and _is_one_place(region, found) else None
 
 

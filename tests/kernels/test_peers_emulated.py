@@ -145,7 +145,7 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
 def all_routes() -> Routes:
     with pytest.MonkeyPatch.context() as patch:
         # Rows may arrive while the kernel works, however few they are.
-        patch.setattr(push_cut, "_WORTH", 1)
+        patch.setattr(push_cut, "PUSH_CUT_ROWS", 1)
         patch.setattr(push_cut, "_ROWS_PER_PAIR", 1e9)
         return [route for world_size in (1, 2, 3, 4) for route in routes(world_size)]
 

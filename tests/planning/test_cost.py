@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +16,12 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
+from cp_rewrite.planning.cost.constants import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import kernel_seconds, load_of
 from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_seconds, fill_seconds
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, window_tiles
+from cp_rewrite.planning.cost.tiles import window_tiles
 from cp_rewrite.planning.layouts.bounds import Bounds
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
 from cp_rewrite.planning.layouts.token_order import outer_order
@@ -33,6 +36,44 @@ from cp_rewrite.planning.schedule import build
 from tests.helpers.packs import batches, masks
 
 H200 = DEVICES["h200"]
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "cp_rewrite" / "planning" / "cost" / "constants.py"
+NO_COST = {"_LOADED_BEYOND"}  # a bound of what kernels load
+
+
+def numbers(path: Path) -> list[str]:
+    """Numbers that a file gives names to, and its fractions."""
+    tree = ast.parse(path.read_text())
+    given = [(n, n.value) for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) and n.value is not None]
+    found = [ast.unparse(n) for n, value in given if all(map(is_number, getattr(value, "elts", [value])))]
+    return found + [ast.unparse(n) for n in ast.walk(tree) if is_number(n) and not float(ast.unparse(n)).is_integer()]
+
+
+def is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+@pytest.mark.parametrize("room", ["cost", "routes"])
+def test_tuned_numbers_stand_on_one_page(room: str) -> None:
+    assert len(numbers(PAGE)) > 40
+    for path in sorted((ROOT / "cp_rewrite" / "planning" / room).glob("*.py")):
+        elsewhere = [n for n in numbers(path) if n.split()[0] not in NO_COST]
+        assert path == PAGE or not elsewhere, f"{path.name} has numbers of its own: {elsewhere}"
+
+
+def test_the_page_says_of_each_number_what_it_is_and_what_measures_it() -> None:
+    body = ast.parse(PAGE.read_text()).body
+    for number, after in zip(body, [*body[1:], body[-1]], strict=True):
+        if isinstance(number, ast.Assign):
+            said = after if isinstance(after, ast.Expr) else body[body.index(after) + 1]  # of pairs, behind the second
+            assert isinstance(said, ast.Expr), ast.unparse(number)
+    sections = re.split(r"\n# (?=[A-Z])", PAGE.read_text())[1:]
+    for section in sections:
+        command = re.search(r"(?:Measured|Shown) by\s`([^`]*)`", section)
+        assert command is not None, section[:60]
+        files = re.findall(r"examples/bench/\w+\.py", command[1])
+        assert all((ROOT / name).exists() for name in files)
+        assert files or "cp_rewrite calibrate" in command[1]
 
 
 def counted_tiles(queries: int, keys: int, left: int, right: int) -> float:

@@ -50,8 +50,8 @@ def read(routes: list[Route], rank: int, last: int, total: int) -> NDArray[np.in
 def any_worth(number: int) -> Generator[None]:
     """Rows are read in place, and come beside work, from so many on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push_cut, "_LAG", 0)
-        patch.setattr(push_cut, "_WORTH", number)
+        patch.setattr(push_cut, "PUSH_LAG", 0)
+        patch.setattr(push_cut, "PUSH_CUT_ROWS", number)
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import PUSH_LINK, PUSH_PARTS_LINK, PUSH_STAGE_BACK, PUSH_TAKEN
 from cp_rewrite.planning.routes import push_stages as stages
 from cp_rewrite.planning.routes.push import push_route
 from cp_rewrite.planning.routes.push_stages import (
@@ -50,7 +51,7 @@ def test_what_needs_no_stages_has_one() -> None:
 def test_stages_hide_the_exchange() -> None:
     """One rank that computes for 1 s what travels for 0.5 s; all its keys are peers'."""
     tiles = int(stages._DEVICE.forward / (4.0 * 128 * 128 * 128 * 32))
-    rows = int(0.5 * stages._FEW_LINK * stages._DEVICE.link / MHA.row_bytes)
+    rows = int(0.5 * PUSH_LINK * stages._DEVICE.link / MHA.row_bytes)
     load = StageLoad(0, tiles, 0, rows, 0, 0)
     assert forward_seconds(load, MHA, (32,)) == pytest.approx(1.5, rel=0.05)
     assert forward_seconds(load, MHA, (16, 16)) == pytest.approx(1.25 + 0.06, rel=0.02)
@@ -81,10 +82,10 @@ def test_a_backward_in_parts_copies_no_early_rows_and_hides_what_comes() -> None
     coming = stages._link_seconds(2000, MHA, stages._DEVICE)
     for kept, saved in ((False, 2 * copies), (True, copies)):
         gain = backward_seconds(own, MHA, (32,), kept) - backward_seconds(near, MHA, (32,), kept)
-        assert gain == pytest.approx(saved, abs=stages._BACKWARD_STAGE + 2 * coming)
+        assert gain == pytest.approx(saved, abs=PUSH_STAGE_BACK + 2 * coming)
     early, late = (near._replace(early=x, late=6000 - x, coming=20000) for x in (6000, 0))
     waits = backward_seconds(late, MHA, (32,), False) - backward_seconds(early, MHA, (32,), False)
-    assert waits == pytest.approx((1 - stages._TAKEN) * 10 * coming / stages._PARTS_LINK, rel=0.01)
+    assert waits == pytest.approx((1 - PUSH_TAKEN) * 10 * coming / PUSH_PARTS_LINK, rel=0.01)
 
 
 def test_the_model_is_what_was_measured() -> None:

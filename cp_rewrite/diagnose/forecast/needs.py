@@ -21,7 +21,8 @@ from torch import SymInt, Tensor, nn
 
 from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
-from cp_rewrite.planning.cost.memory import WORTH_AGAIN, Layer, Needs
+from cp_rewrite.planning.cost.constants import TILE_GAIN_AGAIN
+from cp_rewrite.planning.cost.memory import Layer, Needs
 from cp_rewrite.torch_internals import hint
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
@@ -129,7 +130,7 @@ class _Graph:
             self.base(n): None for node in order for n in node.all_input_nodes if self.path(self.base(n)) != path
         }
         enters = max(map(self.size, entering), default=0.0)
-        least = 2 * WORTH_AGAIN * enters
+        least = 2 * TILE_GAIN_AGAIN * enters
         attends = [node for node in own if op_name(node) in _ATTENTION]
         last = max((order[node] for node in attends), default=0)
         products = [node for node in own if op_name(node) in _GROUPED]

@@ -9,13 +9,10 @@ import numpy as np
 
 from cp_rewrite.masks import PackedMask
 
+from .constants import CAUSAL_SHARE, PACKED_SHARE, TILE, TILE_ROW_OVERHEAD, TOKENS_PER_RANK
 from .devices import Device, Model
 from .load import Load
 from .seconds import exchange_seconds
-from .tiles import TILE, TILE_ROW_OVERHEAD
-
-TOKENS_PER_RANK = 8192
-"""Of a typical batch."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def typical_load(world_size: int, mask: PackedMask, rows: int = TOKENS_PER_RANK)
     Packed rows are taken to need a fifth of all remote rows, which `balanced` stays below on usual mixes of lengths;
     one causal document three quarters; a window, or a chunk, what it reaches past two cuts per rank.
     """
-    share = 0.2 if mask.packed else (0.75 if mask.causal else 1.0)
+    share = PACKED_SHARE if mask.packed else (CAUSAL_SHARE if mask.causal else 1.0)
     windowed = mask.left is not None and mask.right is not None
     reach = (mask.left or 0) + (mask.right or 0) if windowed else mask.chunk
     if reach is not None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from cp_rewrite.arguments import whole_number
 
-from .tiles import TILE
+from .constants import SPEEDS, TILE
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,7 @@ class Device:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-DEVICES: Mapping[str, Device] = {
-    "h200": Device("h200", 664e12, 595e12, 4250e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6, 140 << 30),
-    "h100": Device("h100", 640e12, 570e12, 2950e9, 295e9, 250e9, 200e9, 48e9, 30e-6, 60e-6, 5e-6),
-    "a100": Device("a100", 190e12, 170e12, 1700e9, 200e9, 170e9, 140e9, 24e9, 30e-6, 60e-6, 6e-6),
-    "cpu": Device("cpu", 50e9, 40e9, 10e9, 2e9, 2e9, 2e9, 1e9, 300e-6, 600e-6, 20e-6),
-}
-"""h200: measured on 4 GPUs with NVLink. h100, a100: scaled from it by the vendor's figures, with 80 GB. node_link: one
-adapter per GPU, of 400 Gbit/s (a100: 200). cpu: an order of magnitude, for processes over gloo. `calibrate` measures
-yours."""
+DEVICES: Mapping[str, Device] = {name: Device(name, *speeds) for name, speeds in SPEEDS.items()}
 
 
 @dataclass(frozen=True)

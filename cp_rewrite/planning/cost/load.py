@@ -9,6 +9,7 @@ import numpy as np
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.schedule import Schedule
 
+from .constants import BACKWARD_FLOPS, EXPANDED_LAUNCHES, EXPANDED_PASSES
 from .devices import Device, Model
 from .tiles import Float, window_tiles
 
@@ -60,7 +61,7 @@ def kernel_seconds(tiles: float, launches: int, device: Device, model: Model) ->
 def both_kernels(tiles: float, launches: int, device: Device, model: Model) -> tuple[float, float]:
     """The same, of the forward and of the backward."""
     flops, start = float(tiles) * model.tile_flops, 2 * launches * device.launch
-    return flops / device.forward + start, 2.5 * flops / device.backward + start
+    return flops / device.forward + start, BACKWARD_FLOPS * flops / device.backward + start
 
 
 def transfer_seconds(inside: Int, across: Int, row_bytes: int, device: Device) -> float:
@@ -70,8 +71,13 @@ def transfer_seconds(inside: Int, across: Int, row_bytes: int, device: Device) -
 
 
 def copy_seconds(load: Load, device: Device, model: Model) -> float:
-    """Gathered in the forward and the backward, dK/dV summed once: five reads or writes of the expanded rows."""
-    return 5 * float(load.expanded.max()) * model.kv_bytes / device.memory + 3 * device.launch
+    """Of the expanded rows."""
+    return expanded_seconds(load, device, model) + EXPANDED_LAUNCHES * device.launch
+
+
+def expanded_seconds(load: Load, device: Device, model: Model) -> float:
+    """The same without launches."""
+    return EXPANDED_PASSES * float(load.expanded.max()) * model.kv_bytes / device.memory
 
 
 def from_nodes(received: Int, ranks_per_node: int) -> tuple[Int, Int]:

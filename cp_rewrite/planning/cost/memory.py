@@ -24,17 +24,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
+from .constants import LAYERS_ON_DEVICE, TILE_BYTES, TILE_ROWS
+
 GIB = 1 << 30
-ON_DEVICE = 3
-"""Layers whose inputs are on the device where checkpoints lie on the host: the last one's, one that is read, and one on
-its way."""
-WORTH_AGAIN = 1.25
-"""In checkpointed blocks, whose backward computes all again in any case: run tile by tile where the widest tensor
-inside has this many times the bytes that come in and go out. Usual MLPs have."""
-TILE_BYTES = 2**31
-"""`tile="auto"`: the widest tensor of a tile has at most so many bytes."""
-TILE_ROWS = 2**15
-"""`tile="auto"`: rows beyond which products get no faster."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class Memory:
 
     def __str__(self) -> str:
         sizes = {name: size / GIB for name, size in self.parts.items()}
-        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05] or ["each part under 0.1"]
+        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if round(size, 1)] or ["each part under 0.1"]
         return f"{self.peak / GIB:.1f} GiB {_MOMENTS[self.at]} ({', '.join(listed)})"
 
 
@@ -162,7 +154,7 @@ def predict(needs: Needs, share: Share) -> Memory:
     gathered = [outside + share.item_bytes * sum(pair) for pair in blocks]
     gradients = here * trained // share.ranks if share.accumulated else 0
     kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
-    away = needs.layers[:-ON_DEVICE] if "checkpoints" in share.on_host else ()
+    away = needs.layers[:-LAYERS_ON_DEVICE] if "checkpoints" in share.on_host else ()
     kept -= sum(layer.enters for layer in away)
     activations = share.item_bytes * share.rows * kept
 
@@ -233,7 +225,7 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
         share = replace(share, tiled=True)
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
-        if len(needs.layers) > ON_DEVICE or "weights" in on_host:
+        if len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host:
             share = replace(share, on_host=on_host)
             yield f"parallelize(offload={on_host})", predict(needs, share)
     times = 2

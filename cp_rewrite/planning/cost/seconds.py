@@ -21,12 +21,10 @@ from cp_rewrite.planning.names import over_part
 from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 
+from .constants import A2A_COPIES, A2A_PASSES
 from .devices import Device, Model
 from .load import Load, from_nodes, kernel_seconds, transfer_seconds
 from .tiles import Float
-
-_SCATTERED = 8
-"""How often what scatters heads reads or writes queries, keys and values, forward and backward."""
 
 
 def exchange_seconds(
@@ -71,7 +69,7 @@ def _by_heads(
     if outer is None:
         # Keys are copied as if there was an exchange behind it.
         local, rows = _local(model, inner), inner * load.local_rows
-        copied = 14 * rows * local.kv_bytes / device.memory
+        copied = A2A_COPIES * rows * local.kv_bytes / device.memory
         return {"a2a": scattered + copied + kernel_seconds(load.whole_tiles, 1, device, local)}
     places = _by_keys(outer, device, _local(model, inner), max(1, per_node // inner))
     return {f"a2a+{name}": scattered + seconds for name, seconds in places.items()}
@@ -106,8 +104,7 @@ def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node:
     inside = np.array([load.local_rows * (g - 1) // inner])
     across = np.array([load.local_rows * (inner - g) // inner])
     moved = 2 * transfer_seconds(inside, across, inputs + outputs, replace(device, link=device.all_to_all))
-    # Heads put together, sorted by rank, rows sorted by token, each read and written; then the same backward.
-    reorder = load.local_rows * (_SCATTERED * inputs + 8 * outputs) / device.memory
+    reorder = load.local_rows * (A2A_PASSES * inputs + A2A_PASSES * outputs) / device.memory
     return moved + 2 * device.latency + reorder
 
 

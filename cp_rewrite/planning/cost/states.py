@@ -19,16 +19,11 @@ from cp_rewrite.planning.intervals import Int, overlaps
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts
 
+from .constants import STATE_COPIES, STATE_PASS
 from .devices import Device
 from .tiles import Float
 
 StateKind = Literal["gated_delta_rule", "kimi_delta", "ssd", "selective_scan"]
-_COPIES = 98
-"""How often a token's keys and values could be copied in the time that a layer takes for the token, both ways.
-Measured: 12.3 ms for 16,384 tokens and 64 heads of 128 on an H200 (`examples/bench/RESULTS.md`)."""
-_PASS = 0.12
-"""One more pass over a piece, of that time. Measured: 17.4 ms where a rank has half of one document, cut on both sides,
-and 13.0 where no piece is."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,10 @@ class StateLayers:
     def seconds(self, documents: Documents, order: TokenOrder, device: Device, ranks_per_node: int) -> float:
         """Of `per_attention` layers."""
         pieces = StatePieces.of(documents, order, self.resets)
-        token = _COPIES * 2 * self.heads * (self.keys + self.values) / device.memory
+        token = STATE_COPIES * 2 * self.heads * (self.keys + self.values) / device.memory
         work = np.bincount(pieces.owner, CHUNK * chunk_counts(pieces.length), order.world_size)
         if self.kind in ("gated_delta_rule", "kimi_delta"):
-            work = work + _PASS * pieces.passed_more(order.world_size)
+            work = work + STATE_PASS * pieces.passed_more(order.world_size)
         ways = (way.received(order.world_size, ranks_per_node) for way in (pieces, pieces.back()))
         exchange = sum(self._exchange(received, device) for received in ways)
         return self.per_attention * (token * float(work.max()) + exchange)

@@ -17,9 +17,10 @@ import numpy as np
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import TILE
 from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.cost.seconds import exchange_seconds
-from cp_rewrite.planning.cost.tiles import TILE, Float, imbalance
+from cp_rewrite.planning.cost.tiles import Float, imbalance
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.planning.schedule import Schedule, build

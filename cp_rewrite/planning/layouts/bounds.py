@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.cost.load import Load
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD, Float
+from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import Sections, sections_of
 

@@ -16,7 +16,8 @@ from math import lcm
 import numpy as np
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.cost.tiles import TILE, Float
+from cp_rewrite.planning.cost.constants import TILE
+from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
 
 from .halves import owners_work

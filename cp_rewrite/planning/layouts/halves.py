@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import ROW_ACROSS, TILE
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import TILE, Float
+from cp_rewrite.planning.cost.tiles import Float
 from cp_rewrite.planning.intervals import Int
 
 from .slice_lines import SliceLines, part_work, tenths
@@ -39,8 +40,6 @@ LEAST_WHOLE = 0.1
 """Share of a rank's work that such a slice has at least."""
 SLACK = 0.004
 """Share of a rank's work that is not worth a cut."""
-ROW_ACROSS = 1.0
-"""Tenths of tiles that take as long as a row from another node: 64 and 8 heads, H200."""
 _PARTS, _ZOOMS = np.linspace(0, 1, 24)[:, None], 3
 """A search looks at so many points of a range, then at as many between two of them, and so on."""
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.constants import TILE
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import TILE, Float, window_tiles
+from cp_rewrite.planning.cost.tiles import Float, window_tiles
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import sections_of
 

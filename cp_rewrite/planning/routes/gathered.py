@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cp_rewrite.capacity import Capacity
+from cp_rewrite.planning.cost.constants import ALL_GATHER_PASSES
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, copy_seconds, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import expand_ranges, sum_lists
@@ -67,4 +68,6 @@ def all_gather_seconds(load: Load, device: Device, model: Model, ranks_per_node:
 
 _TENSORS = (PlanTensor("kv_rows"), PlanTensor("sum_ptr"), PlanTensor("sum_rows"))
 LOCAL = Route(_TENSORS, local_route, fixed_gathered_route)
-ALL_GATHER = Route(_TENSORS, gathered_route, fixed_gathered_route, cost=Cost(all_gather_seconds, copies=7))
+ALL_GATHER = Route(
+    _TENSORS, gathered_route, fixed_gathered_route, cost=Cost(all_gather_seconds, copies=ALL_GATHER_PASSES)
+)

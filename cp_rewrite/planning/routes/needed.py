@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cp_rewrite.planning.cost.constants import NEEDED_PASSES
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, copy_seconds, from_nodes, kernel_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists, union
@@ -79,5 +80,5 @@ def needed_seconds(load: Load, device: Device, model: Model, ranks_per_node: int
 NEEDED = Route(
     (PlanTensor("kv_rows"), *SENT_ROWS),
     needed_route,
-    cost=Cost(needed_seconds, copies=21),
+    cost=Cost(needed_seconds, copies=NEEDED_PASSES),
 )

@@ -16,18 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_rewrite.planning.cost.constants import PUSH_CUT_ROWS, PUSH_LAG, TILE
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.tiles import TILE
 from cp_rewrite.planning.pieces import Pieces
 from cp_rewrite.planning.schedule import Runs, Schedule
 
 _DEVICE, _MODEL = Device.named("h200"), Model()
 _ROWS_PER_PAIR = _MODEL.tile_flops / TILE**2 / _DEVICE.forward / (_MODEL.kv_bytes / _DEVICE.link)
 """Rows that arrive while the kernel works on one pair of a query and a key. Only speed depends on it."""
-_LAG = 2048
-"""Rows that could arrive in the time until the first one does, 30 us."""
-_WORTH = 1024
-"""A cut is made where so many rows arrive beside work or are read in place: two launches cost more than one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def choose_cut(schedule: Schedule, rank: int) -> PushCut:
     source, count, early = max(_in_place(runs, rank), key=lambda block: block[1])
     if count == expanded > 0:
         return PushCut(0, 0, 0, source, count)
-    if total and count >= _WORTH:
+    if total and count >= PUSH_CUT_ROWS:
         return PushCut(expanded - count if early else count, early, 0, source, count)
     pieces = schedule.pieces.take(mine)
     if len(pieces) < 2:
@@ -78,11 +74,11 @@ def _between_pieces(pieces: Pieces, coming: NDArray[Any]) -> PushCut:
     queries, keys = pieces.q1 - pieces.q0, pieces.keys
     # With 1, 2, … pieces before the cut: rows that work before and after it gives time for, and rows read before it.
     work = np.cumsum(queries * keys - queries**2 / 2) * _ROWS_PER_PAIR
-    before, after = work[:-1] - _LAG, work[-1] - work[:-1] - _LAG
+    before, after = work[:-1] - PUSH_LAG, work[-1] - work[:-1] - PUSH_LAG
     read = coming.cumsum()[:-1]
     beside = np.stack([np.minimum(before, total - read), np.minimum(after, read)])  # by early part
     early, piece = divmod(int(beside.argmax()), len(pieces) - 1)
-    if beside[early, piece] < _WORTH:
+    if beside[early, piece] < PUSH_CUT_ROWS:
         return PushCut(0, 0, total)
     return PushCut(int(keys[: piece + 1].sum()), early, int(total - read[piece] if early else read[piece]))
 

@@ -16,25 +16,24 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from cp_rewrite.planning.cost.constants import (
+    BACKWARD_FLOPS,
+    PUSH_BESIDE_LINK,
+    PUSH_BESIDE_MEMORY,
+    PUSH_LINK,
+    PUSH_PARTS_LINK,
+    PUSH_SHARES,
+    PUSH_SHARES_BACK,
+    PUSH_STAGE,
+    PUSH_STAGE_BACK,
+    PUSH_STAGES_GAIN,
+    PUSH_TAKEN,
+    PUSH_TAKEN_BACK,
+    TILE,
+)
 from cp_rewrite.planning.cost.devices import Device
-from cp_rewrite.planning.cost.tiles import TILE
 
 _DEVICE = Device.named("h200")
-_FEW_LINK = 0.8
-"""Share of the link that an exchange reaches beside a kernel."""
-_PARTS_LINK = 0.4
-"""The same beside the early part of a backward, so that predictions are what was measured."""
-_TAKEN, _TAKEN_BACK = 0.12, 0.18
-"""Share of the GPU that rows, and gradients, take from the kernel meanwhile."""
-_BESIDE_LINK, _BESIDE_MEMORY = 0.7, 0.12
-"""Shares of the link and of the memory's speed that gradients reach beside a kernel."""
-_FORWARD_STAGE, _BACKWARD_STAGE = 15e-6, 35e-6
-"""Seconds that a stage more takes: launches, and a GPU that empties and fills."""
-_WORTH = 0.97
-"""Several stages are taken where the time is below this share of that of one."""
-_FORWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 3), (1, 7), (1, 3, 4), (1, 2, 2, 3), (1, 3, 6, 6), (2, 3, 3))
-_BACKWARD: tuple[tuple[int, ...], ...] = ((1, 1), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 2, 2, 1))
-"""Shares of the heads that stages may have."""
 
 
 class StageLoad(NamedTuple):
@@ -72,31 +71,33 @@ class Shape(NamedTuple):
 @cache
 def forward_stages(loads: tuple[StageLoad, ...], shape: Shape) -> tuple[int, ...]:
     """Key heads of each stage of a forward. Args: loads: of all ranks."""
-    return _best(_FORWARD, shape, lambda sizes: max(forward_seconds(load, shape, sizes) for load in loads))
+    return _best(PUSH_SHARES, shape, lambda sizes: max(forward_seconds(load, shape, sizes) for load in loads))
 
 
 @cache
 def backward_stages(loads: tuple[StageLoad, ...], shape: Shape, kept: bool) -> tuple[int, ...]:
     """Key heads of each stage of a backward. Args: kept: rows are here already."""
-    return _best(_BACKWARD, shape, lambda sizes: max(backward_seconds(load, shape, sizes, kept) for load in loads))
+    return _best(
+        PUSH_SHARES_BACK, shape, lambda sizes: max(backward_seconds(load, shape, sizes, kept) for load in loads)
+    )
 
 
 def forward_seconds(load: StageLoad, shape: Shape, sizes: Sequence[int], device: Device = _DEVICE) -> float:
     """Predicted seconds of a rank's forward with its exchange, in stages of so many key heads; one stage is cut in an
     early and a late part."""
-    kernel, rows = _kernel_seconds(load, shape, device.forward), _link_seconds(load.coming, shape, device, _FEW_LINK)
+    kernel, rows = _kernel_seconds(load, shape, device.forward), _link_seconds(load.coming, shape, device, PUSH_LINK)
     if len(sizes) == 1:
         early = kernel * load.early / max(1, load.early + load.late)
         start = max(
-            _link_seconds(load.awaited, shape, device, _FEW_LINK), _copy_seconds(load.own - load.near, shape, device)
+            _link_seconds(load.awaited, shape, device, PUSH_LINK), _copy_seconds(load.own - load.near, shape, device)
         )
-        return max(start + early + _TAKEN * rows, rows) + kernel - early
+        return max(start + early + PUSH_TAKEN * rows, rows) + kernel - early
     end, sent = _copy_seconds(load.own, shape, device), 0.0
     for size in sizes:
         share = size / shape.heads_kv
         sent += rows * share
-        end = max(end, sent) + kernel * share + _FORWARD_STAGE
-    return end + _TAKEN * rows
+        end = max(end, sent) + kernel * share + PUSH_STAGE
+    return end + PUSH_TAKEN * rows
 
 
 def backward_seconds(
@@ -104,28 +105,29 @@ def backward_seconds(
 ) -> float:
     """The same of a backward. In one stage rows come before the kernel, or beside its early part, and gradients go home
     after it, both faster."""
-    kernel, copies = 2.5 * _kernel_seconds(load, shape, device.backward), _copy_seconds(load.own, shape, device)
+    kernel = BACKWARD_FLOPS * _kernel_seconds(load, shape, device.backward)
+    copies = _copy_seconds(load.own, shape, device)
     alone = max(_link_seconds(load.coming, shape, device), copies)  # of rows before the kernel, of gradients after it
     if len(sizes) == 1 and load.near:
         early, copies = (
             kernel * load.early / (load.early + load.late),
             _copy_seconds(load.own - load.near, shape, device),
         )
-        rows = copies if kept else max(_link_seconds(load.coming, shape, device, _PARTS_LINK), copies)
+        rows = copies if kept else max(_link_seconds(load.coming, shape, device, PUSH_PARTS_LINK), copies)
         home = max(_link_seconds(load.coming, shape, device), copies)
-        return max(kernel + _TAKEN * rows, rows + kernel - early) + _BACKWARD_STAGE + home
+        return max(kernel + PUSH_TAKEN * rows, rows + kernel - early) + PUSH_STAGE_BACK + home
     if len(sizes) == 1:
         return (0.0 if kept else alone) + kernel + alone
-    rows = 0.0 if kept else _link_seconds(load.coming, shape, device, _FEW_LINK)
-    back = max(_link_seconds(load.coming, shape, device, _BESIDE_LINK), copies / 2 / _BESIDE_MEMORY)
+    rows = 0.0 if kept else _link_seconds(load.coming, shape, device, PUSH_LINK)
+    back = max(_link_seconds(load.coming, shape, device, PUSH_BESIDE_LINK), copies / 2 / PUSH_BESIDE_MEMORY)
     end, sent, home = 0.0 if kept else copies, 0.0, rows
     for size in sizes[:-1]:
         share = size / shape.heads_kv
         sent += rows * share
-        end = max(end, sent) + kernel * share + _BACKWARD_STAGE + _TAKEN_BACK * back * share
+        end = max(end, sent) + kernel * share + PUSH_STAGE_BACK + PUSH_TAKEN_BACK * back * share
         home = max(home, end) + back * share
     share = sizes[-1] / shape.heads_kv
-    return max(max(end, rows) + kernel * share + _BACKWARD_STAGE, home) + alone * share + _TAKEN * rows
+    return max(max(end, rows) + kernel * share + PUSH_STAGE_BACK, home) + alone * share + PUSH_TAKEN * rows
 
 
 def _best(
@@ -135,7 +137,7 @@ def _best(
     one = (shape.heads_kv,)
     several = {sizes for shares in all_shares if (sizes := _sizes(shares, shape.heads_kv))}
     best = min(sorted(several), key=seconds, default=one)
-    return best if seconds(best) < _WORTH * seconds(one) else one
+    return best if seconds(best) < PUSH_STAGES_GAIN * seconds(one) else one
 
 
 def _sizes(shares: Sequence[int], heads: int) -> tuple[int, ...]:

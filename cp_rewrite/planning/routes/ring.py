@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.planning.columns import LaunchRow, PieceRow, RoundRow
+from cp_rewrite.planning.cost.constants import RING_BACKWARD, RING_FORWARD, TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.cost.devices import Device, Model
-from cp_rewrite.planning.cost.load import Load, both_kernels, transfer_seconds
-from cp_rewrite.planning.cost.tiles import TILE, TILE_ROW_OVERHEAD
+from cp_rewrite.planning.cost.load import Load, both_kernels, expanded_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
@@ -152,12 +152,13 @@ def ring_seconds(load: Load, device: Device, model: Model, ranks_per_node: int) 
     step = transfer_seconds(np.array([rows]) - across, across, model.kv_bytes, replace(device, link=device.ring))
     more_rows = (ranks - 1) * TILE_ROW_OVERHEAD * rows / TILE
     there, back = both_kernels(load.tiles.max() + more_rows, load.launches * ranks, device, model)
-    # Read and written in fp32: out is merged in every step, dq and the gradients of keys are added up.
     merged = rows * model.q_bytes / device.memory
     summed = rows * model.kv_bytes / device.memory
-    there += (10 + 17 * (ranks - 1)) * merged + 2 * summed
-    back += (5 + 5 * ranks) * merged + (7 + 16 * ranks) * summed
-    copied = 5 * float(load.expanded.max()) * model.kv_bytes / device.memory
+    once, more, keys = RING_FORWARD
+    there += (once + more * (ranks - 1)) * merged + keys * summed
+    once, more, keys, more_keys = RING_BACKWARD
+    back += (once + more * ranks) * merged + (keys + more_keys * ranks) * summed
+    copied = expanded_seconds(load, device, model)
     first, last = (ranks - 1) / ranks, 1 / ranks
     forward = max(there * first, (ranks - 1) * step) + there * last
     backward = max(back, 3 * (ranks - 1) * step) + 2 * step
