@@ -134,9 +134,8 @@ def decide(reader: Reader, value: Value, mask: fx.Node) -> PackedMask | list[Ref
         value: the mask's element at (b, h, q, k).
         mask: the node that refusals name.
     """
-    read = [(type(relation).__name__, reader.linear(relation.lhs)) for relation in relations(value)]
-    points = {0}.union(*(turning_points(linear) for _, linear in read))
-    groupings = groupings_of(reader, read)
+    points = {0}.union(*[turning_points(reader.linear(relation.lhs)) for relation in relations(value)])
+    groupings = groupings_of(reader)
     spans = distances(points.union(*(grouping.distances for grouping in groupings)))
     table = [cell for world in _PAIRS for cell in cells(world, spans, groupings)]
     kept = {cell: _kept(reader, value, cell) for cell in table}

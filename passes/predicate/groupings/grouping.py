@@ -122,10 +122,6 @@ class Grouping:
         """Whether a running sum of `inner` over j grows with each group."""
         return False
 
-    @classmethod
-    def of_relation(cls, reader: CellValues, op: str, linear: Linear) -> None:
-        """Notes in `reader.groupings` what a relation, `linear op 0`, tells groups by. op: as of `bounds.holds`."""
-
     @property
     def distances(self) -> set[int]:
         """Distances at which its relations change."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import product
 
 from cp_rewrite.passes.predicate.reading.cell_values import CellValues
-from cp_rewrite.passes.predicate.worlds import Cell, Linear, Span, World
+from cp_rewrite.passes.predicate.worlds import Cell, Span, World
 
 from .chunks import Chunks
 from .grouping import Grouping
@@ -16,11 +16,8 @@ from .spans import Marks
 GROUPINGS: tuple[type[Grouping], ...] = (TreeNodes, Chunks, Marks)
 
 
-def groupings_of(reader: CellValues, relations: Sequence[tuple[str, Linear]]) -> list[Grouping]:
+def groupings_of(reader: CellValues) -> list[Grouping]:
     """Those of a mask, once all its relations were read."""
-    for kind in GROUPINGS:
-        for op, linear in relations:
-            kind.of_relation(reader, op, linear)
     found = [reader.groupings.get(kind) or kind.given(reader) for kind in GROUPINGS]
     return [each for each in found if each is not None]
 
