@@ -58,7 +58,7 @@ class Case:
         model: makes the model. batches: one per step. tokens, packing: of `Sharding`. shard: of `shard`.
             The model has it as `sharding`, of one rank where it runs alone.
         on_rank: called with the rank and the model, before the first step (seeds, for one).
-        fullgraph: of torch.compile. inner: the compiler of rewritten graphs.
+        fullgraph: of torch.compile. inner: the compiler of rewritten graphs. how: more arguments of `Sharding`.
     """
 
     model: Callable[[], nn.Module]
@@ -69,6 +69,7 @@ class Case:
     on_rank: Callable[[int, nn.Module], None] | None = None
     fullgraph: bool = True
     inner: Inner = "eager"
+    how: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _given(case: Case, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def steps_sharded(case: Case, mesh: DeviceMesh) -> list[Step]:
     torch.manual_seed(0)
-    sharding = cp.Sharding(mesh, case.tokens, case.packing, inner=case.inner)
+    sharding = cp.Sharding(mesh, case.tokens, case.packing, inner=case.inner, **case.how)
     model = case.model()
     model.sharding = sharding  # type: ignore[assignment]
     if case.on_rank:

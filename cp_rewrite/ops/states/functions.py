@@ -11,7 +11,7 @@ passes know; outside it compiles what is there. Eager calls are never touched.
     mamba_selective_scan, selective_scan_fn                             selective_scan
 
 A function is one of these by its name and its package, and by its numbers: where it is a reference in torch, it is run
-once on a few tokens, and left alone if the op gives something else.
+once on a few tokens, and left alone if the op gives something else. So is a call with arguments that are not read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kinds import wide
 from .modules import Blocks, wrap_modules
 
 _ops: Any = torch.ops.cp_rewrite
@@ -35,10 +36,10 @@ _PACKAGES = ("transformers.models.", "transformers_modules.", "fla.ops.", "mamba
 _LIBRARIES = ("fla.", "mamba_ssm.", "causal_conv1d.")
 _NAMES = {"q": "query", "k": "key", "v": "value", "u": "hidden_states", "x": "hidden_states", "delta": "dt"}
 """Other names of arguments -> those of transformers."""
-_SAME = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"})
+_SAME = frozenset({"chunk_size", "state_v_first", "use_mambapy", "use_associative_scan"})
 """Arguments that change how a function computes, but not what."""
 Given = Mapping[str, Any]
-"""What a function is called with, by transformers' names, without what is None or as it is by default."""
+"""What a function is called with and its defaults, by transformers' names, without what is None."""
 
 
 @contextmanager
@@ -56,9 +57,21 @@ def state_ops() -> Generator[None]:
 
 def _delta(op: Callable[..., Tensor], given: Given) -> Any:
     query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
+    if given.get("use_gate_in_kernel"):
+        g = _gate(g, given["A_log"], given.get("dt_bias"))
+    if given.get("use_beta_sigmoid_in_kernel"):
+        beta = beta.to(wide(beta.dtype)).sigmoid() * (2 if given.get("allow_neg_eigval") else 1)
     scale = given.get("scale", query.shape[-1] ** -0.5)
     norm = given.get("use_qk_l2norm_in_kernel", False)
     return op(query, key, value, g, beta, given.get("cu_seqlens"), scale, norm), None
+
+
+def _gate(g: Tensor, rate: Tensor, bias: Tensor | None) -> Tensor:
+    """Decays of raw g (B, T, H) or (B, T, H, K), as fla's kernels make them. rate: (H,), a logarithm. bias: as many as
+    decays of a token."""
+    g = g.to(wide(g.dtype))
+    g = g if bias is None else g + bias.view(g.shape[2:])
+    return -rate.to(g.dtype).exp().view(-1, *[1] * (g.ndim - 3)) * F.softplus(g)
 
 
 def gated_delta_rule(given: Given) -> Any:
@@ -80,7 +93,10 @@ def ssd(given: Given) -> Tensor:
         dt = F.softplus(dt)
     low, high = given.get("dt_limit", (0.0, float("inf")))
     out = _ops.ssd(x, torch.clamp(dt, min=low, max=high), given["A"], given["B"], given["C"], None)
-    return out + given["D"][..., None] * x.to(out.dtype) if "D" in given else out
+    if "D" not in given:
+        return out
+    skip = given["D"]
+    return out + (skip if skip.ndim == 2 else skip[:, None]) * x.to(out.dtype)
 
 
 def selective_scan(given: Given) -> Tensor:
@@ -126,7 +142,10 @@ class _Op:
 
 _DELTA = {"query": (1, 5, 2, 4), "key": (1, 5, 2, 4), "value": (1, 5, 2, 3), "g": (1, 5, 2), "beta": (1, 5, 2)}
 _NORM = {"use_qk_l2norm_in_kernel": True}
-_DELTA_TAKES = frozenset({*_DELTA, *_NORM, "scale", "cu_seqlens"})
+_MORE = {"scale": 0.3, "cu_seqlens": torch.tensor([0, 2, 5])}
+"""Arguments of delta rules that a reference may know: with them it is tried once more."""
+_GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+_DELTA_TAKES = frozenset({*_DELTA, *_NORM, *_GATES, "scale", "cu_seqlens"})
 _SSD = {
     "hidden_states": (1, 5, 4, 3), "dt": (1, 5, 4), "A": (4,), "B": (1, 5, 2, 4), "C": (1, 5, 2, 4), "D": (4,),
     "dt_bias": (4,),
@@ -187,23 +206,51 @@ def _substitute(function: FunctionType) -> None:
                 lambda args, kwargs: None if kwargs.get("seq_idx") is not None else (reference(*args, **kwargs),),
             )
         return
-    op = _BY_NAME[name]
-    if not library and not _agrees(op, reference):
-        return
-    parameters = inspect.signature(run).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    known, give = (*op.takes, *_SAME), op.call  # what Dynamo can read of a closure
+    op, arguments = _BY_NAME[name], _Arguments.of(run, filtered=run is not function)
+    known = op.takes
+    if not library:
+        if not _agrees(op, reference, arguments, {}):
+            return
+        if run in (function, reference):
+            more = {k for k, v in _MORE.items() if k in known and _agrees(op, reference, arguments, {k: v})}
+            known = {*op.sample, *op.others, *more}
+    names, defaults, filtered = arguments.names, arguments.defaults, arguments.filtered
+    read, give = (*known, *_SAME), op.call  # what Dynamo can read of a closure
 
     def call(args: Any, kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
-        own = {_NAMES.get(k, k): v for k, v in given.items() if v is not None and not _is_default(v, defaults.get(k))}
-        if any(k not in known for k in own):
+        own = _given(args, kwargs, names, defaults, filtered, read)
+        if any(k not in read for k in own) or names[0] not in own:
             return None
         out = give(own)
-        return (_as(out, args[0].dtype if args else next(iter(own.values())).dtype) if library else out,)
+        return (_as(out, own[names[0]].dtype) if library else out,)
 
     _register(function, call)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Of a function, by transformers' names. filtered: others do not reach it, by transformers' decorator; else it may
+    read them in its `**kwargs`."""
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    filtered: bool
+
+    @staticmethod
+    def of(function: Callable[..., Any], filtered: bool) -> _Arguments:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        defaults = {_NAMES.get(p.name, p.name): p.default for p in parameters if p.default is not p.empty}
+        return _Arguments(tuple(_NAMES.get(p.name, p.name) for p in parameters), defaults, filtered)
+
+
+def _given(
+    args: Any, kwargs: Any, names: tuple[str, ...], defaults: Mapping[str, Any], filtered: bool, read: tuple[str, ...]
+) -> dict[str, Any]:
+    """What a call means: `Given`, and what is not in `read` where it is not as by default."""
+    named = {_NAMES.get(k, k): v for k, v in kwargs.items()}
+    named = {k: v for k, v in named.items() if k in names} if filtered else named
+    given = {**defaults, **dict(zip(names, args, strict=False)), **named}
+    return {k: v for k, v in given.items() if v is not None and (k in read or not _is_default(v, defaults.get(k)))}
 
 
 def _as(out: Any, dtype: torch.dtype) -> Any:
@@ -242,12 +289,13 @@ def _is_default(value: Any, default: Any) -> bool:
     return not isinstance(value, Tensor) and value == default
 
 
-def _agrees(op: _Op, reference: Callable[..., Any]) -> bool:
-    """Whether a reference in torch gives on a few tokens what the op gives."""
-    trial = op.trial()
+def _agrees(op: _Op, reference: Callable[..., Any], arguments: _Arguments, more: Mapping[str, Any]) -> bool:
+    """Whether a reference in torch gives on a few tokens what the op gives, with `more` arguments."""
+    trial = op.trial() | more
+    given = _given((), trial, arguments.names, arguments.defaults, False, (*op.takes,))
     try:
         with torch.no_grad():
-            theirs, ours = reference(**trial), op.call(trial)
+            theirs, ours = reference(**trial), op.call({k: v for k, v in given.items() if k in op.takes})
     except Exception:
         return False
     theirs, ours = (out[0] if isinstance(out, tuple) else out for out in (theirs, ours))
