@@ -296,25 +296,24 @@ def batches(*sizes: Sequence[int]) -> list[dict[str, Tensor]]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "odd": {"sizes": [(5, 1, 9), (1, 1, 12)], "how": {"layout": "balanced"}},
+    "double": {"sizes": [(5, 1, 60), (1, 1, 1)], "how": {"layout": "head_tail"}, "dtype": torch.float64},
     "resets": {"sizes": [(5, 1, 9)], "how": {"layout": "dual_chunk", "reset_states": True}},
     "tiles": {"sizes": [(5, 1, 9), (3, 70, 1)], "how": {"layout": "head_tail", "tile": 4}},
     "capacity": {"sizes": [(5, 1, 9)], "how": {"capacity": cp.Capacity(64, 8, 64)}},
-    "own": {"sizes": [(5, 1, 9)], "how": {"rows": "own"}},
-    "double": {"sizes": [(5, 1, 60), (1, 1, 1)], "how": {"layout": "head_tail"}, "dtype": torch.float64},
 }
 
 
 def names() -> list[tuple[str, ...]]:
-    return [(program, way) for program in PROGRAMS for way in ("odd", "double")]
+    """The last three with programs whose one process begins states anew at documents."""
+    own = [("offsets", way) for way in ("resets", "tiles", "capacity")]
+    return [(program, way) for program in PROGRAMS for way in ("odd", "double")] + own
 
 
 def make(program: str, way: str) -> Case:
-    state_stand_ins.take_places()
+    sys.modules |= state_stand_ins.modules()
     if PROGRAMS[program] is other_library:
         _add_reference(program)
     chosen = WAYS[way]
-    dtype = chosen.get("dtype", torch.float32)
-    sizes = batches(*chosen["sizes"])
-    return Case(
-        lambda: Layers(PROGRAMS[program]).to(dtype), sizes, TOKENS, cp.CuSeqlens("cu_seqlens"), how=chosen["how"]
-    )
+    dtype, sizes = chosen.get("dtype", torch.float32), batches(*chosen["sizes"])
+    packing = cp.CuSeqlens("cu_seqlens")
+    return Case(lambda: Layers(PROGRAMS[program]).to(dtype), sizes, TOKENS, packing, how=chosen["how"])

@@ -1,6 +1,7 @@
-"""Mutants of what picks tokens, adds them up, and runs over them: each is right on two ranks, or stopped.
+"""Mutants of what picks tokens, adds them up, runs over them, and passes a state through them: each is right on two
+ranks, or stopped.
 
-Half a second each on two idle cores: 303 mutants of picks, 220 of running sums.
+Half a second each on two idle cores: 303 mutants of picks, 220 of running sums, 140 of states.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.border import picks, scans
+from tests.border import picks, scans, states
 from tests.border.forks import Forks
 from tests.border.outcome import KEPT, Kind, Outcome, observe
 
 MUTANTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "-".join(parts): (family, parts) for family in (picks, scans) for parts in family.names()
+    "-".join(parts): (family, parts) for family in (picks, scans, states) for parts in family.names()
 }
 
 
@@ -45,6 +46,10 @@ def test_mutant_keeps_the_promise(forks: Forks, ended: Counter[str], name: str) 
         ("wrong_documents-full", Kind.RIGHT),  # as it is written
         ("padded_chunks-full", Kind.REFUSED),
         ("associative-full", Kind.REFUSED),
+        ("offsets-odd", Kind.RIGHT),
+        ("in_gate-odd", Kind.RIGHT),
+        ("ignores_offsets-odd", Kind.REFUSED),
+        ("later_offsets-odd", Kind.REFUSED),
     ],
 )
 def test_mutants_end_as_they_should(forks: Forks, name: str, kind: Kind) -> None:

@@ -5,7 +5,6 @@ As theirs, Dynamo can't read them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
@@ -147,10 +146,11 @@ _PLACES: dict[str, Callable[..., Any]] = {
 }
 
 
-def take_places() -> None:
-    """Put them where the libraries have theirs, for the rest of the process."""
+def modules() -> dict[str, ModuleType]:
+    """Modules that hold them, by the names that the libraries' have."""
+    found: dict[str, ModuleType] = {}
     for name, function in _PLACES.items():
-        module = ModuleType(name)
+        module = found[name] = ModuleType(name)
         function.__module__ = name
         setattr(module, function.__name__, function)
-        sys.modules[name] = module
+    return found

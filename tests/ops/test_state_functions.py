@@ -14,8 +14,10 @@ import torch
 import torch.fx as fx
 
 import cp_rewrite as cp
+from cp_rewrite.ops.states import functions
 from cp_rewrite.ops.states.functions import OPS, state_ops
 from cp_rewrite.refusal import source_line
+from tests.helpers import state_stand_ins
 from tests.helpers.packed_model import TOKENS, packed_batch
 
 FUNCTIONS = {
@@ -114,6 +116,78 @@ def test_a_function_of_the_same_name_with_other_numbers_is_left_alone(
         out, seen = compiled(other.mamba2_chunk_scan, given)
     assert not seen
     assert torch.equal(out, given["hidden_states"] * 2)
+
+
+def of_library(name: str, **given: Any) -> dict[str, Any]:
+    """Arguments of a library's function, by its own names."""
+    ours = {"query": "q", "key": "k", "value": "v"} if "delta" in name or "kda" in name else {"hidden_states": "x"}
+    trial = next(op for op in OPS if name in op.names).trial()
+    return {ours.get(key, key): value for key, value in trial.items()} | given
+
+
+GATES = {"use_gate_in_kernel": True, "A_log": torch.tensor([0.3, -0.5]), "use_beta_sigmoid_in_kernel": True}
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("chunk_gated_delta_rule", {}),
+    "scale": ("chunk_gated_delta_rule", {"scale": 0.3, "chunk_size": 16}),
+    "gates": ("chunk_gated_delta_rule", {**GATES, "dt_bias": torch.tensor([0.7, -0.1]), "state_v_first": True}),
+    "both_signs": ("chunk_gated_delta_rule", {**GATES, "allow_neg_eigval": True}),
+    "offsets": ("chunk_gated_delta_rule", {"cu_seqlens": torch.tensor([0, 2, 5])}),
+    "kimi_gates": ("chunk_kda", {**GATES, "dt_bias": torch.linspace(-1, 1, 8)}),
+    "skips": ("mamba_chunk_scan_combined", {"D": torch.rand(4, 3)}),
+    "chunk_first": ("mamba_chunk_scan_combined", {"chunk_size": 3}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_librarys_function_is_one_op_with_all_that_it_is_given(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in state_stand_ins.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(functions, "_modules", 0)
+    name, more = CALLS[call]
+    function, given = getattr(state_stand_ins, name), of_library(name, **more)
+    given = {"chunk_size": 4, **given} if name == "mamba_chunk_scan_combined" else given  # a number comes first
+    with state_ops():
+        out, seen = compiled(function, given)
+    assert len(seen) == 1
+    torch.testing.assert_close(out, rows_of(function(**given)), rtol=1e-4, atol=1e-5)
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "ignores_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: (
+        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None)
+    ),
+    "takes_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: (
+        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens)
+    ),
+    "reads_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: state_stand_ins.delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, others.get("cu_seqlens")
+    ),
+    "ignores_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: state_stand_ins.delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None
+    ),
+    "norms_by_default": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=None: (
+        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("asked", [{}, {"cu_seqlens": torch.tensor([0, 2, 5])}], ids=["row", "offsets"])
+def test_a_reference_is_one_op_only_as_far_as_it_gives_the_same(
+    name: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function: Any = REFERENCES[name]
+    module: Any = ModuleType("transformers_modules.states")
+    copy = type(function)(function.__code__, globals(), "chunk_gated_delta_rule", function.__defaults__)
+    copy.__kwdefaults__, module.chunk_gated_delta_rule = function.__kwdefaults__, copy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(functions, "_modules", 0)  # as many as in the last test
+    given = next(op for op in OPS if "chunk_gated_delta_rule" in op.names).trial() | asked
+    del given["use_qk_l2norm_in_kernel"]  # as it is by default
+    with state_ops():
+        out, seen = compiled(copy, given)
+    assert bool(seen) == (not asked or name in ("takes_offsets", "reads_others", "norms_by_default"))
+    torch.testing.assert_close(out, rows_of(copy(**given)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_opens_the_block() -> None:

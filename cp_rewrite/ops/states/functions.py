@@ -11,7 +11,7 @@ passes know; outside it compiles what is there. Eager calls are never touched.
     mamba_selective_scan, selective_scan_fn                             selective_scan
 
 A function is one of these by its name and its package, and by its numbers: where it is a reference in torch, it is run
-once on a few tokens, and left alone if the op gives something else. So is a call with arguments that are not read.
+once on a few tokens, and left alone if the op gives something else; so is a call with arguments that are not read.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ def _given(
     named = {_NAMES.get(k, k): v for k, v in kwargs.items()}
     named = {k: v for k, v in named.items() if k in names} if filtered else named
     given = {**defaults, **dict(zip(names, args, strict=False)), **named}
-    return {k: v for k, v in given.items() if v is not None and (k in read or not _is_default(v, defaults.get(k)))}
+    own = {k: v for k, v in given.items() if v is not None}
+    return {k: v for k, v in own.items() if k in read or isinstance(v, Tensor) or v != defaults.get(k)}
 
 
 def _as(out: Any, dtype: torch.dtype) -> Any:
@@ -283,10 +284,6 @@ def _copy(function: FunctionType) -> FunctionType:
     )
     copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, {**function.__dict__}
     return copy
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return not isinstance(value, Tensor) and value == default
 
 
 def _agrees(op: _Op, reference: Callable[..., Any], arguments: _Arguments, more: Mapping[str, Any]) -> bool:
