@@ -22,8 +22,7 @@ from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.tokens_alone import SpotCheck
-from cp_rewrite.passes.capture.capture import capture
-from cp_rewrite.passes.capture.copies import for_eager
+from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory

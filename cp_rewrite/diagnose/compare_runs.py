@@ -27,8 +27,7 @@ from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.packing import untaken_args
-from cp_rewrite.passes.capture.capture import capture
-from cp_rewrite.passes.capture.copies import for_eager
+from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.sharding import Sharding, require_sharding

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .flash.launches import Launch, launches_of
 from .flash.overlap import Parts
-from .params import Params
-from .tables import Tables
+from .inputs import Params, Tables
 
 TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 128, 4, 3), 128: (128, 64, 4, 3), 256: (128, 64, 8, 2)}
 """Up to a head dim: queries and keys of a tile, warps, stages of the pipeline."""

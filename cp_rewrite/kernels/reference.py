@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .params import Params
-from .tables import Tables
+from .inputs import Params, Tables
 
 _BLOCK = 1 << 22
 """Logits held at once."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.torch_internals import call_directly
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_rewrite.kernels.inputs import Tables
 from cp_rewrite.kernels.rows import merge_steps
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.columns import PieceRow
 
 

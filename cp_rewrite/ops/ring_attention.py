@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.planning.columns import RoundRow
 from cp_rewrite.torch_internals import process_group
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import exchange_kv, return_kv
 from cp_rewrite.ops.local_rows import split_kv

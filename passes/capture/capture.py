@@ -1,4 +1,4 @@
-"""Take a graph from Dynamo: a copy that passes may change."""
+"""Take a graph from Dynamo: a copy, with those of its nested regions, that passes may change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from torch import SymInt
 from cp_rewrite.batch.active.plan import ActivePlan
 from cp_rewrite.passes.graph.dynamo_frame import break_reason, ends_of, is_resumed, results_of
 from cp_rewrite.passes.graph.nodes import op_name, value_of
-from cp_rewrite.passes.graph.regions import RegionCall, graph_modules, outputs_of, region_call, region_calls
+from cp_rewrite.passes.graph.regions import (
+    RegionCall,
+    attribute_of,
+    graph_modules,
+    outputs_of,
+    region_call,
+    region_calls,
+)
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import expression
 
-from .copies import copied
 from .flash_attn import part_flash_attn
 from .join_chunks import join_chunks
 from .multihead import part_multihead
@@ -103,3 +109,29 @@ def _repeated(graph: fx.Graph, calls: Sequence[RegionCall]) -> dict[fx.Node, fx.
 
 def _size(operand: Any) -> Hashable:
     return expression(value_of(operand) if isinstance(operand, fx.Node) else operand)
+
+
+def copied(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
+    """The graph and those of its nested regions; tensors and other modules are shared. Notes the copy of each node."""
+    graph = fx.Graph()
+    result: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    graph.output(result[0]).meta = dict(result[1].meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
+            setattr(copy, str(node.target), copied(body, copies))
+    return copy
+
+
+def for_eager(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that runs node by node: regions that are compiled once for all are called as modules. Their operator first
+    runs a body on memory that holds anything, to learn of its results, and tables of places hold anything then."""
+    copy = copied(gm, {})
+    for module in graph_modules(copy):
+        for node in module.graph.nodes:
+            call = region_call(node)
+            if call is not None and node.target.name() == "invoke_subgraph":
+                node.op, node.target, node.args = "call_module", str(node.args[0].target), call.operands
+        module.recompile()
+    return copy

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from cp_rewrite.batch.active.plan import site_inputs
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params
 from cp_rewrite.ops.attention import attend, attend_gathered
 from cp_rewrite.ops.exchange import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert, size_of, take_place

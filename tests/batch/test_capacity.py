@@ -27,7 +27,7 @@ from cp_rewrite.batch.buffers import buffers_of
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash.launches import launches_of
-from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.kernels.inputs import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.planning.routes.by_exchange import ROUTES
@@ -38,6 +38,7 @@ from tests.end_to_end import test_fewer_tokens, test_neighbours, test_scans
 from tests.end_to_end.test_end_to_end import LIMIT, TOKENS, make_batch, plain_step
 from tests.helpers import packed_model
 from tests.helpers.models import build_model
+from tests.helpers.one_process import step_of_ranks
 from tests.helpers.packed import make_schedule
 from tests.helpers.packs import batches
 from tests.helpers.pool import Pool
@@ -199,12 +200,8 @@ def run_fixed(mesh: DeviceMesh, batches_: list[dict[str, Tensor]]) -> list[tuple
             loss = compiled(**local).loss
             addresses.add(tuple(active_plan(sharding).tensor(key).data_ptr() for key in buffers_of(sharding).keys
                                 if isinstance(key, PlanInput)))  # fmt: skip
-        loss.backward()
-        cp.sum_gradients(model.parameters(), sharding)
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total, group=sharding.group)
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((float(total), grads if sharding.rank == 0 else {}))
+        total, grads = step_of_ranks(model, loss, sharding)
+        results.append((total, grads if sharding.rank == 0 else {}))
     assert len(addresses) == 1
     return results
 

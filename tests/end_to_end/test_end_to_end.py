@@ -20,6 +20,7 @@ import cp_rewrite as cp
 from cp_rewrite.planning.cost.devices import DEVICES, Device
 from tests.helpers.amount import drawn
 from tests.helpers.models import build_model
+from tests.helpers.one_process import gradients_of, step_of_ranks
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error
 
@@ -75,19 +76,15 @@ def sharded_step(
     model.zero_grad()
     with sharding.shard(batch, shift_labels=True) as local:
         loss = compiled(**local).loss
-    loss.backward()
-    cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total, group=sharding.group)
-    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    return float(total), grads if sharding.rank == 0 else {}
+    total, grads = step_of_ranks(model, loss, sharding)
+    return total, grads if sharding.rank == 0 else {}
 
 
 def plain_step(name: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     model = copy.deepcopy(build_model(name))
     loss = model(**batch).loss
     loss.backward()
-    return float(loss.detach()), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients_of(model)
 
 
 def check(

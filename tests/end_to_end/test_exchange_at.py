@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import LAYOUTS, LIMIT, TOKENS, make_batch
 from tests.helpers import latent, models
+from tests.helpers.one_process import gradients_of, step_of_ranks
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error
 
@@ -41,18 +42,14 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], layout: 
     model.zero_grad()
     with sharding.shard(batch, shift_labels=True) as local:
         loss = run(**local).loss
-    loss.backward()
-    cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total, group=sharding.group)
-    return float(total), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return step_of_ranks(model, loss, sharding)
 
 
 def plain_step(name: str, batch: dict[str, Tensor]) -> Result:
     model = copy.deepcopy(build(name))
     loss = model(**batch).loss
     loss.backward()
-    return float(loss.detach()), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients_of(model)
 
 
 def check(pool: Pool, ranks: int, name: str, layout: str, limit: float = LIMIT, **options: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import cp_rewrite as cp
 from cp_rewrite.capacity import Capacity
 from tests.helpers.models import build_model
+from tests.helpers.one_process import assert_gradients
 from tests.helpers.packed_model import PackedModel
 from tests.helpers.pool import Pool
 
@@ -112,10 +113,7 @@ def train_joined(mesh: DeviceMesh, kind: str, grid: bool = False, inner: Any = "
 def compare(expected: Recorded, found: Recorded) -> None:
     for (losses, grads), (their_losses, theirs) in zip(expected, found, strict=True):
         assert their_losses == pytest.approx(losses, rel=LIMIT)
-        assert theirs.keys() == grads.keys()
-        for name, grad in grads.items():
-            error = float((theirs[name] - grad).norm() / grad.norm())
-            assert error <= LIMIT, f"{name}: {error:.1e}"
+        assert_gradients(theirs, grads, LIMIT)
 
 
 @pytest.mark.parametrize(

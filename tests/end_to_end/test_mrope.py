@@ -13,6 +13,7 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import LIMIT
+from tests.helpers.one_process import step_of_ranks
 from tests.helpers.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -67,11 +68,7 @@ def step(mesh: DeviceMesh, planes: int) -> tuple[float, dict[str, Tensor]]:
     with sharding.shard(make_batch(planes)) as local:
         assert local["position_ids"].shape[:2] == (planes, 2)
         loss = compiled(**local)
-    loss.backward()
-    cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total, group=sharding.group)
-    return float(total), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return step_of_ranks(model, loss, sharding)
 
 
 @pytest.mark.parametrize("planes", PACKINGS)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from tests.border.model import TOKENS, VOCAB, Model
+from tests.helpers.one_process import step_of_losses
 from tests.helpers.pool import Pool
 
 Batch = Mapping[str, Any]
@@ -236,13 +237,6 @@ def packed(rows: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def step(model: Callable[..., dict[str, Tensor]], batch: Batch) -> dict[str, float]:
-    """Losses by name, after the backward of them all, each with a weight of its own."""
-    found = model(**batch)
-    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
-    return {name: loss.item() for name, loss in found.items()}
-
-
 def sharded_step(
     mesh: DeviceMesh, names: Sequence[str], batch: Batch, layout: Any
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -250,7 +244,7 @@ def sharded_step(
     torch._dynamo.reset()
     model = Picked(names).double()
     with sharding.shard(batch) as local:
-        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+        found = step_of_losses(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
     cp.sum_gradients(model.parameters(), sharding)
     return found, {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
 
@@ -258,7 +252,7 @@ def sharded_step(
 def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
     batch = packed(rows, tokens)
     model = Picked(names).double()
-    expected = step(model, batch)
+    expected = step_of_losses(model, batch)
     results = pool.run(ranks, sharded_step, names, batch, layout)
     for name, loss in expected.items():
         found = [losses[name] for losses, _ in results]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import cp_rewrite as cp
 from tests.helpers.gpts import ROW, VOCAB, NanoChat, NanoGPT
+from tests.helpers.one_process import assert_gradients, gradients_of
 from tests.helpers.pool import Pool
 
 END = 5
@@ -207,10 +208,7 @@ def test_recipes_equal_one_process(pool: Pool, name: str, total: int) -> None:
     loss, grads = train_alone(name, total)
     for found, theirs in pool.run(2, train_as_rank, name, total):
         assert found == pytest.approx(loss, rel=limit)
-        assert theirs.keys() == grads.keys()
-        for key, grad in grads.items():
-            error = float((theirs[key] - grad).norm() / grad.norm())
-            assert error <= limit, f"{key}: {error:.1e}"
+        assert_gradients(theirs, grads, limit)
 
 
 def steps_alone(name: str, totals: Sequence[int]) -> list[Result]:
@@ -224,7 +222,7 @@ def steps_alone(name: str, totals: Sequence[int]) -> list[Result]:
         outputs = model(**{key: value for key, value in batch.items() if key not in recipe.drop})
         loss = recipe.loss(outputs, batch) / total
         loss.backward()
-        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
+        found.append((loss.item(), gradients_of(model)))
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -258,10 +256,7 @@ def test_recipes_under_fsdp_equal_one_process(pool: Pool, name: str) -> None:
     for found in pool.run(2, steps_as_rank, name, [64, 51]):
         for (loss, grads), (their_loss, theirs) in zip(expected, found, strict=True):
             assert their_loss == pytest.approx(loss, rel=limit)
-            assert theirs.keys() == grads.keys()
-            for key, grad in grads.items():
-                error = float((theirs[key] - grad).norm() / grad.norm())
-                assert error <= limit, f"{key}: {error:.1e}"
+            assert_gradients(theirs, grads, limit)
 
 
 def test_nanochats_smear_may_be_written_as_one_shift() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from tests.helpers.one_process import check_or_refuse
+from tests.helpers.one_process import check_or_refuse, step_of_losses
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
@@ -192,13 +192,6 @@ PARTS = frozenset(
 """What comes back as this rank's part."""
 
 
-def step(model: Callable[..., dict[str, Tensor]], batch: dict[str, Tensor]) -> dict[str, float]:
-    """Losses by name, after the backward of them all, each with a weight of its own."""
-    found = model(**batch)
-    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
-    return {name: loss.item() for name, loss in found.items()}
-
-
 def sharded_step(
     mesh: DeviceMesh, names: Sequence[str], batch: dict[str, Tensor], layout: Any
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -206,7 +199,7 @@ def sharded_step(
     torch._dynamo.reset()
     model = Resolved(names).double()
     with sharding.shard(batch) as local:
-        found = step(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
+        found = step_of_losses(torch.compile(model, backend=cp.backend(sharding), fullgraph=True), local)
     cp.sum_gradients(model.parameters(), sharding)
     grads = {key: p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
     return found, grads | {key: x.numpy() for key, x in model.named_buffers()}
@@ -215,7 +208,7 @@ def sharded_step(
 def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int, tokens: int) -> None:
     batch = packed_batch(rows, tokens)
     model = Resolved(names).double()
-    expected = step(model, batch)
+    expected = step_of_losses(model, batch)
     tensors = {key: p.grad for key, p in model.named_parameters() if p.grad is not None} | dict(model.named_buffers())
     results = pool.run(ranks, sharded_step, names, batch, layout)
     found = {name: [losses[name] for losses, _ in results] for name in expected}

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import EXCHANGES, LAYOUTS, LIMIT, grid_mesh
+from tests.helpers.one_process import step_of_ranks
 from tests.helpers.pool import Pool
 
 ARGS = ("input_ids", "position_ids", "doc_ids", "first", "second", "labels", "old_logp", "advantages")
@@ -234,11 +235,7 @@ def step(mesh: DeviceMesh, name: str, layout: str, exchange: str) -> tuple[float
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     with sharding.shard(make_batch(name)) as local:
         loss = compiled(**local)
-    loss.backward()
-    cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total, group=sharding.group)
-    return float(total), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return step_of_ranks(model, loss, sharding)
 
 
 def check(pool: Pool, ranks: int, name: str, layout: str, exchange: str) -> None:

@@ -17,7 +17,7 @@ import cp_rewrite as cp
 from cp_rewrite.batch.active.current import activate
 from cp_rewrite.batch.active.plan import ActivePlan, site_inputs
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import gather_heads
 from cp_rewrite.passes.plan_sites import ranks_of

@@ -18,6 +18,35 @@ from tests.helpers.pool import Pool
 Model = Callable[..., nn.Module]
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, by name, of those of the weights that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step_of_ranks(model: nn.Module, loss: Tensor, sharding: cp.Sharding) -> tuple[float, dict[str, Tensor]]:
+    """The sum of all ranks' parts of a loss and of its gradients, after its backward."""
+    loss.backward()
+    cp.sum_gradients(model.parameters(), sharding)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total, group=sharding.group)
+    return float(total), gradients_of(model)
+
+
+def step_of_losses(model: Callable[..., dict[str, Tensor]], batch: dict[str, Tensor]) -> dict[str, float]:
+    """Losses by name, after the backward of them all, each with a weight of its own."""
+    found = model(**batch)
+    torch.stack([(1 + i / 7) * loss for i, loss in enumerate(found.values())]).sum().backward()
+    return {name: loss.item() for name, loss in found.items()}
+
+
+def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """The same, up to a relative norm error."""
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        error = float((found[name] - grad).norm() / grad.norm())
+        assert error <= limit, f"{name}: {error:.1e}"
+
+
 def compare(pool: Pool, model: Model, names: Any, ranks: int, layout: str, rows: int, tokens: int, **how: Any) -> None:
     """`model(names)`, in fp64; it is made anew on every rank. how: more arguments of the annotation."""
     batch = packed_batch(rows, tokens)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.models import build_model
+from tests.helpers.one_process import assert_gradients
 from tests.helpers.pool import Pool
 
 LIMIT = 1e-5
@@ -105,10 +106,7 @@ def compare(expected: Recorded, found: Recorded, limit: float = LIMIT) -> None:
     for (losses, norm, values), (their_losses, their_norm, theirs) in zip(expected, found, strict=True):
         assert their_losses == pytest.approx(losses, rel=limit)
         assert their_norm == pytest.approx(norm, rel=limit)
-        assert theirs.keys() == values.keys()
-        for name, value in values.items():
-            error = float((theirs[name] - value).norm() / value.norm())
-            assert error <= limit, f"{name}: {error:.1e}"
+        assert_gradients(theirs, values, limit)
 
 
 @pytest.mark.parametrize(

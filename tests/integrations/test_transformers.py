@@ -192,6 +192,14 @@ def test_options_under_fsdp(pair: Pool, tmp_path: Path, options: dict[str, Any])
         compare(expected, found)
 
 
+def compare_resumed(expected: Run, whole: list[Run], resumed: list[Run]) -> None:
+    """Of each rank: whole runs, and runs that went on from their checkpoint."""
+    for before, after in zip(whole, resumed, strict=True):
+        compare(expected, before)
+        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())
+        assert before.logs[:4] == after.logs[:4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_run_under_fsdp_is_saved_and_resumed(pair: Pool, tmp_path: Path, kind: str) -> None:
@@ -203,10 +211,7 @@ def test_a_run_under_fsdp_is_saved_and_resumed(pair: Pool, tmp_path: Path, kind:
     whole = pair.run(2, as_rank, tmp_path / "two", options, {})
     extras = {"resume": str(tmp_path / "two" / "checkpoint-2")}
     resumed = pair.run(2, as_rank, tmp_path / "resumed", options, extras)
-    for before, after in zip(whole, resumed, strict=True):
-        compare(expected, before)
-        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())
-        assert before.logs[:4] == after.logs[:4]
+    compare_resumed(expected, whole, resumed)
     if kind == "FULL_STATE_DICT":
         saved = load_file(tmp_path / "two" / "checkpoint-4" / "model.safetensors")
         assert all(torch.equal(saved[name], weight) for name, weight in whole[0].weights.items() if name in saved)
@@ -221,10 +226,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(pair: Pool, tmp_path: Pat
     whole = pair.run(2, as_rank, tmp_path / "two", options, {})
     extras = {"resume": str(tmp_path / "two" / "checkpoint-2")}
     resumed = pair.run(2, as_rank, tmp_path / "resumed", options, extras)
-    for before, after in zip(whole, resumed, strict=True):
-        compare(expected, before)
-        assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())
-        assert before.logs[:4] == after.logs[:4]
+    compare_resumed(expected, whole, resumed)
     # The checkpoint is a Trainer's own: one process goes on from it.
     alone = train(None, tmp_path / "alone", options, extras)
     del expected.logs[-1], alone.logs[-1]  # the mean over the steps of this call

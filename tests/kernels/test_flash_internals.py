@@ -22,7 +22,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash import fa3, fa4, fa4_internals
 from cp_rewrite.kernels.flash.launches import Launch, launches_of
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params
 from cp_rewrite.kernels.select import device_facts
 from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import Case, make_case

@@ -17,8 +17,7 @@ from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.flash import fa3, fa4, fa4_internals
 from cp_rewrite.kernels.flash.launches import Launch
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.params import Params
-from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import make_case
 

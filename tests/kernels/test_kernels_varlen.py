@@ -16,9 +16,8 @@ from cp_rewrite.kernels import cuda, reference
 from cp_rewrite.kernels.flash import varlen
 from cp_rewrite.kernels.flash.launches import Launch, launches_of
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap, Parts
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.rows import zero_gaps
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.amount import drawn
 from tests.helpers.kernel_cases import Case, make_case

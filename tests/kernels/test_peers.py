@@ -14,10 +14,9 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.flash import fa4
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.peers.reasons import group_reasons
 from cp_rewrite.kernels.select import capabilities, device_facts
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchanges.push import give_back as return_kv
 from cp_rewrite.ops.exchanges.push import take as push_kv

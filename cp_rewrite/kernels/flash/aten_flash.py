@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params
 from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params
 from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
 
 from . import varlen

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_rewrite.kernels.tables import Tables
+from cp_rewrite.kernels.inputs import Tables
 from cp_rewrite.planning.columns import PieceRow
 from cp_rewrite.planning.intervals import Int
 

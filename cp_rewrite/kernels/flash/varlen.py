@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.params import Params
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.rows import zero_gaps
-from cp_rewrite.kernels.tables import Tables
 
 from .launches import Launch, launches_of
 from .overlap import BackwardOverlap, BackwardParts, ForwardOverlap

@@ -32,10 +32,9 @@ from torch.library import custom_op
 
 from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import packed_width, split_kv
 from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import finished

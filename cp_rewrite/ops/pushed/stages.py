@@ -25,11 +25,10 @@ from torch import Tensor
 
 from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash.overlap import BackwardOverlap
+from cp_rewrite.kernels.inputs import Params, Tables
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.params import Params
 from cp_rewrite.kernels.rows import zero_gaps
 from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.kernels.tables import Tables
 from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.ops.max_logits import note
 from cp_rewrite.ops.merge import has_gaps

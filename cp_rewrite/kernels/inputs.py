@@ -1,4 +1,5 @@
-"""What an attention kernel reads about its pieces: one value, made once per batch and shared by all layers."""
+"""What an attention kernel is given besides q, k and v: its pieces, one value, made once per batch and shared by all
+layers; and numbers."""
 
 from __future__ import annotations
 
@@ -38,3 +39,15 @@ class Tables:
         """The sizes in `launches` are bounds for all batches of a capacity: a launch made of them, captured in a CUDA
         graph, then serves other batches, and kernels must not look at `pieces`."""
         return len(self.launches) > 1 and LaunchRow(*self.launches[1].tolist()).max_q == SIZES_ARE_BOUNDS
+
+
+@dataclass(frozen=True)
+class Params:
+    """Args: scale: softmax scale. softcap: logits become softcap * tanh(logits / softcap), 0.0 means none.
+    deterministic: the backward must be bitwise repeatable. unrounded: the backward gives fp32 gradients of keys and
+    values; only where `Capabilities.unrounded_gradients` says that the kernel can."""
+
+    scale: float
+    softcap: float = 0.0
+    deterministic: bool = False
+    unrounded: bool = False
