@@ -43,7 +43,7 @@ def max_logits(q_RHD: Tensor, k_EHD: Tensor, tables: Tables, params: Params, par
 
 
 def finished(products: Tensor, params: Params) -> Tensor:
-    """Logits of bare products; -inf stays. The scale is positive (`match/check_operands.py`)."""
+    """Logits of bare products; -inf stays. The scale is positive (`match/operands.py`)."""
     logits = products * params.scale
     logits = params.softcap * torch.tanh(logits / params.softcap) if params.softcap else logits
     return torch.where(products == -torch.inf, products, logits)

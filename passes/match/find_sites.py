@@ -6,7 +6,8 @@
     flex_attention(q, k, v, score_mod, block_mask)      flex
     varlen_attn(q, k, v, cu_seqlens, …), flash-attn     varlen_attn
 
-`prove_masks` says what the mask means, `grouped_heads` which heads keys and values had before they were repeated.
+`prove_masks` says what the mask means, `operands` whether operands fit, and which heads keys and values had before they
+were repeated.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
-from .check_operands import check_operands, check_options
 from .flex import check_blocks, flex_arguments, is_flex, mask_function, output_of, softcap_of
-from .grouped_heads import ungroup
+from .operands import check_operands, check_options, ungroup
 from .prove_masks import Prover
 from .varlen_attn import is_varlen, mask_of, read_varlen
 from .written_out import is_softmax, read_written

@@ -12,7 +12,7 @@ from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.torch_internals import expression
 
-from .grouped_heads import repeats_per_head
+from .operands import repeats_per_head
 from .written_products import SCORES, Differs, is_copy, is_product, keeps_pairs, product_of
 
 

@@ -26,7 +26,7 @@ from cp_rewrite.passes.graph.writes import writers_between
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression
 
-from .grouped_heads import repeats_per_head
+from .operands import repeats_per_head
 from .written_logits import find_scores, readers, same_tensor, sinks_behind, unshifted
 from .written_products import (
     OUTPUT,

@@ -13,7 +13,7 @@ from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.routes.ring import ring_tables
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
-from tests.planning.test_schedule import global_rows, seen_by, summed_rows
+from tests.planning.test_schedule import global_rows, seen_by, summed_rows, wanted_pairs
 
 
 @drawn(300)
@@ -43,10 +43,7 @@ def test_steps_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedM
             assert sorted(np.concatenate(summed).tolist()) == list(range(e1 - e0))
             for queries, keys in seen_by({"pieces": tables["pieces"][p0:p1], "launches": tables["launches"][l0:l1]}):
                 np.add.at(seen, (where[rank][queries], source[keys]), 1)
-    wanted = np.zeros_like(seen)
-    for b, documents in enumerate(rows):
-        wanted[b * total : (b + 1) * total, b * total : (b + 1) * total] = mask.materialize(documents)
-    np.testing.assert_array_equal(seen, wanted)
+    np.testing.assert_array_equal(seen, wanted_pairs(rows, mask))
 
 
 def test_usual_masks_need_one_round_per_step() -> None:

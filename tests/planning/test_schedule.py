@@ -47,6 +47,15 @@ def seen_by(table: Tables) -> list[tuple[Int, Int]]:
     return pairs
 
 
+def wanted_pairs(rows: tuple[Documents, ...], mask: PackedMask) -> NDArray[np.int64]:
+    """1 where a query, of all tokens of the batch, sees a key."""
+    total = rows[0].total
+    wanted = np.zeros((len(rows) * total, len(rows) * total), dtype=np.int64)
+    for b, documents in enumerate(rows):
+        wanted[b * total : (b + 1) * total, b * total : (b + 1) * total] = mask.materialize(documents)
+    return wanted
+
+
 @drawn(300)
 @given(batches(), masks(), st.integers(1, 8), st.sampled_from(LAYOUTS))
 def test_pieces_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, layout: str):
@@ -57,10 +66,7 @@ def test_pieces_cover_exactly_the_mask(rows: tuple[Documents, ...], mask: Packed
         source = where.reshape(-1)[gathered_route(schedule, rank)["kv_rows"]]
         for queries, keys in seen_by(schedule.attention(rank)):
             np.add.at(seen, (where[rank][queries], source[keys]), 1)
-    wanted = np.zeros_like(seen)
-    for b, documents in enumerate(rows):
-        wanted[b * total : (b + 1) * total, b * total : (b + 1) * total] = mask.materialize(documents)
-    np.testing.assert_array_equal(seen, wanted)
+    np.testing.assert_array_equal(seen, wanted_pairs(rows, mask))
 
 
 @drawn(100)
