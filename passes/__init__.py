@@ -11,10 +11,11 @@
     fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
     check_documents        check_documents.py        attention over whole rows, where the packing names documents
-    check_token_locality   locality/walk.py          nothing but attention mixes tokens
+    check_token_locality   locality/walk.py          nothing but attention mixes tokens; nor are filled offsets
+                                                     taken for the batch's (locality/check_token_locality.py)
     plan_sites             plan_sites.py             exchange and kernel of each site
     move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
-    record_masks           record_masks.py           masks that the first call compares, as they were
+    record_masks           match/record_masks.py     masks that the first call compares, as they were
     guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
                                                      not the same on a shard is made so
@@ -41,12 +42,11 @@ from .check_frame import check_checkpoints, check_frame
 from .check_size_conditions import check_size_conditions, guard_size_conditions
 from .graph.argument_names import module_numbers
 from .graph.nodes import guard_number
-from .locality.filled_offsets import check_filled_offsets
-from .locality.walk import check_locality
-from .match.find_sites import match_sites
+from .locality.check_token_locality import check_token_locality
+from .match.find_sites import match_attention
+from .match.record_masks import record_masks
 from .narrow.move_exchanges import move_exchanges
 from .plan_sites import plan_sites
-from .record_masks import record_masks
 from .rewrite.rewrite_sites import rewrite_sites
 from .rewrite.tile_rows import tile_rows
 from .values.state import State
@@ -67,29 +67,6 @@ def fix_module_numbers(state: State) -> State:
         if hint(value) is not None:
             guard_number(value)
     return state
-
-
-def match_attention(state: State) -> State:
-    """Find every attention node and prove what its mask means."""
-    found = match_sites(state.graph_module, state.sharding, state.tokens)
-    refusals = (*state.refusals, *found.refusals)
-    also = {"refused": found.refused, "tables": found.tables, "offsets": found.offsets}
-    return replace(state, sites=tuple(found.sites), refusals=refusals, **also)
-
-
-def check_token_locality(state: State) -> State:
-    """Prove that nothing but attention mixes tokens."""
-    found = check_locality(
-        state.graph_module,
-        state.sharding,
-        state.sites,
-        state.tokens,
-        refused=state.refused,
-        kept=state.frame.kept,
-    )
-    filled = check_filled_offsets(state.graph_module, state.sharding, state.sites, state.tokens.names)
-    refusals = dict.fromkeys((*state.refusals, *found.refusals, *filled))
-    return replace(state, locality=found, refusals=tuple(refusals))
 
 
 FIND = (

@@ -120,9 +120,11 @@ def _watched(run: Callable[[Any], Any], found: list[tuple[str, list[str]]]) -> C
 
 @cache
 def _room(file: str) -> str:
-    """The folder of a file of the project, below the package; "" of others and of this one."""
+    """The folder of a file of the project, below the package; "" of others, of this one, of what plays ranks here."""
     path = Path(file).resolve()
     if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "tests") or ".venv" in path.parts:
+        return ""
+    if path.is_relative_to(ROOT / "cp_rewrite" / "diagnose"):
         return ""
     return ".".join(part for part in path.relative_to(ROOT).parent.parts if part != "cp_rewrite")
 

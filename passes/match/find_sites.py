@@ -24,6 +24,7 @@ from cp_rewrite.passes.graph.nodes import bind, constant, is_transformed, same_s
 from cp_rewrite.passes.graph.regions import Scope, graph_modules, nested_graphs, nested_scopes
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import State
 from cp_rewrite.passes.values.table import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
@@ -68,6 +69,14 @@ class Matched:
     refused: dict[fx.Node, Site | None]
     tables: dict[fx.Node, Table]
     offsets: dict[fx.Node, str]
+
+
+def match_attention(state: State) -> State:
+    """Find every attention node and prove what its mask means."""
+    found = match_sites(state.graph_module, state.sharding, state.tokens)
+    refusals = (*state.refusals, *found.refusals)
+    also = {"refused": found.refused, "tables": found.tables, "offsets": found.offsets}
+    return replace(state, sites=tuple(found.sites), refusals=refusals, **also)
 
 
 def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Matched:

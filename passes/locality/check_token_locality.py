@@ -1,4 +1,6 @@
-"""Offsets of documents that a capacity fills up: nothing may count them, add them up, or pick tokens by them.
+"""Prove that nothing but attention mixes tokens, and that nothing takes offsets that were filled up for a batch's own.
+
+Offsets of documents that a capacity fills up: nothing may count them, add them up, or pick tokens by them.
 
 capacity.documents = 5        cu_seqlens   0 9 13 16        of the batch
                                            0 9 13 16 16 16  of every batch's size, as the model gets it
@@ -9,6 +11,7 @@ A token's place among them, and what is looked up there, are as on one process. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +21,13 @@ from torch.utils._pytree import tree_leaves
 from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.nodes import op_name, value_of
 from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.values.state import State
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 
 from .liveness import Reader, live_nodes
+from .walk import check_locality
 
 _ALONE = frozenset(
     "add sub mul div to long int float type contiguous detach clone diff clamp unsqueeze eq ne lt le gt ge".split()
@@ -31,7 +36,22 @@ _ALONE = frozenset(
 _SOURCE_FIRST = frozenset({"index_select", "gather", "take"})
 
 
-def check_filled_offsets(
+def check_token_locality(state: State) -> State:
+    """Prove that nothing but attention mixes tokens."""
+    found = check_locality(
+        state.graph_module,
+        state.sharding,
+        state.sites,
+        state.tokens,
+        refused=state.refused,
+        kept=state.frame.kept,
+    )
+    filled = _check_filled_offsets(state.graph_module, state.sharding, state.sites, state.tokens.names)
+    refusals = dict.fromkeys((*state.refusals, *found.refusals, *filled))
+    return replace(state, locality=found, refusals=tuple(refusals))
+
+
+def _check_filled_offsets(
     gm: fx.GraphModule, sharding: Sharding, sites: Sequence[Reader], names: Mapping[fx.Node, str]
 ) -> list[Refusal]:
     """Why a model can't be given offsets that are filled up. names: of the graph's inputs."""
