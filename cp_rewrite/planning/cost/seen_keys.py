@@ -22,6 +22,7 @@ class SeenKeys:
     """
 
     def __init__(self, mask: PackedMask) -> None:
+        self.mask = mask
         self._left = _UNLIMITED if mask.left is None else mask.left
         self._right = _UNLIMITED if mask.right is None else mask.right
         self._causal = self._right == 0 and self._left == _UNLIMITED

@@ -38,15 +38,22 @@ def window_tiles(queries: Int, keys: Int, left: Int, right: Int) -> Float:
 
 
 def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
-    """`window_tiles` in closed form, where no left side is limited and each right side is 0 (causal) or not limited.
+    """`window_tiles` in closed form, where no left side is limited and each right side is 0 (causal) or not limited."""
+    if (right == 0).all():
+        return causal_tiles(queries, keys - queries)
+    rows, full = -(-queries // TILE), -(-keys // TILE)
+    return np.where(right < 0, rows * full + TILE_ROW_OVERHEAD * rows, causal_tiles(queries, keys - queries))
 
-    Row i of a causal piece's tiles ends ceil((keys - queries + 128 (i + 1)) / 128) tiles in, the last one at its keys.
+
+def causal_tiles(queries: Int, before: Int) -> Float:
+    """(N,) float64: `window_tiles` of causal pieces without a limit to the left, behind `before` keys of theirs.
+
+    Row i of a piece's tiles ends ceil((before + 128 (i + 1)) / 128) tiles in, the last one at its keys.
     """
-    rows = -(-queries // TILE)
-    full = -(-keys // TILE)
-    base = -(-(keys - queries) // TILE)
-    causal = np.where(rows > 0, (rows - 1) * base + rows * (rows - 1) / 2 + full, 0)
-    return np.where(right < 0, rows * full, causal).astype(np.float64) + TILE_ROW_OVERHEAD * rows
+    rows = (queries + (TILE - 1)) // TILE
+    inner = rows - 1
+    full = (before + queries + (TILE - 1)) // TILE
+    return inner * ((before + (TILE - 1)) // TILE) + inner * rows / 2 + full + TILE_ROW_OVERHEAD * rows
 
 
 def imbalance(work: Float) -> float:

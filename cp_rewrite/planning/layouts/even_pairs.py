@@ -111,9 +111,10 @@ def _best_swaps(
     i, j = tried
     sizes = slices.size[i], slices.size[j]
     some = _tokens(slices, i, j, (mine - other)[:, None] / 2, mask, step)
-    x = np.minimum(np.concatenate([some, some + step, *sizes], 1), np.tile(np.minimum(*sizes), 4))
-    i, j = np.tile(i, 4), np.tile(j, 4)
-    kept, end, head, rest = _parts(slices, i, j, x, mask).work.reshape(4, *x.shape)
+    most = np.minimum(*sizes)
+    x = np.concatenate([np.minimum(some, most), np.minimum(some + step, most), most], 1)
+    i, j = np.tile(i, 3), np.tile(j, 3)
+    kept, end, head, rest = _work(slices, *_ranges(slices, i, j, x), mask=mask)
     left = np.maximum(
         mine[:, None] - slices.work[i] + kept + head,
         other[:, None] - slices.work[j] + rest + end,
@@ -134,24 +135,34 @@ def _tokens(slices: Slices, i: Int, j: Int, work: Float, mask: PackedMask, step:
     sizes = slices.size[i], slices.size[j]
     row_i, row_j = np.minimum(step, sizes[0]), np.minimum(step, sizes[1])
     none = np.zeros_like(row_j)
-    cost = parts(slices, np.stack([i, j]), np.stack([sizes[0] - row_i, none]), np.stack([sizes[0], row_j]), mask).work
-    last, first = cost.reshape(2, *i.shape)
+    last, first = _work(slices, (i, sizes[0] - row_i, sizes[0]), (j, none, row_j), mask=mask)
     a, b = np.maximum(last / row_i - first / row_j, 1e-9), 10 / TILE**2
     root = np.sqrt(np.maximum(0, a**2 - 4 * b * work))
     x = np.minimum(2 * work / (a + root), a / (2 * b))
     return np.minimum(x, np.minimum(*sizes)).astype(np.int64) // step * step
 
 
-def _parts(slices: Slices, i: Int, j: Int, x: Int, mask: PackedMask) -> Slices:
-    """What is left of slices i, their ends, heads of slices j, and what is left of these; some may be empty."""
+def _ranges(slices: Slices, i: Int, j: Int, x: Int) -> tuple[tuple[Int, Int, Int], ...]:
+    """(slice, start, stop) of what is left of slices i, their ends, heads of slices j, and what is left of these; some
+    may be empty."""
     size_i, size_j, none = slices.size[i], slices.size[j], np.zeros_like(x)
-    starts, stops = [none, size_i - x, none, x], [size_i - x, size_i, x, size_j]
-    return parts(slices, np.stack([i, i, j, j]), np.stack(starts), np.stack(stops), mask)
+    return (i, none, size_i - x), (i, size_i - x, size_i), (j, none, x), (j, x, size_j)
+
+
+def _parts(slices: Slices, *ranges: tuple[Int, Int, Int], mask: PackedMask) -> Slices:
+    """The ranges of slices, each as a slice of its own, of flattened arrays."""
+    i, start, stop = (np.stack(column).reshape(-1) for column in zip(*ranges, strict=True))
+    return parts(slices.take(i), start, stop, mask)
+
+
+def _work(slices: Slices, *ranges: tuple[Int, Int, Int], mask: PackedMask) -> Float:
+    """The work of each, in the shape of the ranges."""
+    return _parts(slices, *ranges, mask=mask).work.reshape(len(ranges), *ranges[0][0].shape)
 
 
 def _after(slices: Slices, owner: Int, i: Int, j: Int, x: Int, mask: PackedMask) -> tuple[Slices, Int]:
     """(slices, owner) after swaps of x tokens of the ends of slices i for heads of slices j."""
-    new, more, less = _parts(slices, i, j, x, mask), owner[i], owner[j]
+    new, more, less = _parts(slices, *_ranges(slices, i, j, x), mask=mask), owner[i], owner[j]
     other = np.ones(len(slices), dtype=np.bool_)
     other[i] = other[j] = False
     slices = Slices.join([slices.take(np.flatnonzero(other)), new])

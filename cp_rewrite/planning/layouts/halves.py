@@ -40,6 +40,8 @@ LEAST_WHOLE = 0.1
 """Share of a rank's work that such a slice has at least."""
 SLACK = 0.004
 """Share of a rank's work that is not worth a cut."""
+_ENDLESS = 1 << 40
+"""Tokens that fit nowhere."""
 _PARTS, _ZOOMS = np.linspace(0, 1, 24)[:, None], 3
 """A search looks at so many points of a range, then at as many between two of them, and so on."""
 
@@ -191,7 +193,7 @@ def _line_up(slices: Slices, group: Int, rest: Int, count: int, groups: Groups) 
     last = np.zeros(len(group), dtype=np.int64)
     last[first] = work[first] / size[first] >= mean[group[first]]
     order = _by_number(2 * group + last)
-    return SliceLines(slices.take(rest[order]), groups.seen, groups.mask), group[order]
+    return SliceLines(slices.take(rest[order]), groups.seen), group[order]
 
 
 def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: Groups) -> tuple[Int, Float]:
@@ -203,7 +205,12 @@ def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: Group
     bounds = line.bounds[np.searchsorted(of_group, np.arange(count + 1))]
     tokens, work = placing.tokens[1], placing.work[1]
     low, high = bounds[:-1], bounds[1:] - tokens
-    aimed = _first_reaching(lambda x: line.work(x + tokens) - line.work(x), low, high, work, groups.unit)
+
+    def run_work(x: Int) -> Float:
+        before, behind = line.work(np.stack([x, x + tokens]))
+        return behind - before
+
+    aimed = _first_reaching(run_work, low, high, work, groups.unit)
     i, j = line.index(aimed), line.index(aimed + tokens)
     near = np.arange(-1, 3)[:, None]
     tiles = near * groups.step
@@ -262,93 +269,95 @@ class _Placing:
         self.side = np.full(len(slices), -1)
         count = len(slack)
         self.cut, self.heads = np.full(count, -1), np.zeros(count, dtype=np.int64)
-        first = np.searchsorted(group, np.arange(count + 1))
-        # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
-        self._at = np.append(0, np.cumsum(slices.size)).astype(np.float64)
-        self._done = np.append(0.0, np.cumsum(slices.work))
-        self._begin, self._end = ((self._at[at], self._done[at]) for at in (first[:-1], first[1:]))
 
     def run(self, most: int) -> None:
         """Place up to `most` slices of each group."""
-        columns, (tops, count) = np.arange(len(self.slack)), self._tops()
-        for place in range(min(most, int(count.max(initial=0)))):
-            there = count > place
-            i = tops[np.minimum(np.cumsum(count) - count + place, len(tops) - 1)]
-            fits = self._fits(i) & there
-            side = np.where(self.work[1] > self.work[0], 1, 0)
-            either = fits[0] | fits[1]
-            big = np.flatnonzero(there & ~either & (self.cut < 0))
-            big = big[self.slices.work[i[big]] > self.work[:, big].max(0)] if len(big) else big
-            if len(big):
-                self._cut_big(big, i[big], side[big])
-            side = np.where(fits[side, columns], side, 1 - side)
-            placed = np.flatnonzero(either)
-            self._place(placed, i[placed], side[placed])
-        if (self.cut >= 0).any():
-            chosen = np.flatnonzero(self.cut >= 0)
+        tops = self._tops(most)
+        if not len(tops):
+            return
+        first = np.searchsorted(self.group, np.arange(len(self.slack) + 1))
+        # All slices of a group from the sparsest to the densest, whole: what fills a half up does at least, or at most.
+        self._at = np.append(0, np.cumsum(self.slices.size)).astype(np.float64)
+        self._done = np.append(0.0, np.cumsum(self.slices.work))
+        self._begin, self._end = ((self._at[at], self._done[at]) for at in (first[:-1], first[1:]))
+        none = tops < 0
+        sizes, works = np.where(none, _ENDLESS, self.slices.size[tops]), np.where(none, 0, self.slices.work[tops])
+        sides = np.stack([self._place(*top) for top in zip(tops, sizes, works, strict=True)])
+        placed = sides >= 0
+        self.side[tops[placed]] = sides[placed]
+        chosen = np.flatnonzero(self.cut >= 0)
+        if len(chosen):
             self._split(chosen, self.cut[chosen], self.heads[chosen])
 
-    def _tops(self) -> tuple[Int, Int]:
-        """(slices with much work, by group, those with most first; how many each group has)."""
+    def _tops(self, most: int) -> Int:
+        """(n, G) up to `most` slices with much work of each group, those with most first; -1: it has no more."""
         least = LEAST_WHOLE * self.work.sum(0) / self.groups.ranks.sum(0)
         work, group = self.slices.work, self.group
         tops = np.flatnonzero(work > least[group])
         tops = tops[np.argsort(group[tops] * (work.max(initial=0) + 1) - work[tops], kind="stable")]
-        return tops, np.bincount(group[tops], minlength=len(self.slack))
+        its_group = group[tops]
+        place = np.arange(len(tops)) - np.searchsorted(its_group, its_group)
+        kept = place < most
+        found = np.full((int(place[kept].max(initial=-1)) + 1, len(least)), -1)
+        found[place[kept], its_group[kept]] = tops[kept]
+        return found
 
-    def _least(self, tokens: Int, groups: Int) -> Float:
-        """What the sparsest `tokens` of groups do."""
-        at, done = self._begin
-        return np.interp(at[groups] + tokens, self._at, self._done) - done[groups]
+    def _place(self, i: Int, size: Int, work: Float) -> Int:
+        """(G,) the half that slice i[g] goes to as a whole, -1: none. Of one with too much work for both, one half gets
+        the end.
 
-    def _fits(self, i: Int) -> NDArray[np.bool_]:
-        """(2, G): whether slice i[g] can go to each half: its other tokens can then do what is missing, and no more."""
-        tokens, work = self.tokens - self.slices.size[i], self.work - self.slices.work[i]
+        A slice can go to a half whose other tokens can then do what is missing, and no more.
+        """
+        tokens, missing = self.tokens - size, self.work - work
         left = np.maximum(tokens, 0)
         done = np.interp(np.concatenate([self._begin[0] + left, self._end[0] - left]), self._at, self._done)
         least, most = done[:2] - self._begin[1], self._end[1] - done[2:]
-        return (tokens >= 0) & (least <= work + self.slack) & (most >= work - self.slack)
-
-    def _place(self, groups: Int, i: Int, side: Int) -> None:
-        self.side[i] = side
-        self.tokens[side, groups] -= self.slices.size[i]
-        self.work[side, groups] -= self.slices.work[i]
+        fits = (tokens >= 0) & (least <= missing + self.slack) & (most >= missing - self.slack)
+        second, either = self.work[1] > self.work[0], fits[0] | fits[1]
+        big = np.flatnonzero(~either & (work > self.work.max(0)) & (self.cut < 0) & (i >= 0))
+        if len(big):
+            self._cut_big(big, i[big], second[big].astype(np.int64))
+        second = fits[1] & (second | ~fits[0])
+        goes = np.stack([either & ~second, second])
+        self.tokens -= goes * size
+        self.work -= goes * work
+        return np.where(either, second, -1)
 
     def _cut_big(self, groups: Int, i: Int, side: Int) -> None:
         """Give the end of slice i of each group to `side`, its head to the other half, where that can be done.
 
         The end is as long as its half allows, in rows of tiles that its ranks can share evenly, where they can be.
         """
-        size, work = self.slices.size[i], self.slices.work[i]
+        size, work, count = self.slices.size[i], self.slices.work[i], len(i)
         end_tokens, head_tokens = self.tokens[side, groups], self.tokens[1 - side, groups]
         end_work, head_work = self.work[side, groups], self.work[1 - side, groups]
         low, high = np.maximum(0, size - end_tokens), np.minimum(size, head_tokens)
         wide = high - low >= 2 * self.groups.step
         high = np.maximum(high, low)
+        # Two columns of each slice: how much more its end's half could do, how much its head's half would do too much.
+        sign, twice, (begin, done) = np.repeat([-1, 1], count), np.tile(i, 2), self._begin
+        begin, done = np.tile(begin[groups], 2), np.tile(done[groups], 2)
+        tokens, base = np.append(end_tokens - size, head_tokens), np.append(end_work - work, -head_work)
 
-        def part(head: Int) -> Float:
-            return part_work(self.slices, i, head, self.groups.seen)
+        def over(head: Int) -> Float:
+            least = np.interp(begin + tokens - sign * head, self._at, self._done) - done
+            return base + part_work(self.slices, twice, head, self.groups.seen) + sign * least
 
-        def end_room(head: Int) -> Float:
-            return end_work - work + part(head) - self._least(end_tokens - size + head, groups)
-
-        def head_excess(head: Int) -> Float:
-            return self._least(head_tokens - head, groups) - head_work + part(head)
-
-        none = np.zeros(len(i))
-        shortest = _first_reaching(end_room, low, high, none)
-        longest = _first_reaching(head_excess, low, high, none)
+        found = _first_reaching(over, np.tile(low, 2), np.tile(high, 2), np.zeros(2 * count))
+        shortest, longest = found[:count], found[count:]
         head = size - self._even_rows(size - shortest, size - longest, self.groups.ranks[side, groups])
+        room, excess = over(np.tile(head, 2)).reshape(2, count)
         near = 1e-4 * work
-        fits = wide & (head >= low) & (head <= high) & (head > 0) & (head < size)
-        fits &= (end_room(head) >= -near) & (head_excess(head) <= near)
+        fits = wide & (head >= low) & (head <= high) & (head > 0) & (head < size) & (room >= -near) & (excess <= near)
+        if not fits.any():
+            return
         groups, i, side, head = groups[fits], i[fits], side[fits], head[fits]
-        done = part_work(self.slices, i, head, self.groups.seen)
+        behead = part_work(self.slices, i, head, self.groups.seen)
         self.cut[groups], self.heads[groups], self.side[i] = i, head, side
         self.tokens[side, groups] -= self.slices.size[i] - head
         self.tokens[1 - side, groups] -= head
-        self.work[side, groups] -= self.slices.work[i] - done
-        self.work[1 - side, groups] -= done
+        self.work[side, groups] -= self.slices.work[i] - behead
+        self.work[1 - side, groups] -= behead
 
     def _even_rows(self, most: Int, least: Int, ranks: Int) -> Int:
         """The longest end up to `most` tokens in rows of tiles; in as many as `ranks` share evenly, or half of them, …,
@@ -369,7 +378,8 @@ class _Placing:
         ends[[0, 3]] += head
         ends[1] -= head
         before = slices.work[i]
-        head_work, end_work = tenths(table, before, mask), tenths(ends, before, mask)
+        both = tenths(np.concatenate([table, ends], axis=1), np.tile(before, 2), mask)
+        head_work, end_work = both[: len(i)], both[len(i) :]
         side, done = self.side[i], part_work(slices, i, head, self.groups.seen)
         added = self.groups.share(np.ones(len(self.slack)))[:, groups] * (head_work + end_work - before)
         self.work[:, groups] += added

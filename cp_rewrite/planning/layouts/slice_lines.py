@@ -22,30 +22,30 @@ def tenths(table: Int, real: Float, mask: PackedMask) -> Float:
     return np.rint(10 * slice_tiles(Slices(table, real), mask))
 
 
-def parts(slices: Slices, i: Int, start: Int, stop: Int, mask: PackedMask) -> Slices:
-    """Tokens [start, stop) of the slices at `i`, each as a slice of its own, of flattened arrays; work in tenths."""
-    i, start, stop = i.reshape(-1), start.reshape(-1), stop.reshape(-1)
-    table, whole = slices.table[:, i], slices.work[i]
-    kept = (start == 0) & (stop == table[1])
-    table[[0, 3]] += start
+def parts(slices: Slices, start: Int, stop: Int, mask: PackedMask) -> Slices:
+    """Tokens [start, stop) of slices, each as a slice of its own; work in tenths."""
+    table = slices.table.copy()
+    table[0] += start
+    table[3] += start
     table[1] = stop - start
-    return Slices(table, np.where(kept, whole, tenths(table, whole, mask)))
+    return Slices(table, tenths(table, slices.work, mask))
 
 
 def part_work(slices: Slices, i: Int, x: Int, seen: SeenKeys) -> Float:
     """Work of the first x tokens of the slices at `i`: a slice's work, shared out by the keys that its queries see."""
-    length, first, size, work = slices.document_length[i], slices.first[i], slices.size[i], slices.work[i]
+    length, first, size = slices.document_length.take(i), slices.first.take(i), slices.size.take(i)
     base = seen.of(length, first)
     share = (seen.of(length, first + x) - base) / (seen.of(length, first + size) - base)
-    full = slices.full[i] > 0
-    return work * (np.where(full, x / size, share) if full.any() else share)
+    if seen.mask.spans:
+        share = np.where(slices.full.take(i) > 0, x / size, share)
+    return slices.work.take(i) * share
 
 
 class SliceLines:
-    """Slices one behind another. Args: seen, mask: what attention sees."""
+    """Slices one behind another. Args: seen: what attention sees."""
 
-    def __init__(self, slices: Slices, seen: SeenKeys, mask: PackedMask) -> None:
-        self.slices, self._seen, self._mask = slices, seen, mask
+    def __init__(self, slices: Slices, seen: SeenKeys) -> None:
+        self.slices, self._seen = slices, seen
         self.bounds = np.append(0, np.cumsum(slices.size))
         self.before = np.append(0.0, np.cumsum(slices.work))
 
@@ -65,7 +65,8 @@ class SliceLines:
         one, none = i == j, np.zeros_like(a)
         size_i, size_j = self.slices.size[i], self.slices.size[j]
         starts, stops = [a, none, none, b], [np.where(one, b, size_i), b, a, size_j]
-        costs = parts(self.slices, np.stack([i, j, i, j]), np.stack(starts), np.stack(stops), self._mask).work
+        ends = self.slices.take(np.stack([i, j, i, j]).reshape(-1))
+        costs = parts(ends, np.stack(starts).reshape(-1), np.stack(stops).reshape(-1), self._seen.mask).work
         first, last, left, right = costs.reshape(4, *x.shape)
         last, right = np.where(one, 0, last), np.where(b > 0, right, 0)
         inside = np.where(one, first, self.before[j] - self.before[i + 1] + first + last)
@@ -87,9 +88,12 @@ class SliceLines:
         part_of = np.repeat(np.arange(count), np.bincount(i, minlength=count) + 1)
         at = self.bounds[:-1][part_of]
         at[i + np.arange(1, len(i) + 1)] = x
-        table, work = self.slices.table[:, part_of], self.slices.work[part_of]
-        table[[0, 3]] += at - self.bounds[part_of]
-        table[1] = np.diff(at, append=self.bounds[-1])
-        changed = np.flatnonzero(table[1] != self.slices.size[part_of])
-        work[changed] = tenths(table[:, changed], work[changed], self._mask)
-        return Slices(table, work), part_of, at
+        made = self.slices.take(part_of)
+        inside = at - self.bounds[part_of]
+        made.table[0] += inside
+        made.table[3] += inside
+        size = np.diff(at, append=self.bounds[-1])
+        changed = np.flatnonzero(size != made.size)
+        made.table[1] = size
+        made.work[changed] = tenths(made.table[:, changed], made.work[changed], self._seen.mask)
+        return made, part_of, at

@@ -20,7 +20,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.constants import TILE
 from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import Float, window_tiles
+from cp_rewrite.planning.cost.tiles import Float, causal_tiles, window_tiles
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.sections import sections_of
 
@@ -119,6 +119,8 @@ def slice_tiles(slices: Slices, mask: PackedMask) -> Float:
     clipped at the document; those of a full one end with its document. A kernel aligns its window at the last key; so
     both sides shift by the keys after `end`.
     """
+    if mask.left is None and mask.right == 0 and not mask.spans:
+        return np.where(slices.work > 0, causal_tiles(slices.size, slices.first), 0.0)
     end = slices.first + slices.size
     no_limit = np.full_like(end, -1)
     after = slices.document_length - end
