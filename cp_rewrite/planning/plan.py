@@ -175,10 +175,11 @@ class Plan:
     def __str__(self) -> str:
         tiles = self.load.tiles / max(1e-9, float(self.load.tiles.mean()))
         mean, worst = self.recv_fraction
+        nodes = f" (of nodes {imbalance(self.places[self.ranks_per_node].tiles):.3f})" if self.places else ""
         lines = [
             f"{self.layout}: {len(self.documents.lengths)} documents, {self.documents.total} tokens on "
             f"{self.world_size} ranks, {self.mask}",
-            f"imbalance {self.imbalance:.3f}, received {mean:.1%} of an all-gather (worst rank {worst:.1%}), "
+            f"imbalance {self.imbalance:.3f}{nodes}, received {mean:.1%} of an all-gather (worst rank {worst:.1%}), "
             f"{self.fill_rows} rows of fill",
             "rank   tokens     work  received  expanded  pieces",
         ]

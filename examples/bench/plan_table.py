@@ -114,6 +114,8 @@ def measured(lengths: list[int], ranks: int, node: int | None) -> Cell:
         bound = least_received(lengths, nodes, LOCAL * node, work)
         cell["exchange"], cell["ms"] = p.exchange, 1e3 * p.seconds[p.exchange]
         cell["across"] = _over(_across(p), bound, p)
+        if p.exchange.startswith("a2a+"):
+            cell["imbalance"] = imbalance(p.places[node].tiles)
     return cell
 
 
@@ -172,6 +174,7 @@ HEAD = """# Plans of 8 to 512 ranks
 Written by `examples/bench/plan_table.py --write`. 8,192 tokens a rank, one row, causal, 64/8 heads of 128, H200; on one
 node, and on nodes of 8. *Before → now*: before many ranks were halved (452a682), and now.
 
+- *imbalance* is of ranks, and of nodes where heads are exchanged inside of them.
 - *received*: KV rows of all ranks over a lower bound of them, on one node. –: hardly any must travel; so many of all
   rows do.
 - *across*: rows that enter nodes by the exchange that is predicted to take least, over the bound for nodes.

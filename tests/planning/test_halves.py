@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.cost.load import load_of
+from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.even_pairs import even_pairs
 from cp_rewrite.planning.layouts.halves import share_out_by_halves
+from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.layouts.token_order import outer_order
 from cp_rewrite.planning.plan import plan
+from cp_rewrite.planning.schedule import build
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 
@@ -51,7 +57,7 @@ def check_shares(shares: Slices, owner: Int, quotas: list[int], mask: PackedMask
 
 
 @pytest.mark.parametrize(
-    ("lengths", "imbalance", "received"),
+    ("lengths", "most", "received"),
     [
         (np.random.default_rng(0).lognormal(6.5, 1.2, 200).astype(int).tolist(), 1.02, 1.05),
         ([6144] * 85 + [2048], 1.02, 0.8),  # three quarters of a rank's share
@@ -59,9 +65,9 @@ def check_shares(shares: Slices, owner: Int, quotas: list[int], mask: PackedMask
         ([64 * 2048], 1.02, 48.0),  # one document: the zigzag's three quarters of all rows
     ],
 )
-def test_many_ranks_are_balanced_and_receive_little(lengths: list[int], imbalance: float, received: float):
+def test_many_ranks_are_balanced_and_receive_little(lengths: list[int], most: float, received: float):
     p = plan(lengths, 64)
-    assert p.imbalance <= imbalance
+    assert p.imbalance <= most
     assert p.recv_rows.mean() <= received * p.order.local_size
     assert p.fill_rows < 64
 
@@ -70,10 +76,20 @@ def test_many_ranks_are_balanced_and_receive_little(lengths: list[int], imbalanc
     ("world_size", "lengths"),
     [(64, [65341] * 2 + [350] * 1124), (256, [98304] * 6 + [1536] * 981)],
 )
-@pytest.mark.parametrize("node_size", [None, 8])
-def test_rows_of_tiles_of_long_documents_are_swapped(world_size: int, lengths: list[int], node_size: int | None):
+def test_rows_of_tiles_of_long_documents_are_swapped(world_size: int, lengths: list[int]):
     """A row of tiles of the long ones is up to a fifth of a rank's work."""
-    assert plan(lengths, world_size, ranks_per_node=node_size).imbalance <= 1.02
+    assert plan(lengths, world_size).imbalance <= 1.02
+
+
+@pytest.mark.parametrize(("exchange", "even", "uneven"), [("needed", [1, 8], []), ("a2a+needed", [8], [1])])
+def test_what_the_exchange_makes_wait_is_evened_out(exchange: str, even: list[int], uneven: list[int]):
+    """Ranks, or nodes where heads are exchanged inside of them: their ranks then share work whoever owns the tokens."""
+    documents, mask = Documents.from_lengths([65341] * 2 + [350] * 1124), PackedMask()
+    order = lay_out(documents, 64, "balanced", mask, LayoutOptions(ranks_per_node=8, exchange=exchange))
+    schedules = {inner: build([documents], [outer_order(order, inner)], mask) for inner in (1, 8)}
+    found = {inner: imbalance(load_of(schedule).tiles) for inner, schedule in schedules.items()}
+    assert all(found[inner] <= 1.02 for inner in even)
+    assert all(found[inner] > 1.02 for inner in uneven)
 
 
 @pytest.mark.filterwarnings("error")

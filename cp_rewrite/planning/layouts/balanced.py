@@ -18,7 +18,7 @@ import numpy as np
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.constants import TILE
-from cp_rewrite.planning.cost.load import Load, load_of
+from cp_rewrite.planning.cost.load import Load, kernel_seconds, load_of
 from cp_rewrite.planning.cost.seconds import exchange_seconds
 from cp_rewrite.planning.cost.tiles import Float, imbalance
 from cp_rewrite.planning.intervals import Int
@@ -66,6 +66,7 @@ class Candidate(NamedTuple):
 
     imbalance: work of the rank that has most over the mean.
     lost: the share of its rows that a rank receives, or of its time that the mean rank waits for the slowest.
+    by_heads: heads exchanged inside of nodes serve it best, even if the ranks of a node did equal work.
     """
 
     unbalanced: bool
@@ -75,6 +76,7 @@ class Candidate(NamedTuple):
     lost: float
     order: TokenOrder
     schedule: Schedule
+    by_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,27 +110,33 @@ class Judge:
         received = int(load.received.sum(1).max())
         uneven = imbalance(load.tiles)
         lost = max(uneven - 1, received / max(1, order.local_size))
-        seconds = self._seconds(load, order, lambda places, rows: load_of(self._build(places, rows)))
+        seconds, by_heads = self._seconds(load, order, lambda places, rows: load_of(self._build(places, rows)))
         seconds += self._state_seconds(order)
         if self.node_size < order.world_size:
-            return Candidate(False, False, seconds, uneven, lost, order, schedule)
+            return Candidate(False, False, seconds, uneven, lost, order, schedule, by_heads)
         return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order, schedule)
 
     def _build(self, order: TokenOrder, local_rows: int | None = None) -> Schedule:
         return build([self.documents], [order], self.mask, local_rows)
 
-    def _seconds(self, load: Load, order: TokenOrder, load_of_places: Callable[[TokenOrder, int], Load]) -> float:
-        """Over several nodes an all-gather enters each node once, and may be cheaper; so may heads inside of nodes."""
+    def _seconds(
+        self, load: Load, order: TokenOrder, load_of_places: Callable[[TokenOrder, int], Load]
+    ) -> tuple[float, bool]:
+        """(seconds, `Candidate.by_heads`). Over several nodes an all-gather enters each node once, and may be cheaper;
+        so may heads inside of nodes."""
         size, grids, asked = self.node_size, dict[int, Load](), self.options.exchange
         device, model = self.options.device, self.options.model
         if size == order.world_size:
-            return needed_seconds(load, device, model, size)
+            return needed_seconds(load, device, model, size), False
         if size > 1 and (asked == "auto" or asked.startswith("a2a+")):
             grids[size] = load_of_places(outer_order(order, size), size * order.local_size)
         seconds = exchange_seconds(load, device, model, size, grids)
         if asked in seconds:
-            return seconds[asked]
-        return min(seconds[name] for name in ("needed", "all_gather", "a2a+needed") if name in seconds)
+            return seconds[asked], asked.startswith("a2a+")
+        by_keys, by_heads = min(seconds["needed"], seconds["all_gather"]), seconds.get("a2a+needed", np.inf)
+        waits = float(load.tiles.max() - load.tiles.mean())
+        even = by_keys - kernel_seconds(waits, 0, device, model)
+        return min(by_keys, by_heads), by_heads <= even
 
     def _state_seconds(self, order: TokenOrder) -> float:
         states = self.options.states
@@ -139,7 +147,7 @@ class Judge:
         if order.local_size != best.order.local_size or self.bounds.most_runs(order) > MOST_RUNS:
             return best
         least = self.bounds.least_load
-        if self._seconds(least(order), order, least) + self._state_seconds(order) >= best.seconds:
+        if self._seconds(least(order), order, least)[0] + self._state_seconds(order) >= best.seconds:
             return best
         return min(best, self.weigh(order), key=lambda c: c.seconds)
 
@@ -217,11 +225,22 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
 
 
 def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
-    """Halved, and then evened out between pairs of ranks."""
+    """Halved, and then evened out between pairs of ranks, or of nodes."""
     unit = judge.options.chunk_size
-    halved = share_out_by_halves(slices, quotas, judge.node_size, judge.mask, unit)
-    shares = even_pairs(*halved, quotas, judge.node_size, judge.mask, unit)
-    return judge.weigh(_to_order(*shares, len(quotas), judge.documents.total))
+    ranks, node, total = len(quotas), judge.node_size, judge.documents.total
+    halved = share_out_by_halves(slices, quotas, node, judge.mask, unit)
+    if node == ranks:
+        shares = even_pairs(*halved, quotas, node, judge.mask, unit)
+        return judge.weigh(_to_order(*shares, ranks, total))
+    best = judge.weigh(_to_order(*halved, ranks, total))
+    # Partners of a node first, so that no row crosses for them, then of all. Where heads are exchanged inside of nodes,
+    # only nodes must be even.
+    for most, inner in [(ranks, node)] if best.by_heads else [(node, 1), (ranks, 1)]:
+        shares = even_pairs(*halved, quotas, most, judge.mask, unit, inner)
+        if shares[0] is not halved[0]:  # some ranks swapped tokens
+            halved = shares
+            best = min(best, judge.weigh(_to_order(*shares, ranks, total)), key=lambda c: c.seconds)
+    return best
 
 
 def _trials(slices: Slices, quotas: list[int], judge: Judge, halves_first: bool) -> Iterator[list[Slices]]:

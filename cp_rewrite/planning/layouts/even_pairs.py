@@ -39,22 +39,25 @@ SPREAD = 5
 
 
 def even_pairs(
-    slices: Slices, owner: Int, quotas: Sequence[int], node_size: int, mask: PackedMask, unit: int
+    slices: Slices, owner: Int, quotas: Sequence[int], node_size: int, mask: PackedMask, unit: int, inner: int = 1
 ) -> tuple[Slices, Int]:
-    """(slices, owner) with less work for the rank that has most, where that can be had; partners share a node.
+    """(slices, owner) with less work for the place that has most, where that can be had; partners share a node. Each
+    rank keeps its number of tokens.
 
     Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
+        inner: ranks of a place, between which work need not be even; it divides `node_size`.
     """
-    ranks, held, idle = len(quotas), np.asarray(quotas) > 0, 0
+    held, idle = np.asarray(quotas).reshape(-1, inner).sum(1) > 0, 0
     for turn in range(ROUNDS):
-        work = owners_work(owner, slices, ranks)
+        place = owner // inner
+        work = owners_work(place, slices, len(held))
         limit = ENOUGH * float(work.mean())
         if work.max() <= limit or idle == IDLE:
             break
-        more, less = _partners(work, limit, node_size, turn)
+        more, less = _partners(work, limit, node_size // inner, turn)
         more, less = more[held[less]], less[held[less]]
         if len(more):
-            tried = _tried(slices, owner, more, less, turn)
+            tried = _tried(slices, place, more, less, turn)
             swaps = _best_swaps(slices, tried, more, work[more], work[less], limit, mask, lcm(TILE, unit))
             idle = 0 if len(swaps[0]) else idle + 1
             slices, owner = _after(slices, owner, *swaps, mask) if len(swaps[0]) else (slices, owner)
