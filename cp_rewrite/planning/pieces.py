@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
 
@@ -43,6 +44,7 @@ class Pieces:
         key0, key1: keys: tokens [key0, key1) of the batch, behind those of its path.
         left, right: the kernel's window for this piece; -1: no limit.
         section: (N,) int64: whose path it has, of `paths`.
+        away: (N,) bool: not all of its keys lie in the segment that its queries are in.
         paths: of trees; None: pieces have none.
     """
 
@@ -54,11 +56,12 @@ class Pieces:
     left: Int
     right: Int
     section: Int
+    away: NDArray[np.bool_]
     paths: Paths | None = None
 
     def take(self, index: Int | slice) -> Pieces:
         """The pieces at `index`."""
-        columns = (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section)
+        columns = self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section, self.away
         return Pieces(*(column[index] for column in columns), paths=self.paths)
 
     @cached_property
@@ -117,7 +120,10 @@ def cut_pieces(segments: Segments, sections: Sections, mask: PackedMask) -> Piec
         if mask.left is not None:  # aligned at the section's end, which no window of it cuts
             sees_all = b - 1 - mask.left <= first
             left = np.where(full, np.where(sees_all, -1, mask.left + end - b), left)
-    return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right, section, sections.paths)
+    away = (key0 < starts[segment]) | (key1 > stops[segment])
+    if sections.paths is not None:
+        away |= sections.paths.tokens[section] > 0
+    return Pieces(owners[segment], q0, q0 + b - a, key0, key1, left, right, section, away, sections.paths)
 
 
 def _kernel_window(a: Int, b: Int, first: Int, end: Int, mask: PackedMask) -> tuple[Int, Int]:

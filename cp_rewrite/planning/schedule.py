@@ -104,30 +104,40 @@ class Schedule:
     @cached_property
     def runs(self) -> Runs:
         """Where the expanded rows of all ranks come from."""
+        piece, owner, source, length = self._runs_of(np.arange(len(self.pieces)))
+        # Expanded rows count from 0 on each rank: those before a run, less all of the ranks before its reader.
+        reader = self.pieces.rank[piece]
+        row = np.cumsum(length) - length - np.concatenate([[0], np.cumsum(self.expanded)])[reader]
+        return Runs(piece, reader, row, owner, source, length)
+
+    @cached_property
+    def remote(self) -> tuple[Int, Int, Int, Int]:
+        """(piece, owner, source, length) of those of `runs` whose rows another rank owns."""
+        piece, owner, source, length = self._runs_of(np.flatnonzero(self.pieces.away))
+        far = owner != self.pieces.rank[piece]
+        return piece[far], owner[far], source[far], length[far]
+
+    def _runs_of(self, chosen: Int) -> tuple[Int, Int, Int, Int]:
+        """(piece, owner, source, length) of the runs of the pieces at `chosen`."""
         starts, stops, owners, sources = self.segments
-        pieces, key0, key1 = self.pieces.key_runs
+        pieces, key0, key1 = self.pieces.take(chosen).key_runs
         # A run for each pair of a run of a piece's keys and a segment that overlap: tokens [low, high) of the batch.
         keys, segment = overlaps(key0, key1, starts, stops)
-        piece = pieces[keys]
         low = np.maximum(key0[keys], starts[segment])
         high = np.minimum(key1[keys], stops[segment])
-        # Expanded rows count from 0 on each rank: those before a run, less all of the ranks before its reader.
-        row = np.cumsum(high - low) - (high - low)
-        reader = self.pieces.rank[piece]
-        row -= np.concatenate([[0], np.cumsum(self.expanded)])[reader]
-        return Runs(piece, reader, row, owners[segment], sources[segment] + low - starts[segment], high - low)
+        return chosen[pieces[keys]], owners[segment], sources[segment] + low - starts[segment], high - low
 
     @cached_property
     def received(self) -> Int:
         """(P, P) int64 KV rows that rank [0] receives from rank [1], each once; the diagonal is 0."""
-        remote = np.flatnonzero(self.runs.reader != self.runs.owner)
-        pair = self.runs.reader[remote] * self.world_size + self.runs.owner[remote]
+        piece, owner, source, length = self.remote
+        pair = self.pieces.rank[piece] * self.world_size + owner
         # One long line of P x P pairs (reader, owner) of R + 1 slots each: slot i is local row i of the owner, the last
         # one is empty, so that no range goes on in the next pair. A run covers slots; rows that several runs of a pair
         # read are covered once by their union.
         stride = self.local_rows + 1
-        slots = pair * stride + self.runs.source[remote]
-        starts, stops = union(slots, slots + self.runs.length[remote])
+        slots = pair * stride + source
+        starts, stops = union(slots, slots + length)
         rows = np.bincount(starts // stride, stops - starts, self.world_size**2).astype(np.int64)
         return rows.reshape(self.world_size, self.world_size)
 

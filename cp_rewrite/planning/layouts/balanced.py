@@ -181,8 +181,8 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
     tokens of rank 0    0 1 2   8 9   12 13 14      [0, 3) and [12, 15) are whole documents;
     home first          0 1 2   12 13 14   8 9      [8, 10) is the end of one that begins on rank 1
     """
-    runs, pieces, away = schedule.runs, schedule.pieces, np.zeros(len(schedule.pieces), dtype=np.bool_)
-    away[runs.piece[runs.owner != runs.reader]] = True
+    pieces, away = schedule.pieces, np.zeros(len(schedule.pieces), dtype=np.bool_)
+    away[schedule.remote[0]] = True
     tokens, owner = order.parts
     ends = np.cumsum(tokens[:, 1] - tokens[:, 0])
     begins = ends - (tokens[:, 1] - tokens[:, 0])  # of each interval, in the rows of all ranks, rank after rank

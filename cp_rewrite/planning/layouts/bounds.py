@@ -42,9 +42,22 @@ class Bounds:
         return self.mask.documents(self.documents)
 
     @cached_property
-    def _overlapped(self) -> Int:
-        """Of each document, how many more sections than one it overlaps."""
-        return np.maximum(_overlapping(self._docs, self._sections.starts, self._sections.ends), 1) - 1
+    def _real(self) -> tuple[Int, Int, Int]:
+        """(starts, ends, runs) of documents with tokens: how many runs of keys each has that no rank cuts."""
+        real = self._docs.lengths > 0
+        starts, ends = self._docs.starts[real], self._docs.ends[real]
+        if not self.mask.hangs_on_others:
+            return starts, ends, np.ones_like(starts)
+        first = np.searchsorted(self._sections.ends, starts, side="right")
+        last = np.searchsorted(self._sections.starts, ends, side="left")
+        return starts, ends, np.maximum(last - first, 1)
+
+    @cached_property
+    def _lines(self) -> tuple[Int, Int, Float, Int, Float, Int]:
+        """(sizes, keys before, tiles) of all sections; tiles and tokens of those before each, and before the end."""
+        before, sizes = self._sections.before, self._sections.ends - self._sections.starts
+        tiles = self.slices.work[: len(sizes)]
+        return sizes, before, tiles, np.append(0, np.cumsum(tiles)), np.append(0, np.cumsum(sizes))
 
     def least_load(self, order: TokenOrder, local_rows: int | None = None) -> Load:
         """A load that takes no longer under any exchange than the order's, which has `local_rows` (None: its own).
@@ -63,9 +76,10 @@ class Bounds:
             received[owners[1:][cut], owners[:-1][cut]] = 1
             np.fill_diagonal(received, 0)
         if self.mask.left is None and self._sections.paths is None:
-            real = self._docs.lengths > 0
-            last_owner = owners[np.searchsorted(stops, self._docs.ends[real] - 1, side="right")]
-            needed = np.bincount(last_owner, self._docs.lengths[real], ranks).astype(np.int64)
+            # Documents that end on a rank: of those that end by each stop, all tokens up to there.
+            starts, ends, _ = self._real
+            tokens = np.append(0, np.cumsum(ends - starts))[np.searchsorted(ends, stops, side="right")]
+            needed = np.bincount(owners, np.diff(tokens, prepend=0), ranks).astype(np.int64)
             np.fill_diagonal(received, np.maximum((needed - owned) // 2 - received.sum(1), 0))
         fill, whole = rows - self.documents.total / ranks, float(self.slices.work.sum())
         return Load(rows, tiles, received, owned, 1, whole, fill)
@@ -73,17 +87,16 @@ class Bounds:
     def _least_tiles(self, order: TokenOrder) -> tuple[Float, Int, NDArray[np.bool_]]:
         """(tiles at least, tokens of documents), each (P,); which segments but the first begin inside of a section."""
         starts, _, owners, _ = order.segments
-        sections, seen, before = self._sections, SeenKeys(self.mask), self._sections.before
+        sections, seen = self._sections, SeenKeys(self.mask)
         if not len(sections.starts):
             none = np.zeros(order.world_size, dtype=np.int64)
             return none.astype(np.float64), none, np.zeros(len(starts) - 1, dtype=np.bool_)
-        sizes = sections.ends - sections.starts
-        length, exact = before + sizes, self.slices.work[: len(sizes)]
-        work_before, tokens_before = np.append(0, np.cumsum(exact)), np.cumsum(sizes) - sizes
+        sizes, before, exact, work_before, tokens_before = self._lines
 
         def part(s: Int, low: Int, high: Int) -> Float:
             """Of tokens [low, high) of sections `s`, in tiles."""
-            pairs = seen.of(length[s], before[s] + high) - seen.of(length[s], before[s] + low)
+            length = before[s] + sizes[s]
+            pairs = seen.of(length, before[s] + high) - seen.of(length, before[s] + low)
             least = pairs / TILE**2 + TILE_ROW_OVERHEAD * -(-(high - low) // TILE)
             return np.where((low == 0) & (high == sizes[s]), exact[s], least)
 
@@ -104,12 +117,11 @@ class Bounds:
 
         A document of m sections in n segments has up to n + m - 1 pieces, and each reads as many runs of keys.
         """
-        counts = _overlapping(self._docs, *order.segments[:2]) + self._overlapped
-        return int((counts**2).sum())
-
-
-def _overlapping(docs: Documents, starts: Int, stops: Int) -> Int:
-    """(N,) int64: how many of the ascending ranges [start, stop) each document overlaps."""
-    first = np.searchsorted(stops, docs.starts, side="right")
-    last = np.searchsorted(starts, docs.ends, side="left")
-    return np.maximum(last - first, 0)
+        starts, ends, runs = self._real
+        cuts = order.segments[0]
+        at = np.searchsorted(ends, cuts, side="right")
+        inside = at < len(ends)
+        inside[inside] = starts[at[inside]] < cuts[inside]
+        cut, times = np.unique(at[inside], return_counts=True)
+        # (runs + times)² of documents that are cut, runs² of all others.
+        return int((runs**2).sum() + (times * (2 * runs[cut] + times)).sum())

@@ -107,12 +107,12 @@ def share_out_by_halves(
     owners: list[Int] = []
     while True:
         alone = stop - start == 1
+        if alone.all():
+            return Slices.join([*done, slices]), np.concatenate([*owners, start[group]])
         if alone.any():
             ready = alone[group]
             done.append(slices.take(np.flatnonzero(ready)))
             owners.append(start[group[ready]])
-            if alone.all():
-                return Slices.join(done), np.concatenate(owners)
             slices, group = slices.take(np.flatnonzero(~ready)), (np.cumsum(~alone) - 1)[group[~ready]]
             start, stop = start[~alone], stop[~alone]
         ranks = stop - start
@@ -126,8 +126,7 @@ def share_out_by_halves(
 def halve(slices: Slices, group: Int, groups: Groups, most: Sequence[int] = MOST_WHOLE) -> tuple[Slices, Int]:
     """(slices, half): half h of group g has number 2 g + h. Groups whose halves differ too much are halved once more,
     with fewer slices left whole. Slices are by group, or by half, and then from the sparsest to the densest."""
-    made, half, error = _halve_once(slices, group, groups, most[0])
-    far = error > 2 * groups.slack(owners_work(group, slices, len(error)))
+    made, half, far = _halve_once(slices, group, groups, most[0])
     if len(most) == 1 or not far.any():
         return made, half
     again = np.flatnonzero(far[group])
@@ -159,50 +158,61 @@ def _by_density(slices: Slices, number: Int) -> tuple[Slices, Int]:
     return slices.take(order), number[order]
 
 
-def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[Slices, Int, Float]:
-    """(slices, half, how far the work of each group's halves is from their shares)."""
+def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[Slices, Int, NDArray[np.bool_]]:
+    """(slices, half, whether the work of each group's halves is too far from their shares)."""
     count = groups.tokens.shape[1]
     work = owners_work(group, slices, count)
     placing = _Placing(slices, group, groups, groups.share(work), groups.slack(work))
     placing.run(most)
     slices, group, side = placing.slices, placing.group, placing.side
-    rest, placed = np.flatnonzero(side < 0), np.flatnonzero(side >= 0)
-    if not len(rest):
-        return *_by_density(slices, 2 * group + side), np.abs(placing.work[1])
-    line, of_group = _line_up(slices, group, rest, count, groups)
-    run, error = _run_start(line, of_group, placing, groups)
+    placed, number, enough = np.flatnonzero(side >= 0), 2 * group, 2 * groups.slack(work)
+    if len(placed) == len(slices):
+        return *_by_density(slices, number + side), np.abs(placing.work[1]) > enough
+    whole, its_number = slices.take(placed), number[placed] + side[placed]
+    if len(placed):
+        rest = np.flatnonzero(side < 0)
+        slices, group = slices.take(rest), group[rest]
+    line, of_group = _line_up(slices, group, count, groups)
+    ends = line.bounds[np.searchsorted(of_group, np.arange(count + 1))]
+    run, error = _run_start(line, ends, placing, groups)
     stop = run + placing.tokens[1]
-    cut, index, at = line.cut(np.concatenate([run, stop]))
-    numbers = of_group[index]
-    second = (at >= run[numbers]) & (at < stop[numbers])
-    number = np.append(2 * group[placed] + side[placed], 2 * numbers + second)
-    return *_by_density(Slices.join([slices.take(placed), cut]), number), error
+    cut, at = line.cut(np.concatenate([run, stop]))
+    bounds = np.append(np.stack([ends[:-1], run, stop], 1).reshape(-1), ends[-1])
+    halves = 2 * np.arange(count)[:, None] + [0, 1, 0]
+    number = np.repeat(halves.reshape(-1), np.diff(np.searchsorted(at, bounds)))
+    made = Slices.join([whole, cut]) if len(placed) else cut
+    return *_by_density(made, np.append(its_number, number)), error > enough
 
 
-def _line_up(slices: Slices, group: Int, rest: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
-    """The slices at `rest` of each group, from the sparsest to the densest.
+def _line_up(slices: Slices, group: Int, count: int, groups: Groups) -> tuple[SliceLines, Int]:
+    """The slices of each group, from the sparsest to the densest.
 
     The one with most work comes last where it is denser than the mean: its end has the most work per token.
     """
-    group, work, size = group[rest], slices.work[rest], slices.size[rest]
-    most = np.zeros(count)
-    np.maximum.at(most, group, work)
+    work, size = slices.work, slices.size
+    most, begin = np.zeros(count), np.searchsorted(group, np.arange(count + 1))
+    some = np.flatnonzero(np.diff(begin))
+    most[some] = np.maximum.reduceat(work, begin[some])
     first = np.flatnonzero(work == most[group])
     first = first[np.diff(group[first], prepend=-1) > 0]
     mean = np.bincount(group, work, count) / np.maximum(1, np.bincount(group, size, count))
-    last = np.zeros(len(group), dtype=np.int64)
-    last[first] = work[first] / size[first] >= mean[group[first]]
-    order = _by_number(2 * group + last)
-    return SliceLines(slices.take(rest[order]), groups.seen), group[order]
+    first = first[work[first] / size[first] >= mean[group[first]]]
+    if len(first):
+        last = 2 * group
+        last[first] += 1
+        order = _by_number(last)
+        slices, group = slices.take(order), group[order]
+    return SliceLines(slices, groups.seen), group
 
 
-def _run_start(line: SliceLines, of_group: Int, placing: _Placing, groups: Groups) -> tuple[Int, Float]:
+def _run_start(line: SliceLines, bounds: Int, placing: _Placing, groups: Groups) -> tuple[Int, Float]:
     """(where the second half's run starts in each group, how far the halves then are from their shares).
 
     Starts near the one that does the right work are weighed too: those that cut fewer slices, or between tiles.
+
+    Args: bounds: (G + 1,) of the groups on the line.
     """
     count = groups.tokens.shape[1]
-    bounds = line.bounds[np.searchsorted(of_group, np.arange(count + 1))]
     tokens, work = placing.tokens[1], placing.work[1]
     low, high = bounds[:-1], bounds[1:] - tokens
 
@@ -280,6 +290,8 @@ class _Placing:
         self._at = np.append(0, np.cumsum(self.slices.size)).astype(np.float64)
         self._done = np.append(0.0, np.cumsum(self.slices.work))
         self._begin, self._end = ((self._at[at], self._done[at]) for at in (first[:-1], first[1:]))
+        self._least, self._most = self._begin[1] + self.slack, self._end[1] + self.slack
+        self._points = np.empty((4, len(self.slack)))
         none = tops < 0
         sizes, works = np.where(none, _ENDLESS, self.slices.size[tops]), np.where(none, 0, self.slices.work[tops])
         sides = np.stack([self._place(*top) for top in zip(tops, sizes, works, strict=True)])
@@ -310,15 +322,17 @@ class _Placing:
         """
         tokens, missing = self.tokens - size, self.work - work
         left = np.maximum(tokens, 0)
-        done = np.interp(np.concatenate([self._begin[0] + left, self._end[0] - left]), self._at, self._done)
-        least, most = done[:2] - self._begin[1], self._end[1] - done[2:]
-        fits = (tokens >= 0) & (least <= missing + self.slack) & (most >= missing - self.slack)
+        np.add(self._begin[0], left, out=self._points[:2])
+        np.subtract(self._end[0], left, out=self._points[2:])
+        done = np.interp(self._points, self._at, self._done)
+        fits = (tokens >= 0) & (done[:2] <= self._least + missing) & (done[2:] <= self._most - missing)
         second, either = self.work[1] > self.work[0], fits[0] | fits[1]
-        big = np.flatnonzero(~either & (work > self.work.max(0)) & (self.cut < 0) & (i >= 0))
-        if len(big):
+        big = work > np.maximum(self.work[0], self.work[1])
+        if big.any():
+            big = np.flatnonzero(big & ~either & (self.cut < 0) & (i >= 0))
             self._cut_big(big, i[big], second[big].astype(np.int64))
         second = fits[1] & (second | ~fits[0])
-        goes = np.stack([either & ~second, second])
+        goes = np.stack([either ^ second, second])
         self.tokens -= goes * size
         self.work -= goes * work
         return np.where(either, second, -1)
@@ -328,6 +342,8 @@ class _Placing:
 
         The end is as long as its half allows, in rows of tiles that its ranks can share evenly, where they can be.
         """
+        if not len(i):
+            return
         size, work, count = self.slices.size[i], self.slices.work[i], len(i)
         end_tokens, head_tokens = self.tokens[side, groups], self.tokens[1 - side, groups]
         end_work, head_work = self.work[side, groups], self.work[1 - side, groups]

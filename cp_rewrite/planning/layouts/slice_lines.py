@@ -79,8 +79,8 @@ class SliceLines:
         inside = x - self.bounds[i]
         return np.where((inside > 0) & (inside < self.slices.size[i]), self.slices.first[i] + inside, 0)
 
-    def cut(self, x: Int) -> tuple[Slices, Int, Int]:
-        """(the slices, cut at all of these positions; the slice that each was a part of; its position)."""
+    def cut(self, x: Int) -> tuple[Slices, Int]:
+        """(the slices, cut at all of these positions; the position of each)."""
         x = np.sort(x)
         i = self.index(x)
         inside = (x > self.bounds[i]) & (x < self.bounds[-1]) & (np.diff(x, prepend=-1) > 0)
@@ -96,4 +96,4 @@ class SliceLines:
         changed = np.flatnonzero(size != made.size)
         made.table[1] = size
         made.work[changed] = tenths(made.table[:, changed], made.work[changed], self._seen.mask)
-        return made, part_of, at
+        return made, at
