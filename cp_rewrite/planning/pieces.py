@@ -61,8 +61,8 @@ class Pieces:
 
     def take(self, index: Int | slice) -> Pieces:
         """The pieces at `index`."""
-        columns = self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section, self.away
-        return Pieces(*(column[index] for column in columns), paths=self.paths)
+        columns = (self.rank, self.q0, self.q1, self.key0, self.key1, self.left, self.right, self.section)
+        return Pieces(*(column[index] for column in columns), away=self.away[index], paths=self.paths)
 
     @cached_property
     def keys(self) -> Int:

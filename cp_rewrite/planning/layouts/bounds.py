@@ -53,7 +53,7 @@ class Bounds:
         return starts, ends, np.maximum(last - first, 1)
 
     @cached_property
-    def _lines(self) -> tuple[Int, Int, Float, Int, Float, Int]:
+    def _lines(self) -> tuple[Int, Int, Float, Float, Int]:
         """(sizes, keys before, tiles) of all sections; tiles and tokens of those before each, and before the end."""
         before, sizes = self._sections.before, self._sections.ends - self._sections.starts
         tiles = self.slices.work[: len(sizes)]

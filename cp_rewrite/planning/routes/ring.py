@@ -187,7 +187,7 @@ def _round_tables(entries: Entries, chosen: NDArray[np.bool_], rows: int) -> Arr
     keys = np.bincount(np.cumsum(np.diff(ids, prepend=ids[0]) != 0), entries.keys[runs]).astype(np.int64)
     zero = np.zeros(len(index), dtype=np.int64)
     window = entries.left[index], entries.right[index]
-    pieces = Pieces(zero, entries.q0[index], entries.q1[index], zero, keys, *window, zero)
+    pieces = Pieces(zero, entries.q0[index], entries.q1[index], zero, keys, *window, zero, zero > 0)
     order, launch = order_by_launch(pieces)
     # The kernel wants entries by launch, then by row: so must their runs be.
     position = np.empty(len(order), dtype=np.int64)
