@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -176,7 +175,7 @@ def ids_of(b: Batch, shift: int = 0) -> Tensor:
     return torch.bucketize(at, b["cu_seqlens"][1:-1] + shift, right=True)[None].int()
 
 
-def other_library(m: Layers, h: Tensor, b: Batch) -> Tensor:
+def custom(m: Layers, h: Tensor, b: Batch) -> Tensor:
     module: Any = sys.modules["transformers_modules.states"]
     given = m.delta(h)
     given["query"], given["key"], given["value"] = (given.pop(name) for name in "qkv")
@@ -259,34 +258,8 @@ PROGRAMS: dict[str, Mix] = {
     "op_other_offsets": lambda m, h, b: _ops.ssd(*m.space(h).values(), b["other"]).flatten(2),
     "op_two_ways": lambda m, h, b: _ops.ssd(*m.space(h.flip(1)).values(), None).flip(1).flatten(2),
     # functions that only look alike
-    "ignores_offsets": other_library,
-    "reads_more": other_library,
-    "other_default": other_library,
+    **dict.fromkeys(state_stand_ins.REFERENCES, custom),
 }  # fmt: skip
-
-
-def _of_reference(name: str) -> Callable[..., Any]:
-    def run(query, key, value, g, beta, norm=False, offsets=None):  # type: ignore[no-untyped-def]
-        return state_stand_ins.delta(query, key, value, g, beta, None, None, False, norm, offsets)
-
-    def ignores_offsets(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None):  # type: ignore[no-untyped-def]
-        return run(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-
-    def reads_more(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **kwargs):  # type: ignore[no-untyped-def]
-        return run(query, key, value, g, beta, use_qk_l2norm_in_kernel, kwargs.get("cu_seqlens"))
-
-    def other_default(query, key, value, g, beta, use_qk_l2norm_in_kernel=True, **_):  # type: ignore[no-untyped-def]
-        return run(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-
-    return locals()[name]
-
-
-def _add_reference(name: str) -> None:
-    """A module of custom code with a function of a known name, in torch."""
-    module: Any = ModuleType("transformers_modules.states")
-    module.chunk_gated_delta_rule = _of_reference(name)
-    module.chunk_gated_delta_rule.__name__ = "chunk_gated_delta_rule"
-    sys.modules[module.__name__] = module
 
 
 def batches(*sizes: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -311,8 +284,8 @@ def names() -> list[tuple[str, ...]]:
 
 def make(program: str, way: str) -> Case:
     sys.modules |= state_stand_ins.modules()
-    if PROGRAMS[program] is other_library:
-        _add_reference(program)
+    if PROGRAMS[program] is custom:
+        sys.modules["transformers_modules.states"] = state_stand_ins.custom_module(program)
     chosen = WAYS[way]
     dtype, sizes = chosen.get("dtype", torch.float32), batches(*chosen["sizes"])
     packing = cp.CuSeqlens("cu_seqlens")

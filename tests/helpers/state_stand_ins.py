@@ -5,9 +5,10 @@ As theirs, Dynamo can't read them.
 
 from __future__ import annotations
 
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportConstantRedefinition=false
 from collections.abc import Callable
 from itertools import pairwise
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def delta(
     return out, ends if last else None
 
 
-def in_kernel(g: Tensor, beta: Tensor, gate: bool, rate: Tensor | None, bias: Tensor | None, sigmoid: bool, both: bool):  # type: ignore[no-untyped-def]
+def in_kernel(
+    g: Tensor, beta: Tensor, gate: bool, rate: Tensor | None, bias: Tensor | None, sigmoid: bool, both: bool
+) -> tuple[Tensor, Tensor]:
     """(g, beta) as fla's kernels make them of what comes before gates and sigmoids."""
     if gate:
         assert rate is not None
@@ -80,7 +83,7 @@ def in_kernel(g: Tensor, beta: Tensor, gate: bool, rate: Tensor | None, bias: Te
 def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+) -> Any:  # fmt: skip
     gate, rate, bias = (kwargs.get(name) for name in ("use_gate_in_kernel", "A_log", "dt_bias"))
     g, beta = in_kernel(g, beta, bool(gate), rate, bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
@@ -91,7 +94,7 @@ def chunk_kda(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
     lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+) -> Any:  # fmt: skip
     rate, bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     g, beta = in_kernel(g, beta, use_gate_in_kernel, rate, bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
@@ -101,7 +104,7 @@ def chunk_kda(
 def mamba_chunk_scan_combined(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+) -> Any:  # fmt: skip
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
@@ -122,7 +125,7 @@ def mamba_chunk_scan_combined(
 @torch.compiler.disable
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
-):  # type: ignore[no-untyped-def]
+) -> Any:
     dt = delta if delta_bias is None else delta + delta_bias[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
 
@@ -154,3 +157,32 @@ def modules() -> dict[str, ModuleType]:
         function.__module__ = name
         setattr(module, function.__name__, function)
     return found
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "ignores_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None
+    ),
+    "takes_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens
+    ),
+    "reads_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, others.get("cu_seqlens")
+    ),
+    "ignores_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None
+    ),
+    "norms_by_default": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=None: delta(
+        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens
+    ),
+}
+"""References in torch of custom code, of a known name."""
+
+
+def custom_module(name: str) -> ModuleType:
+    """A module of custom code that has one of them."""
+    function: Any = REFERENCES[name]
+    copy: Any = FunctionType(function.__code__, globals(), "chunk_gated_delta_rule", function.__defaults__)
+    module: Any = ModuleType("transformers_modules.states")
+    module.chunk_gated_delta_rule = copy
+    return module

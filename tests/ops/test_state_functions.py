@@ -152,42 +152,21 @@ def test_a_librarys_function_is_one_op_with_all_that_it_is_given(call: str, monk
     torch.testing.assert_close(out, rows_of(function(**given)), rtol=1e-4, atol=1e-5)
 
 
-REFERENCES: dict[str, Callable[..., Any]] = {
-    "ignores_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: (
-        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None)
-    ),
-    "takes_offsets": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None: (
-        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens)
-    ),
-    "reads_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: state_stand_ins.delta(
-        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, others.get("cu_seqlens")
-    ),
-    "ignores_others": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others: state_stand_ins.delta(
-        query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, None
-    ),
-    "norms_by_default": lambda query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=None: (
-        state_stand_ins.delta(query, key, value, g, beta, None, None, False, use_qk_l2norm_in_kernel, cu_seqlens)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", state_stand_ins.REFERENCES)
 @pytest.mark.parametrize("asked", [{}, {"cu_seqlens": torch.tensor([0, 2, 5])}], ids=["row", "offsets"])
 def test_a_reference_is_one_op_only_as_far_as_it_gives_the_same(
     name: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function: Any = REFERENCES[name]
-    module: Any = ModuleType("transformers_modules.states")
-    copy = type(function)(function.__code__, globals(), "chunk_gated_delta_rule", function.__defaults__)
-    copy.__kwdefaults__, module.chunk_gated_delta_rule = function.__kwdefaults__, copy
+    module: Any = state_stand_ins.custom_module(name)
+    function = module.chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(functions, "_modules", 0)  # as many as in the last test
     given = next(op for op in OPS if "chunk_gated_delta_rule" in op.names).trial() | asked
     del given["use_qk_l2norm_in_kernel"]  # as it is by default
     with state_ops():
-        out, seen = compiled(copy, given)
+        out, seen = compiled(function, given)
     assert bool(seen) == (not asked or name in ("takes_offsets", "reads_others", "norms_by_default"))
-    torch.testing.assert_close(out, rows_of(copy(**given)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, rows_of(function(**given)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_opens_the_block() -> None:

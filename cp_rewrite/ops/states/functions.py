@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -214,21 +214,19 @@ def _substitute(function: FunctionType) -> None:
         if run in (function, reference):
             more = {k for k, v in _MORE.items() if k in known and _agrees(op, reference, arguments, {k: v})}
             known = {*op.sample, *op.others, *more}
-    names, defaults, filtered = arguments.names, arguments.defaults, arguments.filtered
     read, give = (*known, *_SAME), op.call  # what Dynamo can read of a closure
 
     def call(args: Any, kwargs: Any) -> Any:
-        own = _given(args, kwargs, names, defaults, filtered, read)
-        if any(k not in read for k in own) or names[0] not in own:
+        own = _given(args, kwargs, arguments, read)
+        if any(k not in read for k in own) or arguments.names[0] not in own:
             return None
         out = give(own)
-        return (_as(out, own[names[0]].dtype) if library else out,)
+        return (_as(out, own[arguments.names[0]].dtype) if library else out,)
 
     _register(function, call)
 
 
-@dataclass(frozen=True)
-class _Arguments:
+class _Arguments(NamedTuple):
     """Of a function, by transformers' names. filtered: others do not reach it, by transformers' decorator; else it may
     read them in its `**kwargs`."""
 
@@ -243,10 +241,9 @@ class _Arguments:
         return _Arguments(tuple(_NAMES.get(p.name, p.name) for p in parameters), defaults, filtered)
 
 
-def _given(
-    args: Any, kwargs: Any, names: tuple[str, ...], defaults: Mapping[str, Any], filtered: bool, read: tuple[str, ...]
-) -> dict[str, Any]:
+def _given(args: Any, kwargs: dict[str, Any], arguments: _Arguments, read: tuple[str, ...]) -> dict[str, Any]:
     """What a call means: `Given`, and what is not in `read` where it is not as by default."""
+    names, defaults, filtered = arguments
     named = {_NAMES.get(k, k): v for k, v in kwargs.items()}
     named = {k: v for k, v in named.items() if k in names} if filtered else named
     given = {**defaults, **dict(zip(names, args, strict=False)), **named}
@@ -288,8 +285,8 @@ def _copy(function: FunctionType) -> FunctionType:
 
 def _agrees(op: _Op, reference: Callable[..., Any], arguments: _Arguments, more: Mapping[str, Any]) -> bool:
     """Whether a reference in torch gives on a few tokens what the op gives, with `more` arguments."""
-    trial = op.trial() | more
-    given = _given((), trial, arguments.names, arguments.defaults, False, (*op.takes,))
+    trial = {**op.trial(), **more}
+    given = _given((), trial, arguments._replace(filtered=False), (*op.takes,))
     try:
         with torch.no_grad():
             theirs, ours = reference(**trial), op.call({k: v for k, v in given.items() if k in op.takes})
