@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from torch._dynamo.exc import Unsupported
 
 import cp_rewrite as cp
 from cp_rewrite.ops.states import functions
@@ -138,11 +139,16 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_librarys_function_is_one_op_with_all_that_it_is_given(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in state_stand_ins.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(functions, "_modules", 0)
+    monkeypatch.setattr(functions, "_modules", 0)  # as many as in the last test
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("libraries")
+def test_a_librarys_function_is_one_op_with_all_that_it_is_given(call: str) -> None:
     name, more = CALLS[call]
     function, given = getattr(state_stand_ins, name), of_library(name, **more)
     given = {"chunk_size": 4, **given} if name == "mamba_chunk_scan_combined" else given  # a number comes first
@@ -150,6 +156,25 @@ def test_a_librarys_function_is_one_op_with_all_that_it_is_given(call: str, monk
         out, seen = compiled(function, given)
     assert len(seen) == 1
     torch.testing.assert_close(out, rows_of(function(**given)), rtol=1e-4, atol=1e-5)
+
+
+UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "initial_state": ("chunk_gated_delta_rule", {"initial_state": torch.zeros(1, 2, 4, 3)}),
+    "output_final_state": ("chunk_kda", {"output_final_state": True}),
+    "lower_bound": ("chunk_kda", {"lower_bound": -5.0}),
+    "z": ("mamba_chunk_scan_combined", {"z": torch.rand(1, 5, 4, 3)}),
+    "seq_idx": ("mamba_chunk_scan_combined", {"seq_idx": torch.zeros(1, 5, dtype=torch.int32)}),
+    "return_last_state": ("selective_scan_fn", {"return_last_state": True}),
+}
+
+
+@pytest.mark.parametrize("argument", UNREAD)
+@pytest.mark.usefixtures("libraries")
+def test_arguments_that_are_not_read_are_named(argument: str) -> None:
+    name, more = UNREAD[argument]
+    given = of_library(name, **more)
+    with state_ops(), pytest.raises(Unsupported, match=f"cp_rewrite reads no call of {name} with {argument}"):
+        compiled(getattr(state_stand_ins, name), given)
 
 
 @pytest.mark.parametrize("name", state_stand_ins.REFERENCES)

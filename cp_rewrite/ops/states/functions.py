@@ -218,7 +218,10 @@ def _substitute(function: FunctionType) -> None:
 
     def call(args: Any, kwargs: Any) -> Any:
         own = _given(args, kwargs, arguments, read)
-        if any(k not in read for k in own) or arguments.names[0] not in own:
+        unread = [k for k in own if k not in read]
+        if unread and library:  # Dynamo can't read the kernel either, and says less
+            torch._dynamo.graph_break(msg=f"cp_rewrite reads no call of {name} with {', '.join(unread)}")
+        if unread or arguments.names[0] not in own:
             return None
         out = give(own)
         return (_as(out, own[arguments.names[0]].dtype) if library else out,)
