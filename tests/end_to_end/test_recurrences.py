@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
+from tests.border import model as border_model
+from tests.border import scans
 from tests.helpers.pages import run_line
 from tests.helpers.pool import Pool
-from tests.helpers.recurrent_model import KINDS, TOKENS, WIDTH, RecurrentModel, packed
+from tests.helpers.recurrent_model import DIM, HEADS, KINDS, TOKENS, WIDTH, RecurrentModel, packed
 
 PACKING = cp.CuSeqlens("cu_seqlens")
 Lengths = Sequence[int]
@@ -216,6 +219,31 @@ def test_checkpointed_layers_know_the_packings_offsets(shifted: bool) -> None:
 def test_tokens_in_another_dim_are_refused() -> None:
     (refusal,) = explained(OfTokens(("ssd",))).refusals
     assert "without tokens in dim 1" in refusal.detail
+
+
+class OfRow(RecurrentModel):
+    """Its states decay by a mean over the row."""
+
+    def layer(self, kind: str, number: int, h: Tensor, offsets: Tensor | None) -> Tensor:
+        x, rate = h.unflatten(-1, (HEADS, DIM)), -h.mean((0, 1))[:HEADS].exp()
+        return torch.ops.cp_rewrite.ssd(x, h[..., :HEADS].sigmoid(), rate, x[:, :, :1], x[:, :, 1:], offsets).flatten(2)
+
+
+def test_rates_of_tokens_are_those_of_the_whole_row() -> None:
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, TOKENS, PACKING, "balanced")
+    assert cp.check(OfRow(("ssd",)).double(), sharding, packed((5, 1, 70))).largest <= 1e-9
+
+
+def test_padding_that_attention_leaves_out_goes_into_no_state() -> None:
+    def mix(model: Any, h: Tensor, b: Any) -> Tensor:
+        x, rate = h.unflatten(-1, (2, 8)), -torch.ones(2)
+        return h + torch.ops.cp_rewrite.ssd(x, h[..., :2].sigmoid(), rate, x[:, :, :1], x[:, :, 1:], None).flatten(2)
+
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, border_model.TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    with pytest.raises(BackendCompilerFailed, match="carries padding into a document"):
+        cp.check(border_model.Model(mix=mix), sharding, scans.between())
 
 
 def test_without_resolve_states_are_refused() -> None:

@@ -166,6 +166,11 @@ def test_every_layout_gives_what_one_process_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_cut_pieces_may_be_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    compare(monkeypatch, kind, plan_batch([Documents.from_lengths([1, 270])], 2, "head_tail"), States(True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_padding_goes_through_the_state_where_nothing_keeps_it_apart(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
