@@ -233,14 +233,12 @@ def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidat
         shares = even_pairs(*halved, quotas, node, judge.mask, unit)
         return judge.weigh(_to_order(*shares, ranks, total))
     best = judge.weigh(_to_order(*halved, ranks, total))
-    # Partners of a node first, so that no row crosses for them, then of all. Where heads are exchanged inside of nodes,
-    # only nodes must be even.
-    for most, inner in [(ranks, node)] if best.by_heads else [(node, 1), (ranks, 1)]:
-        shares = even_pairs(*halved, quotas, most, judge.mask, unit, inner)
-        if shares[0] is not halved[0]:  # some ranks swapped tokens
-            halved = shares
-            best = min(best, judge.weigh(_to_order(*shares, ranks, total)), key=lambda c: c.seconds)
-    return best
+    # Partners share a node, so that no row crosses for them; where heads are exchanged inside of nodes, nodes are even.
+    most, inner = (ranks, node) if best.by_heads else (node, 1)
+    shares = even_pairs(*halved, quotas, most, judge.mask, unit, inner)
+    if shares[0] is halved[0]:  # no ranks swapped tokens
+        return best
+    return min(best, judge.weigh(_to_order(*shares, ranks, total)), key=lambda c: c.seconds)
 
 
 def _trials(slices: Slices, quotas: list[int], judge: Judge, halves_first: bool) -> Iterator[list[Slices]]:
