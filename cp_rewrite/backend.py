@@ -15,6 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend, register_backend
 
 from cp_rewrite.batch.active.current import active_plan, check_not_traced
 from cp_rewrite.batch.active.marks import number_tokens
+from cp_rewrite.batch.active.sites import note_sites
 from cp_rewrite.batch.ranks import history
 from cp_rewrite.batch.steps.backward import end_with_batch, watch_backward
 from cp_rewrite.batch.steps.weights import WeightWatch
@@ -26,7 +27,7 @@ from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo_internals import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
-from cp_rewrite.passes.plan_sites import traffic_of
+from cp_rewrite.passes.plan_sites import most_of, traffic_of
 from cp_rewrite.passes.rewrite.snapshots import take_snapshots
 from cp_rewrite.passes.values.sizes import PlanConditions
 from cp_rewrite.segments.compiled import compile_once, equal_blocks, in_order
@@ -105,7 +106,10 @@ class Backend:
             return state, 0
         text = graph_lines(state.graph_module)
         observe.trace("after", lambda: text)
-        return state, agree.on_graph(sharding, "\n".join(text))
+        number = agree.on_graph(sharding, "\n".join(text))
+        if (most := most_of(state.decisions, sharding.balanced_mask)) is not None:
+            note_sites(sharding, *most)
+        return state, number
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         state = capture(gm, self.sharding, active_plan(self.sharding))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model, SiteKind
 from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.names import ExchangeName, Layout, part_of
@@ -54,7 +54,9 @@ class Sharding:
             multiples of it, and `balanced` must get by with the rows that equal tokens per rank need: see `plan`.
         pad_to_multiple: tokens per rank are rounded up to a multiple of it, with rows of no token at the end.
         heads, head_dim: (query, key/value) heads of the model and their size, for which `balanced` weighs work
-            against rows that travel. With fewer query heads for each key/value head rows weigh more.
+            against rows that travel. With fewer query heads for each key/value head rows weigh more. None: the
+            model's, in batches that are planned after its graph was compiled; before, and with a capacity, 64 and 8
+            of 128.
         states: layers of a hybrid that pass a state through tokens, beside each layer of attention, which `balanced`
             weighs, too. The results are the same without.
     Exchange:
@@ -132,8 +134,8 @@ class Sharding:
     balance_for: PackedMask | None = None
     chunk_size: int = 1
     pad_to_multiple: int = 1
-    heads: tuple[int, int] = (64, 8)
-    head_dim: int = 128
+    heads: tuple[int, int] | None = None
+    head_dim: int | None = None
     states: StateLayers | None = None
     # Exchange
     exchange_at: ExchangeAt = "auto"
@@ -184,7 +186,8 @@ class Sharding:
                 f"exchange={self.exchange!r} scatters heads over the last of two dims of the mesh, or inside of the "
                 "nodes of one: give a mesh of two dims, or ranks_per_node"
             )
-        object.__setattr__(self, "heads", Model.of(self.heads, self.head_dim).heads)
+        named = Model.of((1, 1) if self.heads is None else self.heads, 1 if self.head_dim is None else self.head_dim)
+        object.__setattr__(self, "heads", None if self.heads is None else named.heads)
 
     @property
     def graph_key(self) -> tuple[object, ...]:
@@ -235,12 +238,14 @@ class Sharding:
         )
         return self.balance_for or self.assume_mask or usual
 
-    @property
-    def layout_options(self) -> LayoutOptions:
-        """Where a batch's documents may be cut, and what its plan is made for."""
+    def layout_options(self, site: SiteKind | None = None) -> LayoutOptions:
+        """Where a batch's documents may be cut, and what its plan is made for: attention as it runs at `site`, but for
+        the sizes that the annotation names. None: that is not known."""
         speeds = self.device_speeds or DEVICES["h200"]
-        model = Model.of(self.heads, self.head_dim)
-        exchange = "needed" if self.capacity is not None else self.exchange  # heads don't go with a capacity
+        # heads don't go with a capacity
+        site = site or SiteKind(Model(), "needed" if self.capacity is not None else self.exchange)
+        model, exchange = site.model, site.exchange
+        model = replace(model, heads=self.heads or model.heads, head_dim=self.head_dim or model.head_dim)
         return LayoutOptions(
             self.chunk_size, self.pad_to_multiple, self.node_size, speeds, model, exchange, self.states
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from cp_rewrite.batch.steps.trace import Traffic
 from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
+from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import travels_beside
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.passes.graph.nodes import guard_number
@@ -19,7 +22,7 @@ from cp_rewrite.passes.values.site import Site
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.constants import FEW_TOKENS, TOKENS_PER_RANK
-from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model, SiteKind
 from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.names import ExchangeName, over_part, split_exchange
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
@@ -135,6 +138,25 @@ def traffic_of(decision: Decision) -> Traffic:
     keys, queries = spec.heads_kv * (spec.head_dim + spec.head_dim_v), spec.heads * (spec.head_dim + spec.head_dim_v)
     item = spec.dtype.itemsize
     return Traffic(decision.site.mask, decision.exchange_name, item * keys, item * queries)
+
+
+def model_of(decision: Decision) -> Model:
+    """The sizes of a site's attention. Of rows that are narrower than keys and values: with as many key heads as have
+    their bytes."""
+    spec = spec_of(decision.site, deterministic=False)
+    dim, item = (spec.head_dim + spec.head_dim_v) // 2, spec.dtype.itemsize
+    rows = decision.cut and -(-decision.cut.row_bytes // (2 * dim * item))
+    return Model((spec.heads, rows or spec.heads_kv), dim, item)
+
+
+def most_of(decisions: Sequence[Decision], mask: PackedMask) -> tuple[SiteKind, int] | None:
+    """How most attention of a graph runs, and how many columns of queries its sites have; where there are sites of this
+    mask, of these. None: there is no attention."""
+    columns: Counter[SiteKind] = Counter()
+    for decision in [each for each in decisions if each.site.mask == mask] or decisions:
+        model = model_of(decision)
+        columns[SiteKind(model, decision.exchange_name)] += model.heads[0] * model.head_dim
+    return columns.most_common(1)[0] if columns else None
 
 
 def _exchange_name(site: Site, spec: AttentionSpec, state: State, named: str) -> tuple[str, str]:

@@ -16,11 +16,13 @@ from cp_rewrite.batch.active.current import activate, check_no_batch
 from cp_rewrite.batch.active.marks import mark_token_dim, number_tokens, version_of
 from cp_rewrite.batch.active.packing_values import PackingValues
 from cp_rewrite.batch.active.plan import ActivePlan, to_device
+from cp_rewrite.batch.active.sites import site_now
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.ops.states.functions import state_ops
 from cp_rewrite.packing import packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.cost.devices import SiteKind
 from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import trace_transformers
@@ -67,6 +69,7 @@ def shard(
     drop: Sequence[str] = (),
     fill: Mapping[str, float] | None = None,
     given: Given | None = None,
+    site: SiteKind | None = None,
     planned: BatchPlan | None = None,
     arrays: Mapping[Place, Arrays] | None = None,
 ) -> Generator[LocalBatch]:
@@ -93,7 +96,8 @@ def shard(
         drop: names of what the model does not take: it is read and cut as all else, and not handed over.
         fill: argument -> what it holds in rows without a token, where that is not 0: targets of a loss outside of the
             model with their ignore_index, which are not called labels.
-        given, planned, arrays: the group's batch, its plan and tables of it, where they were made before.
+        given, site, planned, arrays: the group's batch, what it is planned for, its plan and tables of it, where
+            they were made before.
     Raises:
         KeyError, TypeError, ValueError: a missing argument, no tensor, token dims of different lengths, tokens that
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
@@ -105,6 +109,7 @@ def shard(
     start = time.perf_counter()
     if get_worker_info() is not None:  # a fork, which must not touch the group
         raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
+    site = site_now(sharding) if given is None else site
     given = given or given_to_all(sharding, batch, lengths)
     batch = given.batch
     try:
@@ -112,7 +117,7 @@ def shard(
         flag("shift_labels", shift_labels)
         _check_drop(drop, batch, shift_labels)
         fill = dict.fromkeys(drop, 0) | dict(_checked_fill(fill or {}, sharding))
-        plan = planned or plan_of(sharding, given, lengths)
+        plan = planned or plan_of(sharding, given, site, lengths)
         active, values = _cut_batch(sharding, given, plan, label_arg, shift_labels, fill, arrays or {})
         if active.masks:
             agree.on_masks(sharding)
@@ -250,11 +255,14 @@ def given_to_all(sharding: Sharding, batch: Mapping[str, Any], lengths: Any = No
 
 
 def plan_of(
-    sharding: Sharding, given: Given, lengths: Sequence[int] | Sequence[Sequence[int]] | None = None
+    sharding: Sharding,
+    given: Given,
+    site: SiteKind | None,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> BatchPlan:
     """The plan of a global batch: its shapes are checked, its documents read on the host, and laid out.
 
-    Args and errors as of `shard`.
+    Args and errors as of `shard`; site: what it is planned for.
     """
     rows, total = shape_of(sharding, given.batch)
     if total > MAX_TOKENS:
@@ -265,7 +273,7 @@ def plan_of(
         sharding.world_size,
         sharding.layout,
         sharding.balanced_mask,
-        sharding.layout_options,
+        sharding.layout_options(site),
     )
     check_seams(sharding, plan, given.seams)
     return plan

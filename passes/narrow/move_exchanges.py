@@ -10,10 +10,9 @@ from functools import cache, partial
 import torch.fx as fx
 
 from cp_rewrite.passes.graph.modes import modes_of
-from cp_rewrite.passes.graph.nodes import guard_number
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.locality.inputs import read_extents
-from cp_rewrite.passes.plan_sites import decide, load_for, target_speeds, would_be_one_sided
+from cp_rewrite.passes.plan_sites import decide, load_for, model_of, target_speeds, would_be_one_sided
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.constants import EXPANDED_PASSES, NARROW_GAIN, NARROW_PASSES
@@ -56,7 +55,7 @@ def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], ReadWay
     if movable is None:
         return decision
     device = target_speeds(sharding, state.device)
-    load, model = load_for(site, state), _model_of(decision)
+    load, model = load_for(site, state), model_of(decision)
     forced = sharding.exchange_at == "narrowest"
     name = decision.exchange_name
     name = BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name
@@ -101,14 +100,6 @@ def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
         if open_there or not _outside_autocast(call.graph, root):
             return False
     return True
-
-
-def _model_of(decision: Decision) -> Model:
-    site = decision.site
-    key, value = (node.meta["example_value"] for node in (site.key, site.value))
-    heads = guard_number(site.heads_of(site.query)), guard_number(site.heads_of(site.key))
-    dim = (guard_number(key.shape[-1]) + guard_number(value.shape[-1])) // 2
-    return Model(heads, dim, value.element_size())
 
 
 def costs_of(load: Load, device: Device) -> Costs:

@@ -5,7 +5,8 @@
 
 What is planned: the rows of ranks are joined (`rows="own"`), the documents of a batch are read, its plan and, from the
 second batch on, the tables that the compiled graphs read are made. Batches are cut, and ranks compared, in the thread
-that trains, in the loader's order.
+that trains, in the loader's order. That thread also says what each batch is planned for, when it takes the batch
+`ahead` + 1 places before: so this does not depend on how fast threads are, and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 from cp_rewrite.arguments import whole_number
 from cp_rewrite.batch.active.current import last_plan
 from cp_rewrite.batch.active.plan import Place, arrays_of
+from cp_rewrite.batch.active.sites import site_now
 from cp_rewrite.batch.notes import Block
 from cp_rewrite.batch.ranks.turns import talks
 from cp_rewrite.batch.shard import given_to_all, plan_of, shard
 from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.cost.devices import SiteKind
 from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding
 
@@ -37,13 +40,14 @@ class Planned:
     """A batch, or the error that taking or planning it ended with.
 
     Args:
-        given: as the loader gave it, or joined of what all ranks' loaders gave. plan: its plan; arrays: tables of it
-            that graphs asked for before.
+        given: as the loader gave it, or joined of what all ranks' loaders gave. site: what it is planned for. plan:
+            its plan; arrays: tables of it that graphs asked for before.
         state: of the loader once it gave the batch.
         error: raised where the batch is taken. last: there is no other one.
     """
 
     given: Given = field(default_factory=lambda: Given({}))
+    site: SiteKind | None = None
     plan: BatchPlan | None = None
     arrays: Mapping[Place, Arrays] = field(default_factory=dict[Place, Arrays])
     state: Any = None
@@ -85,20 +89,27 @@ class Batches:
         if own and self._hosts is None:
             self._hosts = hosts_of(self._sharding)
         ready: queue.Queue[Planned] = queue.Queue()
-        ended, may_take = threading.Event(), threading.Semaphore(self._ahead + 1)
+        ended, may_take = threading.Event(), queue.Queue[SiteKind | None]()
+        for _ in range(self._ahead + 1):
+            may_take.put(site_now(self._sharding))
         arguments = (ready, ended, may_take, own)
         thread = threading.Thread(target=self._plan_ahead, args=arguments, name="cp_rewrite plans", daemon=True)
         thread.start()
         try:
             while True:
                 planned = ready.get()
-                may_take.release()
+                may_take.put(site_now(self._sharding))
                 if planned.error is not None:
                     raise planned.error
                 if planned.last:
                     return
                 self._state = planned.state
-                made: Any = {"given": planned.given, "planned": planned.plan, "arrays": planned.arrays}
+                made: Any = {
+                    "given": planned.given,
+                    "site": planned.site,
+                    "planned": planned.plan,
+                    "arrays": planned.arrays,
+                }
                 yield Block(shard(self._sharding, planned.given.batch, **made, **self._how))
                 active, rank = last_plan(self._sharding), self._sharding.rank
                 if active is not None:  # rank 0's are for compilers' examples
@@ -108,7 +119,7 @@ class Batches:
             thread.join()
 
     def _plan_ahead(
-        self, ready: queue.Queue[Planned], ended: threading.Event, may_take: threading.Semaphore, own: bool
+        self, ready: queue.Queue[Planned], ended: threading.Event, may_take: queue.Queue[SiteKind | None], own: bool
     ) -> None:
         """The thread: batches in the loader's order, until the loop has ended.
 
@@ -117,14 +128,17 @@ class Batches:
         """
         taken = iter(self._taken(own))
         while True:
-            while not may_take.acquire(timeout=_SECONDS):
+            try:
+                site = may_take.get(timeout=_SECONDS)
+            except queue.Empty:
                 if ended.is_set():
                     return
+                continue
             if ended.is_set() and not own:
                 return
             try:
                 given, state = next(taken)
-                ready.put(self._planned(given, state))
+                ready.put(self._planned(given, state, site))
             except StopIteration:
                 ready.put(Planned(last=True))
                 return
@@ -151,14 +165,14 @@ class Batches:
             failed = error
         return join_rows(self._sharding, batch, self._hosts, failed)
 
-    def _planned(self, given: Given, state: Any) -> Planned:
+    def _planned(self, given: Given, state: Any, site: SiteKind | None) -> Planned:
         try:
-            plan = plan_of(self._sharding, given)
+            plan = plan_of(self._sharding, given, site)
             plan.local_indices(self._sharding.rank)  # made here, it is only read where the batch is cut
             arrays = {place: arrays_of(self._sharding, plan, place) for place in self._places}
         except Exception:  # raised again by `shard`, which tells the other ranks
-            return Planned(given, state=state)
-        return Planned(given, plan, arrays, state)
+            return Planned(given, site, state=state)
+        return Planned(given, site, plan, arrays, state)
 
 
 def _state_of(loader: Any) -> Any:

@@ -107,6 +107,9 @@ class Model:
                 return cls((numbers[0], numbers[1]), whole_number("head_dim", head_dim))
         raise ValueError(f"heads must be (query, key/value) with query a multiple of key/value, got {heads!r}")
 
+    def __str__(self) -> str:
+        return f"{self.heads[0]}/{self.heads[1]} heads of {self.head_dim}"
+
     @property
     def q_bytes(self) -> int:
         """Bytes of one token's queries, all heads."""
@@ -126,3 +129,14 @@ class Model:
     def row_flops(self) -> float:
         """Forward FLOPs of a local row outside attention: a dense layer's 12 h² weights, h = query heads x head dim."""
         return 24.0 * (self.heads[0] * self.head_dim) ** 2
+
+
+@dataclass(frozen=True)
+class SiteKind:
+    """How attention runs in a compiled graph. Args: model: its sizes. exchange: its name, as reports say it."""
+
+    model: Model
+    exchange: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.exchange}"

@@ -22,6 +22,8 @@ from cp_rewrite.planning.cost.load import Load, kernel_seconds, load_of
 from cp_rewrite.planning.cost.seconds import exchange_seconds
 from cp_rewrite.planning.cost.tiles import Float, imbalance
 from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.names import part_of, split_exchange
+from cp_rewrite.planning.routes.by_exchange import ROUTES
 from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.planning.schedule import Schedule, build
 
@@ -127,12 +129,16 @@ class Judge:
         size, grids, asked = self.node_size, dict[int, Load](), self.options.exchange
         device, model = self.options.device, self.options.model
         if size == order.world_size:
-            return needed_seconds(load, device, model, size), False
-        if size > 1 and (asked == "auto" or asked.startswith("a2a+")):
-            grids[size] = load_of_places(outer_order(order, size), size * order.local_size)
+            cost = ROUTES[asked].cost if asked in ROUTES else None
+            return (cost.seconds if cost else needed_seconds)(load, device, model, size), False
+        scattered, kind = split_exchange(asked)
+        inner = part_of(asked) or size
+        if inner > 1 and (asked == "auto" or (scattered and kind != "local")):
+            grids[inner] = load_of_places(outer_order(order, inner), inner * order.local_size)
         seconds = exchange_seconds(load, device, model, size, grids)
-        if asked in seconds:
-            return seconds[asked], asked.startswith("a2a+")
+        name = f"a2a+{kind}" if part_of(asked) else asked
+        if name in seconds:
+            return seconds[name], name.startswith("a2a+")
         by_keys, by_heads = min(seconds["needed"], seconds["all_gather"]), seconds.get("a2a+needed", np.inf)
         waits = float(load.tiles.max() - load.tiles.mean())
         even = by_keys - kernel_seconds(waits, 0, device, model)

@@ -19,7 +19,7 @@ class LayoutOptions:
         pad_to_multiple: local rows of every rank are rounded up to a multiple of it, with fill at the end.
         ranks_per_node: ranks that share fast links; None: all. Only `balanced` reads it and what follows.
         device, model: what costs are predicted for.
-        exchange: over several nodes, the one that will run; `auto`: the cheapest.
+        exchange: the one that will run; `auto`: over several nodes the cheapest, in one `needed`.
         states: layers of a hybrid beside those of attention, which `balanced` weighs, too.
     Raises:
         TypeError, ValueError: a number that is no whole one or below 1.

@@ -13,7 +13,7 @@ here, but all ranks must find the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from cp_rewrite.planning.cost.constants import (
@@ -68,13 +68,13 @@ class Shape(NamedTuple):
         return self.heads_kv * (self.dim + self.dim_v) * self.item_bytes
 
 
-@cache
+@lru_cache(maxsize=1024)
 def forward_stages(loads: tuple[StageLoad, ...], shape: Shape) -> tuple[int, ...]:
     """Key heads of each stage of a forward. Args: loads: of all ranks."""
     return _best(PUSH_SHARES, shape, lambda sizes: max(forward_seconds(load, shape, sizes) for load in loads))
 
 
-@cache
+@lru_cache(maxsize=1024)
 def backward_stages(loads: tuple[StageLoad, ...], shape: Shape, kept: bool) -> tuple[int, ...]:
     """Key heads of each stage of a backward. Args: kept: rows are here already."""
     return _best(
