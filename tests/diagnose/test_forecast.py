@@ -110,6 +110,8 @@ def test_the_target_is_the_machine_that_was_asked_for(plain: Report) -> None:
     assert "from other nodes" in str(planned)
     assert "machine   4 × h100 on 2 nodes: attention " in str(plain)
     assert "memory    0.0 GiB" in str(plain)
+    assert target.as_dict()["planned_for"] == "2/1 heads of 16, needed; narrower rows that travel count as key heads"
+    assert f"planned for {target.planned_for}" in str(plain)
 
 
 @pytest.mark.long

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cp_rewrite.kernels.select import DeviceFacts
-from cp_rewrite.passes.plan_sites import inner_ranks, is_dry_run, spec_of, target_speeds
+from cp_rewrite.passes.plan_sites import inner_ranks, is_dry_run, most_of, spec_of, target_speeds, would_be_one_sided
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.cost.devices import Model
+from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
 from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.names import part_of
+from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
 from cp_rewrite.planning.routes.grid import outer_schedule
 
 
@@ -49,6 +50,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
+        planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
 
     device: str
@@ -58,6 +60,7 @@ class Target:
     rows: int
     attention: tuple[Attention, ...]
     needs: Needs | None
+    planned_for: str = ""
 
     @property
     def seconds(self) -> float:
@@ -83,6 +86,7 @@ class Target:
             "world_size": self.world_size,
             "ranks_per_node": self.ranks_per_node,
             "rows": self.rows,
+            "planned_for": self.planned_for,
             "attention_seconds": self.seconds,
             "attention": [asdict(site) for site in self.attention],
             "memory": None if memory is None else {**memory.parts, "peak": memory.peak, "at": memory.at},
@@ -108,6 +112,7 @@ class Target:
             f"machine   {self.world_size} × {self.device} on {nodes} node{'s' * (nodes > 1)}: attention "
             f"{1e3 * self.seconds:.1f} ms a step, forward and backward"
         ]
+        lines += [f"          later batches are planned for {self.planned_for}"] if self.planned_for else []
         for site, count in _folded(self.attention):
             others = ", ".join(f"{n} {1e3 * s:.2f}" for n, s in site.seconds.items() if n != site.exchange)
             across = f", {_mib(site.across)} of it from other nodes" if nodes > 1 else ""
@@ -142,12 +147,13 @@ def target_of(state: State, needs: Needs | None) -> Target:
     speeds, ranks = target_speeds(state.sharding, state.device), state.sharding.world_size
     per_node = state.sharding.node_size or ranks
     asked, sites = state.sharding.exchange, list[Attention]()
+    plan, planned_for = state.plan.plan, _planned_for(state)
     for decision in state.decisions:
         spec = spec_of(decision.site, deterministic=False)
         model = Model((spec.heads, spec.heads_kv), spec.head_dim)
-        load = load_of(state.plan.plan.schedule(decision.site.mask))
+        load = load_of(plan.schedule(decision.site.mask))
         inner = inner_ranks(state.sharding, spec.heads_kv)
-        grids = {n: load_of(outer_schedule(state.plan.plan, decision.site.mask, n)) for n in inner}
+        grids = {n: load_of(outer_schedule(plan, decision.site.mask, n)) for n in inner}
         seconds = exchange_seconds(load, speeds, model, per_node, grids) if ranks > 1 else {}
         if ranks == 1:
             seconds = {"local": exchange_seconds(load, speeds, model, 1)["needed"]}
@@ -169,8 +175,21 @@ def target_of(state: State, needs: Needs | None) -> Target:
                 expanded=int(load.expanded.max()),
             )
         )
-    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
-    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs)
+    rows = plan.local_size * len(plan.rows)
+    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for)
+
+
+def _planned_for(state: State) -> str:
+    """What later batches are planned for, once the graph is compiled."""
+    sharding = state.sharding
+    most = most_of(state.decisions, sharding.balanced_mask)
+    if most is None or sharding.world_size == 1 or sharding.layout != "balanced":
+        return ""
+    model, name = most[0].model, most[0].exchange
+    site = SiteKind(model, BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name)
+    options = sharding.layout_options(None if sharding.capacity is not None else site)
+    narrow = "; narrower rows that travel count as key heads" if any(each.cut for each in state.decisions) else ""
+    return f"{SiteKind(options.model, options.exchange)}{narrow}"
 
 
 def _folded(sites: Sequence[Attention]) -> list[tuple[Attention, int]]:
