@@ -61,8 +61,8 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
         part_moves(copy)
         sum_picked(copy, tokens.counts, kept)
         chunked = join_chunks(copy, tokens.counts, kept)
-        for graph in region_calls(copy):
-            chunked |= join_chunks(graph.owning_module, tokens.counts, kept)
+        for module in graph_modules(copy)[1:]:
+            chunked |= join_chunks(module, tokens.counts, kept)
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}

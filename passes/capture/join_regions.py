@@ -110,7 +110,7 @@ def _body_on(
     for node in body.graph.nodes:
         new = copies[node] = graph.node_copy(node, copies.__getitem__)
         if node in given:
-            new.meta["example_value"] = given[node]
+            new.meta |= {"example_value": given[node]} | ({JOINED: "rows"} if node in chunked else {})
         elif node.op == "output":
             result = fx.map_arg(new.args[0], lambda n: n.meta["example_value"])
         elif node.op != "get_attr" and "example_value" in node.meta:

@@ -150,12 +150,13 @@ class _Walk:
         raise AssertionError("a graph has an output")
 
     def check_joined(self, node: fx.Node) -> None:
-        """What ran chunk by chunk must give rows, each made of its token, or sums over them."""
+        """What ran chunk by chunk must give rows, each made of its token, or sums over them and over nothing else."""
         mark, state = node.meta.get(JOINED), self.env[node]
         if mark is None or state is UNKNOWN:
             return
         alone = (mark == "rows" and isinstance(state, Rows)) or state == Partial()
-        if not alone or node in self.sites or self.resolver.changes(node) or isinstance(state, list):
+        more = any(self.env.get(n) == Partial() and JOINED not in n.meta for n in node.all_input_nodes)
+        if not alone or more or node in self.sites or self.resolver.changes(node) or isinstance(state, list):
             detail = "chunks of tokens are worked on by something else than their tokens alone, or sums over them"
             self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
 

@@ -87,6 +87,27 @@ def of_fewer(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     return sum((entropy(m.head(x), t) for x, t in parts), m.scale) / 9
 
 
+def of_flat_checkpoints(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    """Rows of each chunk, of which the last is shorter."""
+
+    def part(x: Tensor, t: Tensor) -> Tensor:
+        return m.head(x).log_softmax(-1).gather(-1, t.clamp(min=0)[:, None])[:, 0]
+
+    parts = zip(h.flatten(0, 1).split(6), y.flatten().split(6), strict=True)
+    found: Any = [checkpoint(part, x, t, use_reentrant=False) for x, t in parts]
+    return -(torch.cat(found) * (y.flatten() != -100)).sum() / 9
+
+
+def of_terms(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    """Two terms of each chunk, each scaled at once, and a sum that is written into."""
+    count, total, scores = (y != -100).sum(), h.new_zeros(()), h.new_zeros(())
+    for x, t in zip(h.chunk(4, 1), y.chunk(4, 1), strict=True):
+        logits = m.head(x)
+        total = total + entropy(logits, t) / count + 1e-2 * (logits.logsumexp(-1) * (t != -100)).sum()
+        scores.add_(logits.square().sum() * m.scale / 99)
+    return total + scores
+
+
 def back_in_place(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     h = torch.cat([m.out(x).tanh() * x for x in h.chunk(2, 1)], 1)
     return entropy(m.head(h), y, "mean")
@@ -98,11 +119,13 @@ LOSSES: dict[str, Loss] = {
     "of_hidden_states": of_hidden_states,
     "of_checkpoints": of_checkpoints,
     "of_flat_rows": of_flat_rows,
+    "of_flat_checkpoints": of_flat_checkpoints,
+    "of_terms": of_terms,
     "back_in_place": back_in_place,
 }
 
 
-@pytest.mark.parametrize("name", ["of_torchtune", "of_checkpoints", "back_in_place"])
+@pytest.mark.parametrize("name", ["of_checkpoints", "of_terms", "back_in_place"])
 def test_chunked_losses_are_right(name: str) -> None:
     assert check_or_refuse(Chunked(name)) is None
 
@@ -141,6 +164,26 @@ def checkpointed(m: Chunked, h: Tensor, y: Tensor, part: Callable[[Tensor, int],
 def one_twice(m: Chunked, h: Tensor, y: Tensor) -> Any:
     chunks = h.chunk(3, 1)
     return sum((m.head(x).sum() for x in (*chunks, chunks[0])), h.new_zeros(())) / 9
+
+
+def beside_sums(m: Chunked, h: Tensor, y: Tensor, part: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Each chunk with a sum over all tokens."""
+    whole = h.square().sum()
+    return sum((part(x, whole) for x in h.chunk(2, 1)), h.new_zeros(())) / 9
+
+
+def into_a_view(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
+    sums = h.new_zeros(3)
+    total = sums[0]
+    for x in h.chunk(2, 1):
+        total += x.square().sum()
+    return sums.sum() + total
+
+
+def scaled_and_read(m: Chunked, h: Tensor, y: Tensor) -> Any:
+    count = (y != -100).sum()
+    parts = [entropy(m.head(x), t) / count for x, t in zip(h.chunk(2, 1), y.chunk(2, 1), strict=True)]
+    return sum(parts, h.new_zeros(())) + sum((part.square() for part in parts), h.new_zeros(()))
 
 
 def by_count(m: Chunked, h: Tensor, y: Tensor, factor: Callable[[int], float]) -> Any:
@@ -206,8 +249,23 @@ BESIDE: dict[str, Loss] = COUNTED | {
     "last": lambda m, h, y: sum((x[:, -1].sum() for x in h.chunk(2, 1)), h.new_zeros(())),
     "features": lambda m, h, y: entropy(m.head(torch.cat([x * x.softmax(-1) for x in h.chunk(2, -1)], -1)), y),
     "same_sums": lambda m, h, y: sum((x.new_ones(()) * m.scale for x in h.chunk(2, 1)), h.sum()) / 9,
+    "sums_beside": lambda m, h, y: beside_sums(m, h, y, lambda x, whole: x.sum() + whole),
+    "sums_beside_scaled": lambda m, h, y: beside_sums(m, h, y, lambda x, whole: (x.sum() + whole) / 2),
+    "sums_beside_checkpointed": lambda m, h, y: beside_sums(
+        m, h, y, lambda *given: checkpoint(lambda x, whole: x.sum() + whole, *given, use_reentrant=False)
+    ),
+    "into_a_view": into_a_view,
+    "scaled_and_read": scaled_and_read,
+    "divided_by": lambda m, h, y: sum((h.new_ones(()) / x.square().sum() for x in h.chunk(2, 1)), h.new_zeros(())),
     "rows_added": lambda m, h, y: (c := h.chunk(2, 1))[0].sum() + (c[0] + c[1]).square().sum() / 9,
 }
+
+
+@pytest.mark.parametrize("name", ["sums_beside", "into_a_view"])
+def test_what_is_not_the_same_of_all_chunks_at_once_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "beside", BESIDE[name])
+    report = cp.explain(Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
+    assert {refusal.reason for refusal in report.refusals} == {cp.Reason.TOKEN_MIXING}
 
 
 def test_what_python_makes_of_the_number_of_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

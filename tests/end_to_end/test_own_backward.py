@@ -57,6 +57,38 @@ def fused_forward(h: Tensor, w: Tensor, y: Tensor, mean: bool) -> Any:
     return (losses * kept).sum() / count, (away @ w, away.t() @ h)
 
 
+def chunk_losses(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token, and their gradients of logits."""
+    scores, kept, target = x @ w.t(), y != -100, y.clamp(min=0)
+    losses = scores.logsumexp(-1) - scores.gather(-1, target[:, None])[:, 0]
+    return losses * kept, (scores.softmax(-1) - F.one_hot(target, w.shape[0])) * kept[:, None]
+
+
+def in_chunks(*tensors: Tensor) -> Any:
+    return zip(*(x.chunk(4) for x in tensors), strict=True)
+
+
+def chunked_forward(h: Tensor, w: Tensor, y: Tensor) -> Any:
+    total, of_rows, of_weight = h.new_zeros(()), list[Tensor](), torch.zeros_like(w)
+    for x, t in in_chunks(h, y):
+        losses, away = chunk_losses(x, w, t)
+        total += losses.sum()
+        of_rows.append(away @ w)
+        of_weight.add_(away.t() @ x)
+    return total / 9, (torch.cat(of_rows) / 9, of_weight / 9)
+
+
+def chunked_backward(saved: Any, g: Tensor) -> Any:
+    """Makes each chunk's logits once more."""
+    h, w, y = saved
+    of_rows, of_weight = list[Tensor](), torch.zeros_like(w)
+    for x, t, upstream in in_chunks(h, y, g):
+        away = chunk_losses(x, w, t)[1] * upstream[:, None]
+        of_rows.append(away @ w)
+        of_weight += away.t() @ x
+    return torch.cat(of_rows), of_weight, None
+
+
 silu_mul = function(
     lambda a, b: (F.silu(a) * b, (a, b)),
     lambda s, g: (g * s[1] * s[0].sigmoid() * (1 + s[0] * (1 - s[0].sigmoid())), g * F.silu(s[0])),
@@ -67,6 +99,10 @@ rounded = function(lambda x: (x.round(), ()), lambda s, g: g)
 rms_norm = function(rms_forward, rms_backward)
 linear = function(lambda x, w: (x @ w.t(), (x, w)), lambda s, g: (g @ s[1], g.flatten(0, 1).t() @ s[0].flatten(0, 1)))
 fused_loss = function(fused_forward, lambda s, g: (g * s[0], g * s[1], None, None))
+fused_in_chunks = function(chunked_forward, lambda s, g: (g * s[0], g * s[1], None))
+made_again = function(
+    lambda h, w, y: (torch.cat([chunk_losses(x, w, t)[0] for x, t in in_chunks(h, y)]), (h, w, y)), chunked_backward
+)
 two_results = function(
     lambda x, w: ((x * w, x.sin(), (x > 0).int()), (x, w)),
     lambda s, a, b, _: (a * s[1] + b * s[0].cos(), (a * s[0]).flatten(0, 1).sum(0)),
@@ -99,6 +135,8 @@ MIXES: dict[str, Mix] = {
 LOSSES: dict[str, Loss] = {
     "fused_sum": lambda m, h, y: fused_loss(h.flatten(0, 1), m.head.weight, y.flatten(), False),
     "fused_mean": lambda m, h, y: fused_loss(h.flatten(0, 1), m.head.weight, y.flatten(), True),
+    "fused_in_chunks": lambda m, h, y: fused_in_chunks(h.flatten(0, 1), m.head.weight, y.flatten()),
+    "made_again": lambda m, h, y: made_again(h.flatten(0, 1), m.head.weight, y.flatten()).sum() / 9,
     "scaled_sum": lambda m, h, y: scaled(h.square().sum()),
     "scaled_mean": lambda m, h, y: scaled(h.square().mean()),
 }
