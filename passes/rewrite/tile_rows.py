@@ -17,7 +17,14 @@ from cp_rewrite.ops.tiles import REGIONS, Region, RowDim
 from cp_rewrite.passes.capture.join_regions import CHUNKS
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, maker, position_of, traced, tracing
 from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import attribute_of, graph_modules, region_call, region_calls
+from cp_rewrite.passes.graph.regions import (
+    attribute_of,
+    graph_modules,
+    is_function,
+    nested_graphs,
+    region_call,
+    region_calls,
+)
 from cp_rewrite.passes.locality.claims.dims import T
 from cp_rewrite.passes.locality.claims.extents import Extents
 from cp_rewrite.passes.locality.claims.tensor_state import Rows
@@ -50,12 +57,15 @@ def _has_loops(gm: fx.GraphModule) -> bool:
 
 
 def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[fx.Node]]) -> None:
-    """Tile a graph, and the bodies of the regions that it alone calls, once each."""
+    """Tile a graph, and the bodies of the regions and functions that it alone calls, once each."""
     extents, mode = found.extents, found.mode
     for node in [*found.gm.graph.nodes]:
         call = region_call(node)
         if call is not None and len(calls[call.body.graph]) == 1:
             _tile_graph(Rowwise(state, call.body, extents, mode, found, call), state, calls)
+        if is_function(node) and not found.modes[node][0]:
+            for body in nested_graphs(node).values():
+                _tile_graph(Rowwise(state, body, extents, mode), state, calls)
     made: dict[fx.Node, fx.Node] = {}
     tile, batch = state.sharding.tile, extents.batch
     assert isinstance(batch, int)

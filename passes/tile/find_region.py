@@ -9,7 +9,7 @@ Both ends are minimal cuts: a tensor that crosses costs its bytes a row, once, h
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,15 +79,20 @@ def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise, loops: bool) -> T
     mode = found.modes[seed]
     able = {n for n in free if found.modes[n] == mode and (found.row_bytes(n) is not None or _is_tuple(n, found))}
     able = {n for n in able if not loops or _chunks(n) == _chunks(seed)}
-    inside = _behind(seed, able, found)
-    inside |= _before(inside, able, found)
-    region = _made(sorted(inside, key=found.place.__getitem__), found, mode)
+    behind = _behind({seed}, able, found)
+    inside = behind | _before(behind, able, found)
+    region = _made(inside, found, mode)
+    if region is not None and any(n not in behind and found.row_bytes(n) for n in region.results):
+        inside |= _behind(inside, able, found)  # with what else reads what is computed once more
+        more = _made(inside | _before(inside, able, found), found, mode)
+        if more is not None and _is_one_place(more, found) and _across(more, found) < _across(region, found):
+            region = more
     if region is None:
         return None
-    across = sum(found.row_bytes(n) or 0 for n in (*region.rows, *region.results))
+    across = _across(region, found)
     if loops:
         once = all(isinstance(found.states[n], Partial) for n in region.results)
-        once = found.again or (once and sum(map(needs_gradient, region.results)) < 2)
+        once = found.again or not mode[1] or (once and sum(map(needs_gradient, region.results)) < 2)
         region = replace(region, chunks=_chunks(seed))
         return region if once and region.widest >= across and _is_one_place(region, found) else None
     worth = TILE_GAIN_AGAIN if found.again else TILE_GAIN
@@ -98,17 +103,23 @@ def _is_tuple(node: fx.Node, found: Rowwise) -> bool:
     return node in found.alone and isinstance(found.states.get(node), list)
 
 
-def _behind(seed: fx.Node, able: set[fx.Node], found: Rowwise) -> set[fx.Node]:
-    """The seed and what is computed of it, up to the cheapest cut."""
-    closure, after = {seed}, {seed}
-    for node in sorted((n for n in found.place if found.place[n] > found.place[seed]), key=found.place.__getitem__):
+def _across(region: TileRegion, found: Rowwise) -> int:
+    """Bytes a row that come in and go out."""
+    return sum(found.row_bytes(n) or 0 for n in (*region.rows, *region.results))
+
+
+def _behind(seeds: set[fx.Node], able: set[fx.Node], found: Rowwise) -> set[fx.Node]:
+    """The seeds and what is computed of them, up to the cheapest cut."""
+    closure, after = {*seeds}, {*seeds}
+    first = min(map(found.place.__getitem__, seeds))
+    for node in sorted((n for n in found.place if found.place[n] > first), key=found.place.__getitem__):
         read = [n for n in node.all_input_nodes if n in after]
         if read:
             after.add(node)
             if node in able and all(n in closure for n in read):
                 closure.add(node)
-    edges = [*_edges(closure, found), ("first", ("in", seed), None)]
-    return {node for side, node in _side_of_first(edges) if side == "in"} | {seed}
+    edges = [*_edges(closure, found), *(("first", ("in", seed), None) for seed in seeds)]
+    return {node for side, node in _side_of_first(edges) if side == "in"} | seeds
 
 
 def _edges(closure: set[fx.Node], found: Rowwise) -> Iterator[_Edge]:
@@ -167,8 +178,8 @@ def _has_rows(node: fx.Node, found: Rowwise) -> bool:
     return any(isinstance(state, Rows) for state in tree_leaves(found.states.get(node)))
 
 
-def _made(nodes: Sequence[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | None:
-    inside = set(nodes)
+def _made(inside: set[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | None:
+    nodes = sorted(inside, key=found.place.__getitem__)
     read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     tensors = [n for n in read if any(isinstance(x, Tensor) for x in tree_leaves(value_of(n)))]
     rows = [n for n in tensors if isinstance(found.states.get(n), Rows)]

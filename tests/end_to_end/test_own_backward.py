@@ -69,7 +69,8 @@ def in_chunks(*tensors: Tensor) -> Any:
 
 
 def chunked_forward(h: Tensor, w: Tensor, y: Tensor) -> Any:
-    total, of_rows, of_weight = h.new_zeros(()), list[Tensor](), torch.zeros_like(w)
+    total, of_weight = h.new_zeros(()), torch.zeros_like(w)
+    of_rows: list[Tensor] = []
     for x, t in in_chunks(h, y):
         losses, away = chunk_losses(x, w, t)
         total += losses.sum()
@@ -81,7 +82,8 @@ def chunked_forward(h: Tensor, w: Tensor, y: Tensor) -> Any:
 def chunked_backward(saved: Any, g: Tensor) -> Any:
     """Makes each chunk's logits once more."""
     h, w, y = saved
-    of_rows, of_weight = list[Tensor](), torch.zeros_like(w)
+    of_weight = torch.zeros_like(w)
+    of_rows: list[Tensor] = []
     for x, t, upstream in in_chunks(h, y, g):
         away = chunk_losses(x, w, t)[1] * upstream[:, None]
         of_rows.append(away @ w)
