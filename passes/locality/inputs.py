@@ -94,8 +94,8 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
     for guard in getattr(extents.shape_env, "guards", ()):
         if _fixes(guard.expr, extents.tokens):
             detail = (
-                f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}, as a loop over tokens "
-                "does, or a chunk of one token"
+                f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}, as a loop over a range of "
+                "tokens does (cut them by `split`), or a chunk of one token"
             )
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
