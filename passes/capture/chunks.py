@@ -26,7 +26,7 @@ TURNED = frozenset("getattr t transpose permute to float double bfloat16 half de
 
 
 @dataclass(frozen=True)
-class Part:
+class OfChunk:
     """What a node computes of chunk `number`: by the same `key` as others do of theirs."""
 
     key: int
@@ -57,7 +57,7 @@ class Chunks:
 
     cuts: dict[fx.Node, int]
     symbols: dict[Any, Any]
-    parts: dict[fx.Node, Part] = field(default_factory=dict)
+    parts: dict[fx.Node, OfChunk] = field(default_factory=dict)
     keys: dict[Any, int] = field(default_factory=dict)
     members: dict[int, list[fx.Node]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Chunks:
 
     def _add(self, node: fx.Node, what: Any, number: int, sizes: tuple[Any, ...]) -> None:
         key = self.keys.setdefault(what, len(self.keys))
-        self.parts[node] = Part(key, number, sizes)
+        self.parts[node] = OfChunk(key, number, sizes)
         self.members.setdefault(key, []).append(node)
         self.counts[key] = len(sizes)
 
