@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cp_rewrite.masks import PackedMask
 
-from .token_reads.token_count import ZERO, TokenCount
+from .token_reads.row_map import RowMap
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,8 @@ KERNEL_TABLES = (
 """What `Schedule.attention` makes, and every attention kernel reads."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Successive entries: tokens from `start` on; or rows that all ranks have, from number `extra` on; with `back`
-    backwards; with `repeats` the same one again and again."""
-
-    length: TokenCount
-    start: TokenCount = ZERO
-    extra: int | None = None
-    repeats: bool = False
-    back: bool = False
+EXTRAS = "extras"
+"""What pieces of `Neighbours.entries` are of that are no tokens: rows that all ranks have."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +38,15 @@ class Neighbours:
     """What each token's local row reads.
 
     Args:
-        parts: all entries. first, span: as drawn in `token_reads/neighbours.py`; `first` may not be negative.
+        entries: all, of tokens and of `EXTRAS`.
+        first, span: as drawn in `token_reads/neighbours.py`; `first` may not be negative.
         extras: how many rows all ranks have, for each row of the batch.
         keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
         apart: tokens of documents may not read tokens of none, whose values attention made.
         outside: number of the extra row that a token reads in the place of tokens of other documents; None: these.
     """
 
-    parts: tuple[Part, ...]
+    entries: RowMap
     first: int = 0
     span: int = 1
     extras: int = 0

@@ -202,6 +202,7 @@ MUTANTS: dict[str, Mix] = {
         ]
     },
     **OTHERS,
+    "last_of_fewer": lambda m, h: torch.cat([h[:, :2][:, -4:], h[:, :-2]], 1),
 }
 
 

@@ -7,26 +7,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.library import opcheck
 
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.names import LAYOUTS
-from cp_rewrite.planning.plan_input import Neighbours, Part
+from cp_rewrite.planning.plan_input import EXTRAS, Neighbours
 from cp_rewrite.planning.token_reads.neighbours import neighbours_route
-from cp_rewrite.planning.token_reads.token_count import TokenCount
+from cp_rewrite.planning.token_reads.row_map import Piece, RowMap
+from cp_rewrite.planning.token_reads.token_count import ZERO, TokenCount
 
 ops: Any = torch.ops.cp_rewrite
 T = TokenCount(0, 1)
-SHIFT = Neighbours((Part(TokenCount(2), extra=0, repeats=True), Part(T - TokenCount(2))), extras=1)
-FIRST = Neighbours((Part(TokenCount(1)), Part(T - TokenCount(1))), keeps_fill=True)
-ROLL = Neighbours((Part(TokenCount(3), T - TokenCount(3)), Part(T - TokenCount(3))))
-TURNED = Neighbours(
-    (Part(TokenCount(1)), Part(T - TokenCount(2), T - TokenCount(2), back=True), Part(TokenCount(1), extra=0)), extras=1
-)
-STATE = Neighbours((Part(TokenCount(2), extra=1), Part(T)), extras=3)
-CONV = Neighbours((Part(TokenCount(3), extra=0, repeats=True), Part(T), Part(TokenCount(1), extra=0)), 1, 4, 1)
+ONE, TWO, THREE = map(TokenCount, (1, 2, 3))
+
+
+def entries(*pieces: Piece) -> RowMap:
+    return RowMap(pieces)
+
+
+SHIFT = Neighbours(entries(Piece(TWO, step=0, of=EXTRAS), Piece(T - TWO)), extras=1)
+FIRST = Neighbours(entries(Piece(ONE), Piece(T - ONE)), keeps_fill=True)
+ROLL = Neighbours(entries(Piece(THREE, T - THREE), Piece(T - THREE)))
+TURNED = Neighbours(entries(Piece(ONE), Piece(T - TWO, T - TWO, -1), Piece(ONE, of=EXTRAS)), extras=1)
+STATE = Neighbours(entries(Piece(TWO, ONE, of=EXTRAS), Piece(T)), extras=3)
+CONV = Neighbours(entries(Piece(THREE, step=0, of=EXTRAS), Piece(T), Piece(ONE, of=EXTRAS)), 1, 4, 1)
 READS = (SHIFT, FIRST, ROLL, TURNED, STATE, CONV)
 
 
@@ -38,14 +46,10 @@ def plan_of(layout: str, ranks: int) -> BatchPlan:
 def entries_of(read: Neighbours, tokens: int) -> list[int]:
     """What stands in the row that one process reads: tokens, and behind them the numbers of extra rows."""
     found: list[int] = []
-    for part in read.parts:
-        start = part.start.of(tokens) if part.extra is None else tokens + part.extra
-        length = part.length.of(tokens)
-        found += (
-            [start] * length
-            if part.repeats
-            else list(range(start, start - length, -1) if part.back else range(start, start + length))
-        )
+    for piece in read.entries.pieces:
+        start, length = piece.start.of(tokens), piece.length.of(tokens)
+        rows = [start] * length if piece.step == 0 else [*range(start, start + piece.step * length, piece.step)]
+        found += [row + tokens if piece.of == EXTRAS else row for row in rows]
     return found
 
 
@@ -54,6 +58,33 @@ def lists_of(route: Any, name: str) -> list[list[int]]:
     ptr, rows = route[f"{name}_ptr"], route[f"{name}_rows"]
     pairs = rows[: 2 * (len(ptr) - 1)].reshape(-1, 2)
     return [[*pair[pair >= 0], *rows[ptr[i] : ptr[i + 1]]] for i, pair in enumerate(pairs)]
+
+
+MOVES = st.tuples(st.sampled_from(("take", "pad", "roll", "flip")), st.integers(0, 3), st.integers(0, 3))
+
+
+@given(st.lists(MOVES, max_size=6))
+def test_maps_that_follow_each_other_move_rows_as_arrays_are_moved(moves: list[tuple[str, int, int]]) -> None:
+    rows, found = np.arange(60), RowMap.entries(ZERO, T)
+    for move, a, b in moves:
+        length, first, last = found.length, TokenCount(a), TokenCount(b)
+        whole = RowMap.entries(ZERO, length)
+        rows, after = {
+            "take": (rows[a : len(rows) - b], RowMap.entries(first, length - first - last)),
+            "pad": (np.pad(rows, (a, b), constant_values=60), RowMap.same(first, 0) + whole + RowMap.same(last, 0)),
+            "roll": (np.roll(rows, a), RowMap.entries(length - first, first) + RowMap.entries(ZERO, length - first)),
+            "flip": (rows[::-1], entries(Piece(length).turned())),
+        }[move]
+        following = found.then(after)
+        assert following is not None
+        found = following
+    assert found.length.of(60) == len(rows)
+    assert found.rows(np.arange(len(rows)), 60).tolist() == rows.tolist()
+    assert not found.is_identity or rows.tolist() == list(range(len(rows)))
+    outside = RowMap.entries(TokenCount(1), found.length), RowMap.entries(TokenCount(-1), TokenCount(1))
+    assert all(found.then(each) is None for each in outside)
+    assert not found.reaches_beyond()
+    assert RowMap.entries(TokenCount(1), T).reaches_beyond()
 
 
 @pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "turned", "state", "conv"])
@@ -114,7 +145,7 @@ def test_rows_that_are_too_short_are_refused() -> None:
 
 
 def test_padding_is_not_carried_into_a_document() -> None:
-    apart = Neighbours(SHIFT.parts, extras=1, apart=True)
+    apart = Neighbours(SHIFT.entries, extras=1, apart=True)
     padded = Documents(np.array([0, 6]), np.array([4, 6]), 14)
     for rows, refused in (([padded], True), ([Documents.from_lengths([6, 4], 14)], False)):
         plan = plan_batch(rows, 2, "contiguous")

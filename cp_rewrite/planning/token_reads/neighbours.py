@@ -93,14 +93,14 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
     if read.span == 1:
         kept = np.where(own | (not read.keeps_fill), -1, np.arange(tokens.size).reshape(tokens.shape)).reshape(-1)
-        source = _sources(read, tokens.reshape(-1) + read.first, plan.rows[0].total)
+        source = read.entries.rows(tokens.reshape(-1) + read.first, plan.rows[0].total)
         _check_apart(plan, read, batch, tokens.reshape(-1), source)
         return batch, source, kept, np.arange(tokens.size)
     begin = np.flatnonzero(_run_starts(plan, rank, apart=read.outside is not None))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
     token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
-    source = _sources(read, expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
+    source = read.entries.rows(expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
     if read.outside is not None:
         ids = _document_ids(plan)
         own = np.repeat(ids[batch, token][begin], lengths)
@@ -110,22 +110,6 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     for tap in range(read.span if read.apart else 0):
         _check_apart(plan, read, batch, token, source[out_rows + tap])
     return row, source, np.full(len(source), -1), out_rows
-
-
-def _sources(read: Neighbours, entries: Int, tokens: int) -> Int:
-    """The token of each entry; of a row that all ranks have, `tokens` and its number.
-
-    Raises:
-        ValueError: the row is too short.
-    """
-    lengths = np.array([part.length.of(tokens) for part in read.parts])
-    if (lengths < 0).any() or (entries >= lengths.sum()).any():
-        raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
-    starts = np.array([tokens + p.extra if p.extra is not None else p.start.of(tokens) for p in read.parts])
-    moves = np.array([0 if part.repeats else -1 if part.back else 1 for part in read.parts])
-    stops = lengths.cumsum()
-    part = np.searchsorted(stops, entries, side="right")
-    return starts[part] + (entries - (stops - lengths)[part]) * moves[part]
 
 
 def _document_ids(plan: BatchPlan) -> Int:
@@ -159,8 +143,8 @@ def _places(owners: Int, rank: int, world_size: int, room: _Room | None) -> tupl
 def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     """Sizes that serve every batch of as many tokens whose ranks have no more runs of tokens than the capacity pieces.
 
-    A run of tokens p … q reads of a part the tokens p + d … q + d + span - 1: of others no more than those before p and
-    behind q. All fill of a row of the batch reads what one token does.
+    A run of tokens p … q reads of a piece the tokens p + d … q + d + span - 1: of others no more than those before p
+    and behind q. All fill of a row of the batch reads what one token does.
     """
     size, tokens, batch = len(plan.rows) * plan.local_size, plan.rows[0].total, len(plan.rows)
     fill = batch * plan.fill
@@ -172,10 +156,10 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     if runs > capacity.pieces:
         raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {runs} on some rank: raise it")
     sent, entry = 0, 0
-    for part in read.parts:
-        first, length = part.start.of(tokens) - entry + read.first, part.length.of(tokens)
-        reach = length if part.back else max(0, -first) + max(0, first + read.span - 1)
-        sent += min(batch * length, capacity.pieces * reach + batch * read.span) * (part.extra is None)
+    for piece in read.entries.pieces:
+        first, length = piece.start.of(tokens) - entry + read.first, piece.length.of(tokens)
+        reach = length if piece.step < 0 else max(0, -first) + max(0, first + read.span - 1)
+        sent += min(batch * length, capacity.pieces * reach + batch * read.span) * (piece.of is None)
         entry += length
     most = min(size, capacity.pieces + fill)
     return _Room(min(size, sent), size + (read.span - 1) * most)

@@ -19,6 +19,10 @@ class TokenCount:
     def __sub__(self, other: TokenCount) -> TokenCount:
         return TokenCount(self.plus - other.plus, self.times - other.times)
 
+    def order(self) -> tuple[int, int]:
+        """By which counts stand in the order of their numbers, in rows that are longer than every constant."""
+        return self.times, self.plus
+
     def of(self, tokens: Any) -> Any:
         """Of a row of so many tokens: a number, or one that a graph computes."""
         if not self.times:

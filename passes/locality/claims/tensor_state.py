@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch.fx as fx
 
-from cp_rewrite.planning.token_reads.token_count import TokenCount
+from cp_rewrite.planning.token_reads.row_map import RowMap
 
 from .dims import Dims, Factor, Order, T, has
 
@@ -92,23 +92,12 @@ class GroupSizes:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Successive entries of a token dim. Args: of: what they are entries of, from `start` on: None, of `Moved.source`;
-    a node that is the same on all ranks; or a number, which all of them are. back: they follow each other backwards."""
-
-    length: TokenCount
-    start: TokenCount
-    of: fx.Node | Number | None = None
-    back: bool = False
-
-
-@dataclass(frozen=True)
 class Taps:
     """A convolution over tokens: entry i of its result is made of the entries i … i + span - 1 of its padded operand,
-    which is made of `pieces`."""
+    which are `entries` of the source."""
 
     node: fx.Node
-    pieces: tuple[Piece, ...]
+    entries: RowMap
     span: int
 
 
@@ -120,13 +109,14 @@ class Moved:
         cat([zero, x[:, :-1]], 1)              1 entry of zero, [0, T - 1) of x
 
     Args:
-        source: a tensor with `rows`. pieces: the entries of the token dim in turn.
-        taps: the pieces are of this convolution of the source.
+        source: a tensor with `rows`.
+        entries: of the token dim, of the source's; of a node that is the same on all ranks; or of a number.
+        taps: the entries are of this convolution of the source.
     """
 
     source: fx.Node
     rows: Rows
-    pieces: tuple[Piece, ...]
+    entries: RowMap
     taps: Taps | None = None
 
 

@@ -1,10 +1,7 @@
-"""Ops that move tokens to other places: what their results are made of, in entries of the whole row.
+"""Ops that move tokens to other places: the map from entries of the whole row to those of their results.
 
-    a = x[:, :-1]                      [0, T - 1) of x
-    b = F.pad(x, (0, 0, 2, 0))         0 0, [0, T) of x
-    c = b[:, :-2]                      0 0, [0, T - 2) of x
-    d = x.roll(1, 1)                   [T - 1, T) of x, [0, T - 1) of x
-    e = x.flip(1)                      T - 1, T - 2, …, 0 of x
+    a = F.pad(x, (0, 0, 2, 0))         0 0, [0, T) of x
+    b = a[:, :-2]                      [0, T) of a: 0 0, [0, T - 2) of x
 
 T is the row's number of tokens: where the graph says S - 1 of a shard of S tokens, one process has T - 1. Each function
 raises Mixes where the entries can't be told.
@@ -12,18 +9,18 @@ raises Mixes where the entries can't be told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T, fewer, with_fewer
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Piece, Rows, Taps
+from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Moved, Rows, Taps
 from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.planning.token_reads.row_map import Piece, RowMap
 from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 
 
@@ -38,7 +35,7 @@ def _move(gives: Callable[[Call], Moved]) -> Callable[[Call], Moved]:
         if call.name not in ("convolution", "_to_copy") and call.outs[0].dtype != call.first.dtype:
             raise Mixes(f"{call.name} of tokens in other places gives another dtype")
         length = _length(call, call.outs[0], new.rows.token_dim)
-        if total(new.pieces) != length:
+        if new.entries.length != length:
             raise Mixes(f"{call.name} moves tokens by a number that is not known")
         return new
 
@@ -53,28 +50,12 @@ def follow_source(call: Call) -> None:
         sources[id(call.outs[0])] = sources[id(call.first)]
 
 
-def total(pieces: Sequence[Piece]) -> TokenCount:
-    """How many entries pieces have."""
-    return sum((piece.length for piece in pieces), ZERO)
-
-
-def take(pieces: Sequence[Piece], start: TokenCount, length: TokenCount) -> tuple[Piece, ...]:
-    """`length` entries from `start` on, of rows that are longer than every constant."""
-    found: list[Piece] = []
-    for piece in pieces:
-        skipped = _smaller(start, piece.length)
-        taken = _smaller(piece.length - skipped, length)
-        start, length = start - skipped, length - taken
-        if taken != ZERO:
-            first = piece.start - skipped if piece.back else piece.start + skipped
-            found.append(replace(piece, length=taken, start=first))
-    if length != ZERO or start != ZERO:
+def _of_entries(x: Moved, after: RowMap) -> Moved:
+    """What a map reads of a tensor's entries."""
+    entries = x.entries.then(after)
+    if entries is None:
         raise Mixes("takes more tokens than there are")
-    return tuple(found)
-
-
-def _smaller(a: TokenCount, b: TokenCount) -> TokenCount:
-    return min(a, b, key=lambda x: (x.times, x.plus))
+    return replace(x, entries=entries)
 
 
 def _whole(call: Call, x: Tensor) -> Moved:
@@ -91,7 +72,7 @@ def _whole(call: Call, x: Tensor) -> Moved:
     if others or dims[state.token_dim] != (T,) or (batch != 1 and call.extents.batch != 1):
         raise Mixes("moves tokens that are not in a dim of their own")
     call.use_positions(x)
-    return Moved(source, replace(state, dims=dims), (Piece(ROW - TokenCount(by), ZERO),))
+    return Moved(source, replace(state, dims=dims), RowMap.entries(ZERO, ROW - TokenCount(by)))
 
 
 def _number(call: Call, value: Any) -> TokenCount:
@@ -125,8 +106,8 @@ def sliced(call: Call) -> Moved:
         raise Mixes("takes every other token")
     start = _number(call, call.arg("start") or 0)
     if start.times == 0 and start.plus < 0:
-        start = start + total(x.pieces)
-    return replace(x, pieces=take(x.pieces, start, _length(call, call.outs[0], dim)))
+        start = max(start + x.entries.length, ZERO, key=TokenCount.order)  # as many as there are, where there are fewer
+    return _of_entries(x, RowMap.entries(start, _length(call, call.outs[0], dim)))
 
 
 @_move
@@ -135,17 +116,16 @@ def padded(call: Call) -> Moved:
     ndim, value = call.first.ndim, call.arg("value")
     if not all(isinstance(n, int) for n in amounts) or not isinstance(value, int | float):
         raise Mixes("pads by a number that is not known")
-    pieces = x.pieces
     for i in range(len(amounts) // 2):  # from the last dim on: (before, after)
         before, after = amounts[2 * i : 2 * i + 2]
         if ndim - 1 - i != x.rows.token_dim and (before or after):
             raise Mixes("pads another dim too")
         if ndim - 1 - i == x.rows.token_dim:
-            cut = TokenCount(max(-before, 0)), TokenCount(max(-before, 0) + max(-after, 0))
-            pieces = take(pieces, cut[0], total(pieces) - cut[1])
-            ends = [Piece(TokenCount(n), ZERO, value) for n in (before, after)]
-            pieces = (*ends[: before > 0], *pieces, *ends[1 : 1 + (after > 0)])
-    return replace(x, pieces=pieces)
+            start, cut = max(-before, 0), max(-before, 0) + max(-after, 0)
+            own = RowMap.entries(TokenCount(start), x.entries.length - TokenCount(cut))
+            ends = [RowMap.same(TokenCount(max(n, 0)), value) for n in (before, after)]
+            x = _of_entries(x, ends[0] + own + ends[1])
+    return x
 
 
 @_move
@@ -155,25 +135,25 @@ def joined(call: Call) -> Moved:
     if first is None:
         raise Mixes("joins no tokens")
     dim = _dim(call, first)
-    pieces: list[Piece] = []
+    entries = RowMap(())
     for x in tensors:
         if call.state(x) is REPLICATED:
             source = call.facts.sources.get(id(x))
             length = _length(call, x, dim)
             if source is None or length.times:
                 raise Mixes("joins something that is made at once to tokens")
-            pieces.append(Piece(length, ZERO, source))
+            entries += RowMap((Piece(length, of=source),))
             continue
         part = _whole(call, x)
-        plain = all(piece.of is not None for piece in part.pieces)
+        plain = all(piece.of is not None for piece in part.entries.pieces)
         if not plain and (part.source, part.taps) != (first.source, first.taps):
-            if any(piece.of is None for piece in first.pieces):
+            if any(piece.of is None for piece in first.entries.pieces):
                 raise Mixes("joins tokens of several tensors")
             first = part
         if part.rows.dims != first.rows.dims:
             raise Mixes("joins tokens that are in other dims")
-        pieces += part.pieces
-    return replace(first, pieces=tuple(pieces))
+        entries += part.entries
+    return replace(first, entries=entries)
 
 
 @_move
@@ -183,10 +163,10 @@ def rolled(call: Call) -> Moved:
         raise Mixes("rolls several dims, or by a number that is not known")
     if dims[0] % call.first.ndim != x.rows.token_dim:
         raise Mixes("rolls another dim than that of the tokens")
-    length = total(x.pieces)
+    length = x.entries.length
     moved_last = TokenCount(shifts[0]) if shifts[0] >= 0 else length + TokenCount(shifts[0])
     kept = length - moved_last
-    return replace(x, pieces=(*take(x.pieces, kept, moved_last), *take(x.pieces, ZERO, kept)))
+    return _of_entries(x, RowMap.entries(kept, moved_last) + RowMap.entries(ZERO, kept))
 
 
 @_move
@@ -194,15 +174,7 @@ def flipped(call: Call) -> Moved:
     x = _whole(call, call.first)
     if [dim % call.first.ndim for dim in call.arg("dims")] != [x.rows.token_dim]:
         raise Mixes("turns other dims than that of the tokens round")
-    return replace(x, pieces=tuple(_turned(piece) for piece in reversed(x.pieces)))
-
-
-def _turned(piece: Piece) -> Piece:
-    """A piece from its last entry to its first."""
-    steps = piece.length - TokenCount(1)
-    last = piece.start - steps if piece.back else piece.start + steps
-    number = piece.of is not None and not isinstance(piece.of, fx.Node)
-    return piece if number else replace(piece, start=last, back=not piece.back)
+    return _of_entries(x, RowMap((Piece(x.entries.length).turned(),)))
 
 
 @_move
@@ -213,7 +185,7 @@ def filled(call: Call) -> Moved:
     factor = call.arg("other") if call.name == "mul" else 0
     if isinstance(factor, Tensor) or factor != 0 or not isinstance(number, int | float):
         raise Mixes(f"{call.name} of tokens in other places")
-    return replace(x, pieces=(Piece(total(x.pieces), ZERO, number),))
+    return replace(x, entries=RowMap.same(x.entries.length, number))
 
 
 @_move
@@ -228,7 +200,7 @@ def unchanged(call: Call) -> Moved:
 def detached(call: Call) -> Moved:
     """Of what has no gradient anyway."""
     state = call.state(call.first)
-    numbers = isinstance(state, Moved) and all(isinstance(piece.of, int | float) for piece in state.pieces)
+    numbers = isinstance(state, Moved) and all(isinstance(piece.of, int | float) for piece in state.entries.pieces)
     if call.facts.has_gradient(call.first) and not numbers:
         raise Mixes("cuts tokens in other places off from their gradient")
     return unchanged(call)
@@ -253,6 +225,6 @@ def convolution(call: Call) -> Moved:
         raise Mixes("a convolution that is not called by itself")
     if any(call.state(t) is not REPLICATED for t in call.tensors[1:]):
         raise Mixes("a convolution with a kernel made from tokens")
-    zeros = (Piece(TokenCount(padding[0]), ZERO, 0),) if padding[0] else ()
-    taps = Taps(node, (*zeros, *x.pieces, *zeros), dilation[0] * (weight.shape[2] - 1) + 1)
-    return replace(x, pieces=(Piece(total(taps.pieces) - TokenCount(taps.span - 1), ZERO),), taps=taps)
+    zeros = RowMap.same(TokenCount(padding[0]), 0)
+    taps = Taps(node, zeros + x.entries + zeros, dilation[0] * (weight.shape[2] - 1) + 1)
+    return replace(x, entries=RowMap.entries(ZERO, taps.entries.length - TokenCount(taps.span - 1)), taps=taps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,18 +25,17 @@ from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.dims import B, fewer, with_fewer
-from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Piece, Rows
+from cp_rewrite.passes.locality.claims.tensor_state import AtMost, Moved, Rows
 from cp_rewrite.passes.locality.findings import Findings
 from cp_rewrite.passes.locality.node.run import NodeRunner, Outcome, States
 from cp_rewrite.passes.values.locality import NeighbourRead
 from cp_rewrite.passes.values.sizes import token_count
-from cp_rewrite.planning.plan_input import Neighbours, Part
+from cp_rewrite.planning.plan_input import EXTRAS, Neighbours
+from cp_rewrite.planning.token_reads.row_map import Piece, RowMap
 from cp_rewrite.planning.token_reads.token_count import ROW, ZERO, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import HigherOrderOperator
-
-from .moves import take, total
 
 Visit = Callable[[fx.Node], States]
 
@@ -79,11 +79,11 @@ class Reads:
                 self.env[node] = self._settled(node, state, visit)
 
     def _settled(self, node: fx.Node, state: Moved, visit: Visit) -> States:
-        if state.taps is None and state.pieces == (Piece(ROW, ZERO),) and node not in self.found:
+        if state.taps is None and state.entries == RowMap.entries(ZERO, ROW) and node not in self.found:
             source = self.env.get(state.source)
             if not isinstance(source, Rows) or not fewer(source.dims):  # all are where they were, on a rank too
                 return Rows(state.rows.dims, state.rows.fill, attended=state.rows.attended)
-        by = _missing(state.pieces)
+        by = _missing(state.entries)
         read = None if by is None else self._read(node, state, by)
         if by is None or read is None:
             return self._undo(node, visit)
@@ -130,69 +130,61 @@ class Reads:
 
     def _read(self, node: fx.Node, state: Moved, by: int) -> NeighbourRead | None:
         """What replaces a node, of `by` tokens fewer than the row; None: its rows are not those of one tensor."""
-        taps, pieces, first = state.taps, state.pieces, 0
+        taps, entries, first = state.taps, state.entries, 0
         rows, span = state.rows, 1 if taps is None else taps.span
         dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
-        if taps is None and pieces == (Piece(total(pieces), ZERO),):
+        if taps is None and entries.is_identity:
             same = "as many rows as there are tokens: some are left out"
             return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same)
         if taps is not None:
-            (piece, *others), start = pieces, pieces[0].start
-            if others or piece.back or piece.of is not None or start.times or start.plus < 0:
+            (piece, *others), start = entries.pieces, entries.pieces[0].start
+            if others or piece.step != 1 or piece.of is not None or start.times or start.plus < 0:
                 return None
-            pieces, first = taps.pieces, start.plus
-        if any(piece.of is None and _beyond(piece) for piece in pieces):
+            entries, first = taps.entries, start.plus
+        if entries.reaches_beyond():
             return None
         keeps = taps is None and rows.fill is not None and not isinstance(rows.fill, AtMost)
-        missing = first + span - 1 - (total(pieces) - ROW).plus
-        pieces = (*pieces, *_behind(pieces, missing, rows.fill if keeps else None))
-        parts, extras, count = _parts(pieces)
+        missing = first + span - 1 - (entries.length - ROW).plus
+        entries += _behind(entries, missing, rows.fill if keeps else None)
+        entries, extras, count = _with_extras(entries)
         outside = None
         if taps is not None and self.resets:
             extras, outside, count = _with_zero(extras, count)
-        read = Neighbours(parts, first, span, count, keeps, rows.attended and outside is None, outside)
+        read = Neighbours(entries, first, span, count, keeps, rows.attended and outside is None, outside)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
         return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
 
 
-def _missing(pieces: Sequence[Piece]) -> int | None:
+def _missing(entries: RowMap) -> int | None:
     """How many tokens fewer than the row there are; None: that depends on the row's length."""
-    found = ROW - total(pieces)
+    found = ROW - entries.length
     return found.plus if found.times == 0 else None
 
 
-def _beyond(piece: Piece) -> bool:
-    """Whether a piece reaches behind the row's last token."""
-    left = ROW - piece.start - (TokenCount(1) if piece.back else piece.length)
-    return left.times < 0 or (left.times == 0 and left.plus < 0)
-
-
-def _behind(pieces: Sequence[Piece], missing: int, fill: Any) -> tuple[Piece, ...]:
+def _behind(entries: RowMap, missing: int, fill: Any) -> RowMap:
     """What stands in for rows that are not there: a number, or the last entry again, which such rows may hold."""
     if missing <= 0:
-        return ()
+        return RowMap(())
     if fill is not None:
-        return (Piece(TokenCount(missing), ZERO, fill),)
-    return take(pieces, total(pieces) - TokenCount(1), TokenCount(1)) * missing
+        return RowMap.same(TokenCount(missing), fill)
+    last = entries.then(RowMap.entries(entries.length - TokenCount(1), TokenCount(1)))
+    assert last is not None
+    return RowMap(last.pieces * missing)
 
 
-def _parts(pieces: Sequence[Piece]) -> tuple[tuple[Part, ...], tuple[tuple[Any, int], ...], int]:
-    """Pieces as the plan knows them, what their extra rows are, and how many."""
-    parts: list[Part] = []
+def _with_extras(entries: RowMap) -> tuple[RowMap, tuple[tuple[Any, int], ...], int]:
+    """Entries as the plan knows them, what their extra rows are, and how many."""
+    counts = {piece.of: _rows(piece.of, entries.pieces) for piece in entries.pieces if piece.of is not None}
     first: dict[Any, int] = {}
-    counts = {piece.of: _rows(piece.of, pieces) for piece in pieces if piece.of is not None}
     for of in counts:
         first[of] = sum(counts[before] for before in first)
-    for piece in pieces:
-        if piece.of is None:
-            parts.append(Part(piece.length, piece.start, back=piece.back))
-        elif isinstance(piece.of, fx.Node):
-            parts.append(Part(piece.length, extra=first[piece.of] + piece.start.plus, back=piece.back))
-        else:
-            parts.append(Part(piece.length, extra=first[piece.of], repeats=True))
-    return tuple(parts), tuple(counts.items()), sum(counts.values())
+    known = [
+        piece if piece.of is None else replace(piece, of=EXTRAS, start=piece.start + TokenCount(first[piece.of]))
+        for piece in entries.pieces
+    ]
+    return RowMap(tuple(known)), tuple(counts.items()), sum(counts.values())
 
 
 def _with_zero(extras: tuple[tuple[Any, int], ...], count: int) -> tuple[tuple[tuple[Any, int], ...], int, int]:
@@ -209,21 +201,20 @@ def _rows(of: Any, pieces: Sequence[Piece]) -> int:
     """Extra rows of a number, or of a node, as many as the pieces reach into."""
     if not isinstance(of, fx.Node):
         return 1
-    ends = (piece.start + (TokenCount(1) if piece.back else piece.length) for piece in pieces if piece.of is of)
-    return max(end.plus for end in ends)
+    return max(piece.end.plus for piece in pieces if piece.of is of)
 
 
 def _has_gradient(state: States) -> bool:
     """Whether what moved tokens are made of has a gradient."""
     if not isinstance(state, Moved):
         return False
-    read = [state.source] * any(piece.of is None for piece in state.pieces)
+    read = [state.source] * any(piece.of is None for piece in state.entries.pieces)
     return any(map(needs_gradient, [*read, *_others(state), *(state.taps.node.all_input_nodes if state.taps else ())]))
 
 
 def _others(state: Moved) -> list[fx.Node]:
     """Nodes that are the same on all ranks, and that moved tokens are made of."""
-    pieces = (*state.pieces, *(state.taps.pieces if state.taps else ()))
+    pieces = (*state.entries.pieces, *(state.taps.entries.pieces if state.taps else ()))
     return [piece.of for piece in pieces if isinstance(piece.of, fx.Node)]
 
 

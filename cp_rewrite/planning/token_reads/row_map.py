@@ -1,0 +1,128 @@
+"""Row maps: which row each entry of a token dim is, piece by piece.
+
+    x[:, :-1]                   [0, T - 1) of x
+    F.pad(x, (0, 0, 2, 0))      0 0, [0, T) of x
+    x.roll(1, 1)                [T - 1, T) of x, [0, T - 1) of x
+    x.flip(1)                   T - 1, T - 2, …, 0 of x
+
+Maps follow each other: x.roll(1, 1)[:, 2:] is [2, T) of what is [T - 1, T), [0, T - 1) of x: [1, T - 1) of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cp_rewrite.planning.intervals import Int
+
+from .token_count import ROW, ZERO, TokenCount
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Successive entries: entry i is row start + step · i of `of`.
+
+    Args:
+        step: 1; -1: they follow each other backwards; 0, never of what is mapped: all are the same.
+        of: None: what is mapped; else what a user of maps names by it, of which all ranks have the rows.
+    """
+
+    length: TokenCount
+    start: TokenCount = ZERO
+    step: int = 1
+    of: Any = None
+
+    @property
+    def end(self) -> TokenCount:
+        """Behind the greatest row that is read."""
+        return self.start + (self.length if self.step > 0 else TokenCount(1))
+
+    def row(self, entry: TokenCount) -> TokenCount:
+        """Of an entry."""
+        return self.start + TokenCount(self.step * entry.plus, self.step * entry.times)
+
+    def part(self, entry: TokenCount, length: TokenCount) -> Piece:
+        """`length` entries from one on."""
+        return replace(self, start=self.row(entry), length=length)
+
+    def turned(self) -> Piece:
+        """From its last entry to its first."""
+        return replace(self, start=self.row(self.length - TokenCount(1)), step=-self.step)
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Entries in turn; of rows that are longer than every constant."""
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def entries(cls, start: TokenCount, length: TokenCount) -> RowMap:
+        """`length` of what is mapped, from one on."""
+        return cls((Piece(length, start),))
+
+    @classmethod
+    def same(cls, length: TokenCount, of: Any) -> RowMap:
+        """One row again and again."""
+        return cls((Piece(length, step=0, of=of),) if length != ZERO else ())
+
+    @property
+    def length(self) -> TokenCount:
+        return sum((piece.length for piece in self.pieces), ZERO)
+
+    @property
+    def is_identity(self) -> bool:
+        """True if all entries are where they were, of a row or of its first tokens."""
+        return self == RowMap.entries(ZERO, self.length)
+
+    def __add__(self, other: RowMap) -> RowMap:
+        """The entries of one, then those of the other."""
+        return RowMap((*self.pieces, *other.pieces))
+
+    def then(self, after: RowMap) -> RowMap | None:
+        """What `after` reads of this map's entries; None: more than there are."""
+        found: list[Piece] = []
+        for piece in after.pieces:
+            if piece.of is not None:
+                found.append(piece)
+                continue
+            assert piece.step
+            forward = piece if piece.step > 0 else piece.turned()
+            taken = self._taken(forward.start, forward.length)
+            if taken is None:
+                return None
+            found += taken if piece.step > 0 else [each.turned() for each in reversed(taken)]
+        return RowMap(tuple(found))
+
+    def _taken(self, start: TokenCount, length: TokenCount) -> list[Piece] | None:
+        found: list[Piece] = []
+        if min(start, length, key=TokenCount.order).order() < ZERO.order():
+            return None
+        for piece in self.pieces:
+            skipped = min(start, piece.length, key=TokenCount.order)
+            taken = min(piece.length - skipped, length, key=TokenCount.order)
+            start, length = start - skipped, length - taken
+            if taken != ZERO:
+                found.append(piece.part(skipped, taken))
+        return found if length == start == ZERO else None
+
+    def reaches_beyond(self) -> bool:
+        """True if rows behind the last token are read."""
+        return any(piece.end.order() > ROW.order() for piece in self.pieces if piece.of is None)
+
+    def rows(self, entries: Int, tokens: int) -> Int:
+        """The row of each entry, where a row has so many tokens; of an entry of something else `tokens` and its row.
+
+        Raises:
+            ValueError: there are no such entries.
+        """
+        lengths = np.array([piece.length.of(tokens) for piece in self.pieces])
+        if (lengths < 0).any() or (entries >= lengths.sum()).any():
+            raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
+        starts = np.array([piece.start.of(tokens) + tokens * (piece.of is not None) for piece in self.pieces])
+        steps = np.array([piece.step for piece in self.pieces])
+        stops = lengths.cumsum()
+        piece = np.searchsorted(stops, entries, side="right")
+        return starts[piece] + (entries - (stops - lengths)[piece]) * steps[piece]
