@@ -1,7 +1,4 @@
-"""Batches are planned for the attention that runs, once a graph is compiled: alike on all ranks, whatever their speed.
-
-Cases have annotations that differ, for what was noted of one is known to later cases with an equal one.
-"""
+"""Batches are planned for the attention that runs, once a graph is compiled: ranks plan alike, whatever their speed."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ Step = tuple[list[int], float, list[float], int]
 def train(mesh: DeviceMesh, ahead: bool, slow_loader: int) -> list[Step]:
     torch._dynamo.reset()
     counters.clear()
-    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager", keep_kv=ahead)
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
     module = PackedModel()
     model: Any = torch.compile(module, backend=cp.backend(sharding), fullgraph=True)
     loader, found = Slow(0.05 * (dist.get_rank() == slow_loader)), list[Step]()
@@ -122,7 +119,7 @@ def test_ranks_plan_alike_for_the_models_heads(pool: Pool, ahead: bool, first: i
 def train_with_an_error(mesh: DeviceMesh) -> list[list[int]]:
     """Rank 1 leaves the first batch with an error, once the model is compiled."""
     torch._dynamo.reset()
-    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager", reset_states=True)
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
     model: Any = torch.compile(PackedModel(), backend=cp.backend(sharding), fullgraph=True)
     owned: list[list[int]] = []
     for step in range(2):
@@ -169,7 +166,7 @@ def test_the_graph_with_most_attention_counts(pool: Pool) -> None:
 
 
 def noted_in_turn(mesh: DeviceMesh) -> list[str]:
-    sharding, found = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), strict=False), list[str]()
+    sharding, found = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids")), list[str]()
     assert site_now(sharding) is None
     for heads, exchange, columns in (((2, 2), "needed", 16), ((4, 1), "push", 64), ((8, 8), "needed", 64)):
         note_sites(sharding, SiteKind(Model(heads, 8), exchange), columns)

@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_rewrite.batch.active import sites
 from cp_rewrite.batch.steps import later
 
 TIMEOUT_S = 300
@@ -133,6 +134,7 @@ def _serve(rank: int, size: int, folder: str, tasks: Any, results: Any) -> None:
         # Torch names a group by how many its process has made: alike here, whatever groups only some ranks made before.
         distributed_c10d._world.group_count = 1000 * case
         later._batches.clear()  # a rank that failed in the last test noted less than others
+        sites._noted.sites.clear()  # as in a new process: first batches are planned for usual heads
         if fresh:
             torch._dynamo.reset()
         try:
