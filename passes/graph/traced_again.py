@@ -99,7 +99,7 @@ def first_difference(ours: fx.GraphModule, other: fx.GraphModule, same: Same) ->
         if isinstance(a, slice):
             return isinstance(b, slice) and alike((a.start, a.stop, a.step), (b.start, b.stop, b.step))
         if isinstance(a, _SYMBOLIC) or isinstance(b, _SYMBOLIC):
-            return same(a, b)
+            return all(isinstance(x, int | float | _SYMBOLIC) for x in (a, b)) and same(a, b)
         return type(a) is type(b) and bool(a == b)
 
     theirs = [node for node in other.graph.nodes if _number(node) is node]

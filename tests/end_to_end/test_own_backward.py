@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import cp_rewrite as cp
 from cp_rewrite.planning.names import LAYOUTS
+from tests.end_to_end.test_batches_in_turn import check_all
 from tests.helpers.one_process import check_or_refuse, compare
-from tests.helpers.packed_model import WIDTH, PackedModel
+from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
 Mix = Callable[["Functions", Tensor], Tensor]
@@ -216,3 +218,16 @@ BESIDE: dict[str, Mix] = {
 def test_backwards_that_mix_tokens_are_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXES, "beside", BESIDE[name])
     check_or_refuse(Functions(["beside"]))
+
+
+def _mean_made_again(m: Any, h: Tensor, y: Tensor) -> Tensor:
+    return made_again(h.flatten(0, 1), m.head.weight, y.flatten()).mean()
+
+
+def test_a_mean_of_losses_that_a_backward_makes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one chunk has a number and another a tensor, they are not alike."""
+    monkeypatch.setitem(LOSSES, "beside", _mean_made_again)
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+    torch._dynamo.reset()
+    with pytest.raises(cp.RewriteRefused):
+        check_all(Functions(["beside"]).double(), sharding, [packed_batch(1, 13), packed_batch(1, 18)])
