@@ -240,10 +240,12 @@ class Sharding:
 
     def layout_options(self, site: SiteKind | None = None) -> LayoutOptions:
         """Where a batch's documents may be cut, and what its plan is made for: attention as it runs at `site`, but for
-        the sizes that the annotation names. None: that is not known."""
+        the sizes that the annotation names. None: that is not known. It does not count with a capacity: batches need as
+        much in every step."""
         speeds = self.device_speeds or DEVICES["h200"]
-        # heads don't go with a capacity
-        site = site or SiteKind(Model(), "needed" if self.capacity is not None else self.exchange)
+        if self.capacity is not None:
+            site = SiteKind(Model(), "needed")  # heads don't go with a capacity
+        site = site or SiteKind(Model(), self.exchange)
         model, exchange = site.model, site.exchange
         model = replace(model, heads=self.heads or model.heads, head_dim=self.head_dim or model.head_dim)
         return LayoutOptions(

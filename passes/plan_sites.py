@@ -235,6 +235,11 @@ def would_be_one_sided(state: State) -> bool:
     return gpus and (sharding.node_size or sharding.world_size) >= sharding.world_size
 
 
+def between_gpus(name: str, state: State) -> str:
+    """The exchange that carries this one out on the machine that is planned for."""
+    return BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name
+
+
 def _is_known(state: State) -> bool:
     """Whether the batch that is compiled has so many tokens that others will be like it."""
     return len(state.plan.plan.rows) * state.plan.plan.local_size >= FEW_TOKENS

@@ -73,10 +73,15 @@ def packed_attention(
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, k.shape[1], k.shape[2], v.shape[2])
-    params = Params(scale, softcap, deterministic)
+    return _attended(q, keys, values, tables, Params(scale, softcap, deterministic), kernel, sinks, site)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params, kernel: str, sinks: Tensor | None, site: str
+) -> tuple[Tensor, Tensor]:
     with nvtx("attention"):
-        out, lse = load(kernel).forward(q, keys, values, tables, params)
-    note(site, q, keys, tables, params)
+        out, lse = load(kernel).forward(q, k, v, tables, params)
+    note(site, q, k, tables, params)
     return finished(out, lse, tables, sinks)
 
 
@@ -109,9 +114,15 @@ def packed_attention_backward(
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     keys, values = split_kv(kv, heads_kv, q.shape[2], dim_v)
     params = Params(scale, softcap, deterministic, unrounded)
+    return _gradients(dout, q, keys, values, out, lse, tables, params, kernel)
+
+
+def _gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tables: Tables, params: Params, kernel: str
+) -> tuple[Tensor, Tensor]:
     with nvtx("attention_backward"):
-        dq, dk, dv = load(kernel).backward(dout, q, keys, values, out, lse, tables, params)
-    return dq, as_rows(dk, dv, keys, values)
+        dq, dk, dv = load(kernel).backward(dout, q, k, v, out, lse, tables, params)
+    return dq, as_rows(dk, dv, k, v)
 
 
 @packed_attention_backward.register_fake
@@ -208,11 +219,7 @@ def gathered_attention(
     Returns out (R, Hq, V) and lse (Hq, R), as there.
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
-    params = Params(scale, softcap, deterministic)
-    with nvtx("attention"):
-        out, lse = load(kernel).forward(q, k, v, tables, params)
-    note(site, q, k, tables, params)
-    return finished(out, lse, tables, sinks)
+    return _attended(q, k, v, tables, Params(scale, softcap, deterministic), kernel, sinks, site)
 
 
 @gathered_attention.register_fake
@@ -239,9 +246,7 @@ def gathered_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """dq (R, Hq, D), and dk and dv as one (E, C); exact zeros in rows of no piece."""
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
-    with nvtx("attention_backward"):
-        dq, dk, dv = load(kernel).backward(dout, q, k, v, out, lse, tables, Params(scale, softcap, deterministic))
-    return dq, as_rows(dk, dv, k, v)
+    return _gradients(dout, q, k, v, out, lse, tables, Params(scale, softcap, deterministic), kernel)
 
 
 @gathered_attention_backward.register_fake

@@ -145,7 +145,7 @@ class Chunks:
                 adds |= readers
             else:
                 found.append(self._end(key, [*readers]))
-        found += [self._sum_of(n, adds) for n in adds if not any(user in adds for user in n.users)]
+        found += [self._sum_of(n, adds, whole) for n in adds if not any(user in adds for user in n.users)]
         if not found:
             raise NotAlike
         return found
@@ -169,7 +169,7 @@ class Chunks:
             return End((key,), sums[0], (stack, sums[0]), ())
         raise NotAlike
 
-    def _sum_of(self, last: fx.Node, adds: Collection[fx.Node]) -> End:
+    def _sum_of(self, last: fx.Node, adds: Collection[fx.Node], whole: Collection[int]) -> End:
         """The end of a loop that adds its chunks' terms up one by one."""
         nodes, terms = list[fx.Node](), list[Any]()
         pending: list[Any] = [last]
@@ -182,7 +182,6 @@ class Chunks:
                 terms.append(term)
         if any(len(n.users) != 1 for n in nodes[1:]):
             raise NotAlike
-        whole = {*self.whole}
         of_chunks = [t for t in terms if isinstance(t, fx.Node) and t in self.parts and self.parts[t].key in whole]
         keys = tuple(dict.fromkeys(self.parts[t].key for t in of_chunks))
         if Counter(of_chunks) != Counter(n for key in keys for n in self.members[key]):

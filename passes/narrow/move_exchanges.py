@@ -12,14 +12,13 @@ import torch.fx as fx
 from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.locality.inputs import read_extents
-from cp_rewrite.passes.plan_sites import decide, load_for, model_of, target_speeds, would_be_one_sided
+from cp_rewrite.passes.plan_sites import between_gpus, decide, load_for, model_of, target_speeds
 from cp_rewrite.passes.values.cut import Cut
 from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.cost.constants import EXPANDED_PASSES, NARROW_GAIN, NARROW_PASSES
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, kernel_seconds
 from cp_rewrite.planning.cost.seconds import exchange_seconds, fill_seconds
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
 from cp_rewrite.planning.routes.gathered import all_gather_seconds
 from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.torch_internals import fake_mode_of
@@ -57,8 +56,7 @@ def _moved(decision: Decision, state: State, way_to: Callable[[fx.Node], ReadWay
     device = target_speeds(sharding, state.device)
     load, model = load_for(site, state), model_of(decision)
     forced = sharding.exchange_at == "narrowest"
-    name = decision.exchange_name
-    name = BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name
+    name = between_gpus(decision.exchange_name, state)
     before = exchange_seconds(load, device, model, sharding.node_size).get(name)
     kernel = kernel_seconds(load.tiles.max(), load.launches, device, model)
     if not forced and (before is None or kernel > NARROW_GAIN * before):  # no cut takes less than the kernel

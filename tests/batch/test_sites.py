@@ -151,6 +151,9 @@ def test_what_the_annotation_names_wins() -> None:
         assert usual.exchange == "auto"
         assert usual.model.heads == (sharding.heads or (64, 8))
         assert usual.model.head_dim == (sharding.head_dim or 128)
+    limited = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), capacity=cp.Capacity(4, 8, 64))
+    assert limited.layout_options(site) == limited.layout_options()
+    assert limited.layout_options().exchange == "needed"
 
 
 def test_nothing_is_known_of_a_plain_world_size() -> None:

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.steps.token_mean import group_of_threads
-from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
-from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
 from cp_rewrite.planning.names import LAYOUTS
+from tests.helpers.one_process import check_all
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel
 
 Batch = dict[str, Tensor]
@@ -112,19 +110,6 @@ BATCHES = {
     "one row": [pack([5, 4, 5]), pack([23]), pack([1] * 9 + [3]), pack([6, 1, 11])],
     "two rows": [pack([5, 4, 5], [2, 12]), pack([23], [1] * 9 + [14]), pack([6, 1, 11], [17, 1])],
 }
-
-
-def check_all(model: nn.Module, sharding: cp.Sharding, batches: Sequence[Batch]) -> list[CheckReport]:
-    """What `cp.check` says of each batch, of a model that is compiled as it is in training: once."""
-    runner = _Runner(model, ThreadSharding.like(sharding), batches[0], {"shift_labels": False, "drop": []})
-    found: list[CheckReport] = []
-    with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
-        for batch in batches:
-            runner.batch, runner.captured = batch, False
-            expected = runner.step(tensors_of(model(**batch)), None)
-            runner.compile()
-            found.append(_compare(expected, run(runner.rank_step), runner.dim))
-    return found
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.planning.names import LAYOUTS
-from tests.end_to_end.test_batches_in_turn import check_all
-from tests.helpers.one_process import check_or_refuse, compare
+from tests.helpers.one_process import check_all, check_or_refuse, compare
 from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 

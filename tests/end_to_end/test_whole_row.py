@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from tests.end_to_end.test_batches_in_turn import check_all, pack
-from tests.helpers.one_process import check_or_refuse
+from tests.end_to_end.test_batches_in_turn import pack
+from tests.helpers.one_process import check_all, check_or_refuse
 from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
 
 Mix = Callable[["Deciding", Tensor, int], Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active.marks import is_part
+from cp_rewrite.batch.steps.token_mean import group_of_threads
+from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
+from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
 from tests.helpers.packed_model import TOKENS, packed_batch
 from tests.helpers.pool import Pool
 
@@ -59,6 +62,19 @@ def compare(pool: Pool, model: Model, names: Any, ranks: int, layout: str, rows:
         for key, p in alone.named_parameters():
             if p.grad is not None:
                 torch.testing.assert_close(torch.from_numpy(grads[key]), p.grad, rtol=1e-7, atol=1e-9, msg=key)
+
+
+def check_all(model: nn.Module, sharding: cp.Sharding, batches: Sequence[dict[str, Tensor]]) -> list[CheckReport]:
+    """What `cp.check` says of each batch, of a model that is compiled as it is in training: once."""
+    runner = _Runner(model, ThreadSharding.like(sharding), batches[0], {"shift_labels": False, "drop": []})
+    found: list[CheckReport] = []
+    with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
+        for batch in batches:
+            runner.batch, runner.captured = batch, False
+            expected = runner.step(tensors_of(model(**batch)), None)
+            runner.compile()
+            found.append(_compare(expected, run(runner.rank_step), runner.dim))
+    return found
 
 
 def check_or_refuse(model: nn.Module, rows: int = 1, tokens: int = 13, **how: Any) -> str | None:

@@ -24,8 +24,8 @@ from cp_rewrite.planning.names import LAYOUTS
 from tests.border.forks import failure_of
 from tests.border.outcome import Kind, Outcome
 from tests.end_to_end import test_picked, test_scans
-from tests.end_to_end.test_batches_in_turn import check_all
 from tests.helpers import packed_model
+from tests.helpers.one_process import check_all
 from tests.helpers.source_mutants import Mutant, Place, changed, mutants_of
 
 LIMIT = 1e-6

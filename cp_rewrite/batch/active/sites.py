@@ -37,9 +37,9 @@ def note_sites(sharding: Sharding, site: SiteKind, columns: int) -> None:
 def site_now(sharding: Sharding) -> SiteKind | None:
     """What a batch is planned for whose plan is asked for now, by the thread that trains. None: it is not known.
 
-    With a capacity batches need as much in every step. The ranks of a plain world size compare no graphs.
+    The ranks of a plain world size compare no graphs.
     """
-    if sharding.capacity is not None or isinstance(sharding.mesh, int):
+    if isinstance(sharding.mesh, int):
         return None
     known = _noted.sites.get(sharding.graph_key)
     return None if known is None else known[0]

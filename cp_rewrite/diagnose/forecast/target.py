@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cp_rewrite.kernels.select import DeviceFacts
-from cp_rewrite.passes.plan_sites import inner_ranks, is_dry_run, most_of, spec_of, target_speeds, would_be_one_sided
+from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, most_of, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
@@ -15,7 +15,6 @@ from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
 from cp_rewrite.planning.cost.seconds import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.names import part_of
-from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS
 from cp_rewrite.planning.routes.grid import outer_schedule
 
 
@@ -185,9 +184,7 @@ def _planned_for(state: State) -> str:
     most = most_of(state.decisions, sharding.balanced_mask)
     if most is None or sharding.world_size == 1 or sharding.layout != "balanced":
         return ""
-    model, name = most[0].model, most[0].exchange
-    site = SiteKind(model, BETWEEN_GPUS.get(name, name) if would_be_one_sided(state) else name)
-    options = sharding.layout_options(None if sharding.capacity is not None else site)
+    options = sharding.layout_options(replace(most[0], exchange=between_gpus(most[0].exchange, state)))
     narrow = "; narrower rows that travel count as key heads" if any(each.cut for each in state.decisions) else ""
     return f"{SiteKind(options.model, options.exchange)}{narrow}"
 

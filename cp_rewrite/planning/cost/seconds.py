@@ -104,7 +104,7 @@ def all_to_all_seconds(load: Load, device: Device, model: Model, ranks_per_node:
     inside = np.array([load.local_rows * (g - 1) // inner])
     across = np.array([load.local_rows * (inner - g) // inner])
     moved = 2 * transfer_seconds(inside, across, inputs + outputs, replace(device, link=device.all_to_all))
-    reorder = load.local_rows * (A2A_PASSES * inputs + A2A_PASSES * outputs) / device.memory
+    reorder = load.local_rows * A2A_PASSES * (inputs + outputs) / device.memory
     return moved + 2 * device.latency + reorder
 
 
