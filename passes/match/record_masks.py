@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -47,7 +46,8 @@ class _Recorder:
         self.scopes = {id(scope.gm): scope for scope in reversed(list(_scopes(Scope(state.graph_module))))}
         self.inputs = state.graph_module.graph.find_nodes(op="placeholder")
         self.recorded: dict[Any, RecordedMask] = {}
-        self.tokens, self.rows = _symbols(state.tokens.counts), _symbols(state.tokens.row_counts)
+        self.tokens = tuple(found.tokens for found in state.tokens.inputs)
+        self.rows = tuple(found.rows for found in state.tokens.inputs)
 
     def record(self, site: Site) -> None:
         scope = self.scopes[id(site.graph_module)]
@@ -97,10 +97,6 @@ class _Recorder:
             {ref: self.inputs.index(n) for n, ref in leaves.items() if n in self.inputs},
             held,
         )
-
-
-def _symbols(sizes: Iterable[sympy.Expr]) -> frozenset[sympy.Expr]:
-    return frozenset(size for size in sizes if not size.is_number)
 
 
 def _scopes(scope: Scope) -> Iterator[Scope]:

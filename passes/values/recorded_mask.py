@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import sympy
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
+from cp_rewrite.passes.graph.tokens import Size
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,8 @@ class RecordedMask:
         mask: its meaning, proven or assumed.
         assumed: it is the user's word.
         where: the attention node's source line.
-        tokens, rows: symbols that count tokens and batch rows.
+        tokens, rows: of each input, how many tokens of a row and rows of the batch a rank has. Each is asked when it is
+            read: what was compiled since may have fixed it.
         indices: leaves that stand for b, h, q and k, in this order, when the mask is a function of them.
         blocks: the blocks that flex_attention looks at: (counts, indices) of those that the mask function decides in,
             then of those that are seen whole. block_size: of queries and of keys.
@@ -48,8 +49,8 @@ class RecordedMask:
     mask: PackedMask
     assumed: bool
     where: str
-    tokens: frozenset[sympy.Expr]
-    rows: frozenset[sympy.Expr]
+    tokens: tuple[Size, ...]
+    rows: tuple[Size, ...]
     indices: tuple[Ref | None, ...] = ()
     blocks: tuple[RecordedTensor, ...] = ()
     block_size: tuple[int, int] = (1, 1)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from cp_rewrite.calls import compare_masks
 from cp_rewrite.masks import MaskMismatch
+from tests.end_to_end.test_chunked_losses import Chunked
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers import packed_model
 from tests.helpers.models import build_model
@@ -98,6 +99,22 @@ def test_a_wrong_reading_of_a_mask_raises(monkeypatch: pytest.MonkeyPatch, name:
     lie(monkeypatch, mask)
     with pytest.raises(MaskMismatch, match=r"see key \d+ in row 0"):
         run_model(name, make_sharding(across_documents=True), make_batch([[13, 1, 9]]))
+
+
+def test_masks_are_compared_where_a_loop_fixes_the_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharding = cp.Sharding(3, packed_model.TOKENS, cp.DocumentIds("doc_ids"), "contiguous")
+    model, batch = Chunked("of_hidden_states").double(), packed_model.packed_batch(2)
+    assert cp.check(model, sharding, batch).largest <= 1e-9
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch, pytest.raises(MaskMismatch, match=r"see key \d+ in row"):
+        lie(patch, cp.PackedMask(causal=False))
+        cp.check(model, sharding, batch)
+    torch._dynamo.reset()
+    monkeypatch.setattr(compare_masks, "SAMPLE", 4)
+    assert cp.check(model, sharding, batch).largest <= 1e-9
+    assert "the graph fixes the number of tokens" in caplog.text
 
 
 def test_long_rows_are_sampled_at_the_front_and_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,9 +73,8 @@ SWAPS: dict[str, Sequence[str]] = {
     ".argsort(": [".flip("], "saved_tensors": ["saved_tensors[::-1]"],
 }  # fmt: skip
 """What stands in a program -> what it becomes: another op of the token dim, a place beside, a whole for a part."""
-LEFT_OUT = frozenset({"counted", "of_hidden_states"})
-"""The one writes into a buffer, of which the threads that play ranks have one. The other's loop fixes the number of
-tokens, and `cp.check` can't compare masks then (the rewritten graph is right)."""
+LEFT_OUT = frozenset({"counted"})
+"""It writes into a buffer, of which the threads that play ranks have one."""
 
 
 @dataclass(frozen=True)

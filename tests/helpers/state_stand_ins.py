@@ -16,31 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sequences(x: Tensor, offsets: Tensor | None, ids: Tensor | None = None) -> list[tuple[int, slice]]:
+def sequences(x: Tensor, offsets: Tensor | None, ids: Tensor | None = None) -> list[tuple[int, range]]:
     """(row of the batch, its tokens) of each sequence of x (B, T, …). ids: (B, T), alike in a sequence."""
     if offsets is not None:
-        return [(0, slice(a, b)) for a, b in pairwise(offsets.tolist()) if a < b]
+        return [(0, range(a, b)) for a, b in pairwise(offsets.tolist()) if a < b]
     if ids is None:
-        return [(row, slice(None)) for row in range(len(x))]
-    found: list[tuple[int, slice]] = []
+        return [(row, range(x.shape[1])) for row in range(len(x))]
+    found: list[tuple[int, range]] = []
     for row, own in enumerate(ids.tolist()):
         cuts = [0, *(t for t in range(1, len(own)) if own[t] != own[t - 1]), len(own)]
-        found += [(row, slice(a, b)) for a, b in pairwise(cuts)]
+        found += [(row, range(a, b)) for a, b in pairwise(cuts)]
     return found
 
 
 def walked(
-    step: Callable[..., tuple[Tensor, Tensor]], rows: list[Tensor], first: Tensor, where: list[tuple[int, slice]]
+    step: Callable[..., tuple[Tensor, Tensor]], rows: list[Tensor], first: Tensor, where: list[tuple[int, range]]
 ) -> tuple[Tensor, Tensor]:
     """(B, T, …) results and (S, …) states at the ends, from (S, …) first states of S sequences. rows: (B, T, …)."""
     found: dict[tuple[int, int], Tensor] = {}
     ends: list[Tensor] = []
+    batch, count = rows[0].shape[:2]
     for state, (row, tokens) in zip(first, where, strict=True):
-        for t in range(*tokens.indices(rows[0].shape[1])):
+        for t in range(tokens.start, min(tokens.stop, count)):
             state, found[row, t] = step(state, *(x[row, t] for x in rows))
         ends.append(state)
     zero = torch.zeros_like(next(iter(found.values())))
-    batch, count = rows[0].shape[:2]
     out = [torch.stack([found.get((row, t), zero) for t in range(count)]) for row in range(batch)]
     return torch.stack(out), torch.stack(ends)
 
