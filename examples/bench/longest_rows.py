@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from cp_rewrite.diagnose.explain_config import explain_config
+from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.cost.memory import GIB, Needs, Share, predict
 
@@ -25,7 +26,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "tile, checkpoints on the host": ("checkpoints",),
     "tile, checkpoints and weights on the host": ("checkpoints", "weights"),
 }
-LEFT_FREE = 2 * GIB
 PAGE = Path(__file__).parent.parent.parent / "docs" / "guides" / "memory.md"
 
 
@@ -54,7 +54,7 @@ class Model:
             rows = tokens // gpus
             share = Share(rows, round(rows * self.expanded), gpus, on_host=on_host, tiled=True, accumulated=False)
             peak = predict(self.needs, share).peak
-            if peak > DEVICES[MACHINES[machine]].device_bytes - LEFT_FREE:
+            if peak > DEVICES[MACHINES[machine]].device_bytes - BESIDE_TENSORS:
                 return found
             found, tokens = (tokens, peak / GIB), 2 * tokens
 

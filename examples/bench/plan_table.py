@@ -178,7 +178,7 @@ node, and on nodes of 8. *Before → now*: before many ranks were halved (452a68
 - *received*: KV rows of all ranks over a lower bound of them, on one node. –: hardly any must travel; so many of all
   rows do.
 - *across*: rows that enter nodes by the exchange that is predicted to take least, over the bound for nodes.
-- *ms*: CPU time to plan, of one core, the best of three, before once, on a machine with much other work. *?*: a plan
+- *ms*: CPU time to plan, of one core, the best of three, before once and beside much other work. *?*: a plan
   took over two minutes there.
 - *powers of two*: the schedule of Megatron-LM's dynamic context parallelism on the same documents: imbalance of tiles,
   imbalance of tokens, and received rows over the bound, which is one of balanced plans: others may stay below.

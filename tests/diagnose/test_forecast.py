@@ -21,6 +21,7 @@ from cp_rewrite.diagnose.explain import Report
 from cp_rewrite.diagnose.explain_config import explain_config
 from cp_rewrite.diagnose.forecast.fit import fit_of
 from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.memory import GIB, Layer, Needs, Share, options, predict
 
 WIDTH, WIDE, VOCAB = 32, 96, 48
@@ -215,7 +216,7 @@ def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:
     peaks = [memory.peak for _, memory in options(needs(plain), target.share())]
     assert all(a > b for a, b in pairwise(peaks))
     assert fit_of(target).fits
-    tight = fit_of(replace(target, device_bytes=peaks[1]))
+    tight = fit_of(replace(target, device_bytes=peaks[1] + BESIDE_TENSORS))
     assert not tight.fits
     assert [what for what, _ in tight.options][-1] == [what for what, _ in options(needs(plain), target.share())][1]
     assert "does NOT fit" in str(tight)

@@ -23,7 +23,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.target.device_bytes
+        return self.memory.peak <= self.target.room
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. Bytes."""
@@ -32,7 +32,7 @@ class Fit:
         return {"device_bytes": self.target.device_bytes, "fits": self.fits, "memory": one, "options": others}
 
     def __str__(self) -> str:
-        room = self.target.device_bytes
+        room = self.target.room
         lines = [
             f"{self.target.rows} tokens a GPU, {self.target.world_size} ranks share a row, weights sharded over "
             f"{self.ranks}; fp32 weights and AdamW, activations in bf16",
@@ -68,7 +68,7 @@ def fit_of(
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if tiled or loss_alone else needs
     share = replace(target.share(data_parallel), tiled=tiled, on_host=offload)
-    room = target.device_bytes
+    room = target.room
     tried: list[tuple[str, Memory]] = []
     for what, memory in options(needs, share):
         tried.append((what, memory))

@@ -9,6 +9,7 @@ from typing import Any
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, most_of, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
+from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import GIB, Memory, Needs, Share, predict
@@ -60,6 +61,11 @@ class Target:
     attention: tuple[Attention, ...]
     needs: Needs | None
     planned_for: str = ""
+
+    @property
+    def room(self) -> int:
+        """Bytes of one GPU for tensors."""
+        return self.device_bytes - BESIDE_TENSORS
 
     @property
     def seconds(self) -> float:
@@ -121,8 +127,8 @@ class Target:
                 f"keys and values{across}"
             )
         if (memory := self.memory) is not None:
-            fits = "fits" if memory.peak <= self.device_bytes else "does NOT fit"
-            lines.append(f"memory    {memory}: {fits} in {self.device_bytes / GIB:.0f} GiB")
+            fits = "fits" if memory.peak <= self.room else "does NOT fit"
+            lines.append(f"memory    {memory}: {fits} in {self.room / GIB:.0f} GiB")
         return "\n".join(lines)
 
 
