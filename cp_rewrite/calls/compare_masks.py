@@ -71,7 +71,7 @@ def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) 
     if fixed and plan.plan.local_indices(plan.sharding.rank).shape[1] > SAMPLE:
         log.warning("%s: mask not compared: the graph fixes the number of tokens, of which are many", recorded.where)
         return []
-    if fixed or recorded.assumed and missing:
+    if fixed or (recorded.assumed and missing):
         return _compare_local(recorded, plan, args)
     if missing and recorded.blocks:
         return [f"{recorded.where}: the block mask can't be compared: {', '.join(sorted(missing))} not in the batch"]
