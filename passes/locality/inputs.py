@@ -93,10 +93,11 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
         return Refusal(Reason.TOKEN_INPUT, detail)
     for guard in getattr(extents.shape_env, "guards", ()):
         if _fixes(guard.expr, extents.tokens):
-            detail = (
-                f"`{guard.sloc}` fixes the number of tokens to the shard's {extents.tokens}, as a loop over a range of "
-                "tokens does (cut them by `split`), or a chunk of one token"
-            )
+            line = str(guard.sloc)
+            why = "as a loop over a range of tokens does (cut them by `split`), or a chunk of one token"
+            if "opt_einsum" in line:
+                why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
+            detail = f"`{line}` fixes the number of tokens to the shard's {extents.tokens}, {why}"
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.batch.steps.token_mean import token_mean
+from cp_rewrite.passes.locality.inputs import why_static
 from cp_rewrite.passes.locality.rules.table import RULES
+from cp_rewrite.refusal import Reason
 from tests.helpers.packed_model import SHARDING, TOKENS, WIDTH, PackedModel, judge, packed_batch
 
 
@@ -316,3 +320,12 @@ def test_a_line_that_fixes_the_token_count_is_named() -> None:
 def test_each_op_has_one_rule() -> None:
     ops = [op for rule in RULES for op in rule.ops.split()]
     assert len(ops) == len(set(ops))
+
+
+def test_a_size_that_opt_einsum_fixed_is_refused_with_how_to_switch_it_off() -> None:
+    tokens = sympy.Symbol("s0", integer=True)
+    guard = SimpleNamespace(expr=sympy.Eq(tokens, 7), sloc="x = einsum(…)  # model.py:3 (opt_einsum/contract.py:317)")
+    extents: Any = SimpleNamespace(tokens=7, shape_env=SimpleNamespace(guards=[guard]))
+    refusal = why_static(extents, [])
+    assert refusal.reason is Reason.TOKEN_COUNT
+    assert "torch.backends.opt_einsum.enabled = False" in refusal.detail
