@@ -165,7 +165,8 @@ _LIBRARIES = ("flash_attn.cute", "flash_attn_interface")
 def device_facts(device: torch.device, libraries: tuple[str, ...] = _LIBRARIES) -> DeviceFacts:
     """The facts of this machine. libraries: those that are asked for, attention's unless others are named: to find a
     module imports the packages that it is in."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    there = device.type == "cuda" and torch.cuda.is_available()  # not where tensors are fake
+    capability = torch.cuda.get_device_capability(device) if there else None
     modules = frozenset(name for name in libraries if _importable(name))
     features = frozenset[str](load("fa3").features() if "flash_attn_interface" in modules else ())
     return DeviceFacts(capability, modules, features)

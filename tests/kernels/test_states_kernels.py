@@ -92,11 +92,11 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
             tables = [torch.from_numpy(arrays[x.name]) for x in STATES]
             tables = [t if x.on_host else t.cuda() for t, x in zip(tables, STATES, strict=True)]
             op, group = getattr(ops, f"{kind}_on_pieces"), "played" if plan.world_size > 1 else ""
-            out, entries, moves = op(*local[:-1], tables, *options_of(kind, dim), group)
+            out, *kept = op(*local[:-1], tables, *options_of(kind, dim), group)
             # Not by autograd: it runs the backwards of all ranks in the one thread of their device.
             how = options_of(kind, dim) or (1.0, False)
             back = ops.states_on_pieces_backward
-            return [out, *back(local[-1].to(out.dtype), entries, moves, local[:-1], tables, kind, *how, group)]
+            return [out, *back(local[-1].to(out.dtype), *kept, local[:-1], tables, kind, *how, group)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold, "all_to_all_rows", exchange)

@@ -12,32 +12,44 @@ import pytest
 import torch
 from torch import Tensor
 
+from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.states import verdicts
 from cp_rewrite.kernels.states.verdicts import verdict_of
-from cp_rewrite.ops.states import trial, whole
+from cp_rewrite.ops.states import pieces, trial, whole
+from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.plan_input import States
 from tests.helpers.recurrences import inputs_of
+from tests.ops.test_states_pieces import tables_of
 
 ops: Any = torch.ops.cp_rewrite
 
 
 class Kernels:
-    """As `by_kernels`, by the reference, which may be wrong by a factor. forwards: rows of each call on pieces."""
+    """As `by_kernels`, by the reference, which may be wrong by a factor. forwards: rows of each call on pieces. read:
+    what each backward was given of its forward."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self.forwards: list[int] = []
+        self.read: list[float] = []
         self.wholes = 0
 
     def forward(self, kind: str, inputs: Any, t: Any, how: Any, group: str) -> Any:
         self.forwards.append(inputs[0].shape[1])
         wide = [x.float() for x in inputs]
-        return getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
+        found = getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
+        return found[0].to(inputs[0].dtype), *found[1:3], self.nothing_kept(kind, inputs) + len(self.forwards)
+
+    def nothing_kept(self, _: str, inputs: Any) -> Tensor:
+        return torch.zeros(7 if inputs[0].dtype == torch.bfloat16 else 0)
 
     def backward(
-        self, kind: str, dout: Any, entries: Any, moves: Any, inputs: Any, t: Any, how: Any, group: str
+        self, kind: str, dout: Any, entries: Any, moves: Any, kept: Any, inputs: Any, t: Any, how: Any, group: str
     ) -> Any:
-        given = dout.float(), entries, moves, [x.float() for x in inputs], [*vars(t).values()], kind
-        return [x * self.factor for x in ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)]
+        self.read.append(float(kept.mean()))
+        given = dout.float(), entries, moves, kept, [x.float() for x in inputs], [*vars(t).values()], kind
+        found = ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)
+        return [(x * self.factor).to(like.dtype) for x, like in zip(found, inputs, strict=True)]
 
     def whole(self, kind: str, inputs: Any, *_: Any) -> Tensor:
         self.wholes += 1
@@ -54,7 +66,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Kernel
     }
     monkeypatch.setattr(verdicts, "import_module", modules.__getitem__)
     monkeypatch.setattr(verdicts, "version", {"fla-core": "0.6.0"}.__getitem__)
-    for module in (trial, whole):
+    for module in (trial, whole, pieces):
         monkeypatch.setattr(module, "by_kernels", played)
     monkeypatch.setattr(trial, "runs_by_kernels", lambda kind, inputs: inputs[0].dtype == torch.bfloat16)
     trial._agree.cache_clear()
@@ -84,6 +96,23 @@ def test_kernels_are_tried_inside_of_a_compiled_graph(kernels: Kernels) -> None:
     torch.compile(lambda x: ops.gated_delta_rule(*x, None, 0.5, True) * 2, backend="aot_eager", fullgraph=True)(inputs)
     assert kernels.wholes == 1
     assert kernels.forwards == [2048, 300]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_backward_is_given_what_its_forward_kept(compiled: bool, kernels: Kernels) -> None:
+    tables = tables_of(plan_batch([Documents.from_lengths([4, 5])], 1), States(True), 0)
+
+    def run(inputs: list[Tensor]) -> Tensor:
+        return ops.gated_delta_rule_on_pieces(*inputs, tables, 0.5, True, "")[0]
+
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    steps = [[x.requires_grad_() for x in half()] for _ in range(2)]
+    outs = [run(inputs) for inputs in steps]
+    assert kernels.forwards == [2048, 300, 9, 9]
+    for out in outs:
+        out.sum().backward()
+    assert kernels.read == [1, 2, 3, 4]
+    assert all(x.grad is not None for inputs in steps for x in inputs)
 
 
 def test_what_is_right_is_not_tried_again(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,11 @@ from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_g
 from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
 from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
 from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
+from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda_fwd
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
@@ -31,9 +32,12 @@ class Delta:
 
     Args:
         inputs: q, k, v, g, beta of `ops/states/whole.py`, of (1, R) rows. scale, l2norm: as there.
+        kept: by one with the same inputs; None: solved anew.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool, kept: Tensor | None = None
+    ) -> None:
         q, k, v, g, beta = (x.contiguous() for x in inputs)
         self.runs, self.scale, self.inputs = runs, scale, inputs
         self.norms: tuple[Tensor, Tensor] | None = None
@@ -44,13 +48,22 @@ class Delta:
             self.norms = q_norm, k_norm
         self.q, self.k, self.v, self.beta = q, k, v, beta.float()
         self.g = chunk_local_cumsum(g.float(), scale=RCP_LN2, **runs.packed)
+        self.solved: Sequence[Tensor] = () if kept is None else kept.split(1)
         self.factor()
+
+    @property
+    def kept(self) -> Tensor:
+        """(F, R, H, 64) of keys' dtype: what is solved in chunks, for `SOLVED[kind]` tensors F."""
+        return self.solved[0] if len(self.solved) == 1 else torch.cat([*self.solved])
 
     def factor(self) -> None:
         """The WY form of all chunks, as arguments of the kernels that pass states."""
-        w, u, self.A = chunk_gated_delta_rule_fwd_intra(
-            k=self.k, v=self.v, g=self.g, beta=self.beta, **self.runs.packed
-        )
+        given = {"k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
+        if self.solved:
+            w, u = recompute_w_u_fwd(**given, A=self.solved[0], **self.runs.solved)
+        else:
+            w, u, inverse = chunk_gated_delta_rule_fwd_intra(**given, **self.runs.packed)
+            self.solved = (inverse,)
         self.moved: dict[str, Any] = {"k": self.k, "w": w, "g": self.g}
         self.u, self.asked = u, self.q
 
@@ -126,7 +139,7 @@ class Delta:
         """Of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
         dh, dv = self.passed_back or self._back(ends, None, **self.runs.packed)[::2]
         dq, dk, dv, db, dg = self.of_chunks(dh, dv)
-        dq, dk = (x.unflatten(2, (like.shape[2], -1)).sum(3) for x, like in ((dq, self.q), (dk, self.k)))
+        dq, dk = _summed(dq, self.q), _summed(dk, self.k)
         dg = chunk_local_cumsum(dg, reverse=True, **self.runs.packed)
         if self.norms is not None:
             dq, dk = (
@@ -135,46 +148,52 @@ class Delta:
         return [x.to(like.dtype) for x, like in zip((dq, dk, dv, dg, db), self.inputs, strict=True)]
 
     def of_chunks(self, dh: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q and k with H heads, of v, beta and of the sums of decays, from those of states and corrected
-        values."""
+        """Gradients of q and k with Hk or H heads, of v, beta and of the sums of decays, from those of states and
+        corrected values."""
         dq, dk, dw, dg = chunk_gradients(
             self.q, self.k, self.v_new, self.g, self.h, self.do, dh, dv, self.runs, self.scale
         )
-        packed = {"cu_seqlens": self.runs.offsets, "chunk_indices": self.runs.chunks}
-        groups = self.v.shape[2] // self.k.shape[2]
         wy_dk, dv, db, wy_dg = prepare_wy_repr_bwd(
-            k=self.k, v=self.v, beta=self.beta, g=self.g, A=self.A, dw=dw, du=dv, **packed
+            k=self.k, v=self.v, beta=self.beta, g=self.g, A=self.solved[0], dw=dw, du=dv, **self.runs.solved
         )
-        return dq, dk.unflatten(2, (-1, groups)).sum(3) + wy_dk, dv, db, dg + wy_dg
+        return dq, _summed(dk, self.k).add_(wy_dk), dv, db, dg.add_(wy_dg)
 
 
 class Kimi(Delta):
     """The same with a decay of each channel."""
 
     def factor(self) -> None:
-        w, u, asked, k, self.A_qk, self.A = chunk_kda_fwd_intra(
-            q=self.q, k=self.k, v=self.v, gk=self.g, beta=self.beta, scale=self.scale, disable_recompute=True,
-            **self.runs.packed,
-        )  # fmt: skip
+        given = {"q": self.q, "k": self.k, "v": self.v, "gk": self.g, "beta": self.beta}
+        if self.solved:
+            w, u, asked, k = recompute_kda_fwd(**given, A=self.solved[1], **self.runs.solved)
+        else:
+            w, u, asked, k, *self.solved = chunk_kda_fwd_intra(
+                **given, scale=self.scale, disable_recompute=True, **self.runs.packed
+            )
         self.moved = {"k": k, "w": w, "gk": self.g}
         self.u, self.asked = u, asked
 
     def read(self, h: Tensor, v: Tensor) -> Tensor:
-        return chunk_gla_fwd_o_gk(q=self.q, v=v, g=self.g, A=self.A_qk, h=h, scale=self.scale, **self.runs.packed)
+        return chunk_gla_fwd_o_gk(q=self.q, v=v, g=self.g, A=self.solved[0], h=h, scale=self.scale, **self.runs.packed)
 
     def inside(self) -> Tensor:
         self.d_weights, dv = chunk_kda_bwd_dAv(
-            q=self.q, k=self.k, v=self.v_new, do=self.do, A=self.A_qk, scale=self.scale, **self.runs.packed
+            q=self.q, k=self.k, v=self.v_new, do=self.do, A=self.solved[0], scale=self.scale, **self.runs.packed
         )
         return dv
 
     def of_chunks(self, dh: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
         dq, dk, dv, db, dg, dA = chunk_kda_bwd_wy_dqkg_fused(
-            q=self.q, k=self.k, v=self.v, v_new=self.v_new, g=self.g, beta=self.beta, A=self.A, h=self.h, do=self.do,
-            dh=dh, dv=dv, scale=self.scale, **self.runs.packed,
+            q=self.q, k=self.k, v=self.v, v_new=self.v_new, g=self.g, beta=self.beta, A=self.solved[1], h=self.h,
+            do=self.do, dh=dh, dv=dv, scale=self.scale, **self.runs.packed,
         )  # fmt: skip
         dq, dk, db, dg = chunk_kda_bwd_intra(
             q=self.q, k=self.k, g=self.g, beta=self.beta, dAqk=self.d_weights, dAkk=dA, dq=dq, dk=dk, db=db, dg=dg,
             **self.runs.packed,
         )  # fmt: skip
         return dq, dk, dv, db, dg
+
+
+def _summed(x: Tensor, like: Tensor) -> Tensor:
+    """Sums (1, R, Hk, K) over the heads of x (1, R, H, K) that share one of `like`; x itself where none do."""
+    return x if x.shape[2] == like.shape[2] else x.unflatten(2, (like.shape[2], -1)).sum(3)

@@ -53,7 +53,12 @@ class Runs:
     @property
     def packed(self) -> dict[str, Any]:
         """Arguments of nearly all functions of fla."""
-        return {"cu_seqlens": self.offsets, "chunk_indices": self.chunks, "chunk_size": CHUNK}
+        return self.solved | {"chunk_size": CHUNK}
+
+    @property
+    def solved(self) -> dict[str, Any]:
+        """Those of functions that see the size of chunks in what was solved in them."""
+        return {"cu_seqlens": self.offsets, "chunk_indices": self.chunks}
 
     def alone(self, run: int) -> dict[str, Any]:
         """`packed` of one run, and where its first chunk is among its own."""

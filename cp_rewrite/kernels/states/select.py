@@ -15,6 +15,8 @@ from cp_rewrite.kernels.select import DeviceFacts, device_facts
 _LIBRARY = "fla.ops.cp"
 CLASSES = {"gated_delta_rule": "delta.Delta", "kimi_delta": "delta.Kimi", "ssd": "ssd.Ssd"}
 """Of each recurrence that has kernels, the class of this package that calls them."""
+SOLVED = {"gated_delta_rule": 1, "kimi_delta": 2}
+"""How many tensors (R, H, 64) the forward of such a class solves and the backward reads, of those with any."""
 
 
 def runs_by_kernels(kind: str, inputs: Sequence[Tensor]) -> bool:

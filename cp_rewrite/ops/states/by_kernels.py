@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.states.runs import Runs
-from cp_rewrite.kernels.states.select import load
+from cp_rewrite.kernels.states.runs import CHUNK, Runs
+from cp_rewrite.kernels.states.select import SOLVED, load, runs_by_kernels
 from cp_rewrite.planning.token_reads.states import run_tables
 
 from .fold import fold
@@ -26,7 +26,7 @@ from .maps import Maps
 
 def forward(
     kind: str, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As an op on pieces gives. t: tables of a plan by name."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
@@ -36,17 +36,24 @@ def forward(
         with nvtx("states"):
             entries = fold(own, t, "", group)
         out = kernel.out(runs.states_of(entries, runs.entered))
-        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move
+        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kernel.kept
+
+
+def nothing_kept(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+    """Of the shape of what `forward` keeps, (F, R, H, 64) or (0,), without its values."""
+    count = SOLVED.get(kind, 0) if runs_by_kernels(kind, inputs) else 0
+    (rows, tokens), like = inputs[0].shape[:2], inputs[1]
+    return like.new_zeros([count, rows * tokens, inputs[2].shape[2], CHUNK] if count else [0])
 
 
 def backward(
-    kind: str, dout: Tensor, entries: Tensor, moves: Tensor, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options,
-    group: str,
+    kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Tensor, inputs: Sequence[Tensor], t: SimpleNamespace,
+    how: Options, group: str,
 ) -> list[Tensor]:  # fmt: skip
     """As `states_on_pieces_backward` gives."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
-        kernel = _kernel(kind, inputs, runs, how)
+        kernel = _kernel(kind, inputs, runs, how, kept)
         kernel.begin_backward(_flat(dout), runs.states_of(entries, runs.entered))
         own = torch.zeros_like(entries)
         kernel.of_entries(own)
@@ -82,9 +89,9 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _kernel(kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options) -> Any:
+def _kernel(kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Tensor | None = None) -> Any:
     flat = [x if name == "A" else _flat(x) for name, x in zip(INPUTS[kind], inputs, strict=True)]
-    return load(kind)(flat, runs, how.scale, how.l2norm)
+    return load(kind)(flat, runs, how.scale, how.l2norm, kept)
 
 
 def _flat(x: Tensor) -> Tensor:

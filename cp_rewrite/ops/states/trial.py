@@ -97,8 +97,8 @@ def _by_kernels(
     kind: str, how: Options, inputs: Sequence[Tensor], tables: Sequence[Tensor], dout: Tensor
 ) -> list[Tensor]:
     named = SimpleNamespace(**{x.name: table for x, table in zip(STATES, tables, strict=True)})
-    out, entries, moves = by_kernels.forward(kind, inputs, named, how, "")
-    return [out, entries, *by_kernels.backward(kind, dout, entries, moves, inputs, named, how, "")]
+    out, entries, moves, kept = by_kernels.forward(kind, inputs, named, how, "")
+    return [out, entries, *by_kernels.backward(kind, dout, entries, moves, kept, inputs, named, how, "")]
 
 
 def _problem(
