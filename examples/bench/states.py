@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.ops.states import whole
+from cp_rewrite.ops.states import pieces
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.plan_input import STATES, States
 from cp_rewrite.planning.token_reads.states import state_tables
 
 ops: Any = torch.ops.cp_rewrite
 KINDS = ("gated_delta_rule", "kimi_delta", "ssd")
-assert whole
+assert pieces
 
 
 class Problem:
@@ -78,18 +78,20 @@ class Problem:
         return both
 
     def one_gpu(self) -> Callable[[], list[Tensor]]:
-        op = getattr(ops, self.kind)
-        return self.step(lambda x: op(*x, self.offsets, *self.how))
+        """By the op of this package, on all rows."""
+        return self._on_pieces("contiguous", 0, 1, "")
 
     def on_pieces(self, layout: str, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-        """By the op of this package, on the rank's rows of a layout."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        """The same, on the rank's rows of a layout."""
+        return self._on_pieces(layout, dist.get_rank(), dist.get_world_size(), group.group_name)
+
+    def _on_pieces(self, layout: str, rank: int, size: int, group: str) -> Callable[[], list[Tensor]]:
         plan = plan_batch([self.pack.documents], size, layout, self.pack.mask)
         arrays = state_tables(plan, States(resets=True), rank)
         tables = [torch.from_numpy(arrays[t.name]).to("cpu" if t.on_host else self.device) for t in STATES]
         rows = torch.from_numpy(plan.filled_indices(rank)[0]).to(self.device)
         op = getattr(ops, f"{self.kind}_on_pieces")
-        return self.step(lambda x: op(*x, tables, *self.how, group.group_name)[0], rows)
+        return self.step(lambda x: op(*x, tables, *self.how, group)[0], rows)
 
     def by_fla(self, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
         """By fla's context parallelism, on the rank's slice of the row."""
