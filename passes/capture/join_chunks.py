@@ -22,6 +22,7 @@ from cp_rewrite.passes.graph.modes import modes_of
 from cp_rewrite.passes.graph.new_nodes import place_by
 from cp_rewrite.passes.graph.nodes import bind, op_name
 from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .chunks import TURNED, Chunks, End, is_dead
@@ -62,6 +63,7 @@ class _Joiner:
         """Change the graph; False: it can't be, and is as it was."""
         made: list[fx.Node] = []
         try:
+            self.check_unwritten(ends)
             joined = self._joined(made)
             results = [self._result(end, joined, made) for end in ends]
         except Exception:  # the nodes can't run on all chunks at once
@@ -78,6 +80,19 @@ class _Joiner:
                 self.graph.erase_node(node)
         self.drop_bodies()
         return True
+
+    def check_unwritten(self, ends: Sequence[End]) -> None:
+        """Raise NotAlike where a node writes, between the first chunk and the last, into what chunks or ends read."""
+        members = {n: None for key in self.chunks.whole for n in self.chunks.members[key]}
+        adds = {n for end in ends for n in end.nodes}
+        read = [x for n in members for x in n.all_input_nodes if x not in members]
+        read += [x for end in ends for x in end.others or () if isinstance(x, fx.Node)]
+        memory = {memory_of(n) for n in [*read, *(cut.args[0] for cut in self.chunks.cuts)]} - {None}  # type: ignore[arg-type]
+        nodes = [*self.graph.nodes]
+        places = [place for place, n in enumerate(nodes) if n in members or n in adds]
+        for node in nodes[places[0] : places[-1]]:
+            if node not in adds and any(memory_of(target) in memory for target in written_nodes(node)):
+                raise NotAlike
 
     def drop_bodies(self) -> None:
         """Let go of bodies of regions that nothing calls any more."""

@@ -180,6 +180,16 @@ def into_a_view(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
     return sums.sum() + total
 
 
+def written_between(m: Chunked, h: Tensor, y: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    """What each chunk is added to becomes another one after it. write: (w, its memory)."""
+    memory = h.new_zeros(2, h.shape[-1])
+    w, total = memory[0], h.new_zeros(())
+    for x in h.chunk(2, 1):
+        total = total + m.head(x + w).sum()
+        write(w, memory)
+    return total
+
+
 def scaled_and_read(m: Chunked, h: Tensor, y: Tensor) -> Any:
     count = (y != -100).sum()
     parts = [entropy(m.head(x), t) / count for x, t in zip(h.chunk(2, 1), y.chunk(2, 1), strict=True)]
@@ -255,13 +265,17 @@ BESIDE: dict[str, Loss] = COUNTED | {
         m, h, y, lambda *given: checkpoint(lambda x, whole: x.sum() + whole, *given, use_reentrant=False)
     ),
     "into_a_view": into_a_view,
+    "written_between": lambda m, h, y: written_between(m, h, y, lambda w, _: w[0].fill_(3)),
+    "filled_between": lambda m, h, y: written_between(m, h, y, lambda _, memory: memory.fill_(1)),
+    "copied_between": lambda m, h, y: written_between(m, h, y, lambda w, _: w.copy_(m.head.weight[0].detach())),
+    "given_out_between": lambda m, h, y: written_between(m, h, y, lambda w, _: torch.add(w, 1, out=w)),
     "scaled_and_read": scaled_and_read,
     "divided_by": lambda m, h, y: sum((h.new_ones(()) / x.square().sum() for x in h.chunk(2, 1)), h.new_zeros(())),
     "rows_added": lambda m, h, y: (c := h.chunk(2, 1))[0].sum() + (c[0] + c[1]).square().sum() / 9,
 }
 
 
-@pytest.mark.parametrize("name", ["sums_beside", "into_a_view"])
+@pytest.mark.parametrize("name", ["sums_beside", "into_a_view", "written_between"])
 def test_what_is_not_the_same_of_all_chunks_at_once_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "beside", BESIDE[name])
     report = cp.explain(Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
