@@ -63,6 +63,7 @@ class _Joiner:
         """Change the graph; False: it can't be, and is as it was."""
         made: list[fx.Node] = []
         try:
+            self.check_modes(ends)
             self.check_unwritten(ends)
             joined = self._joined(made)
             results = [self._result(end, joined, made) for end in ends]
@@ -80,6 +81,13 @@ class _Joiner:
                 self.graph.erase_node(node)
         self.drop_bodies()
         return True
+
+    def check_modes(self, ends: Sequence[End]) -> None:
+        """Raise NotAlike where nodes that become one run in several modes."""
+        modes = modes_of(self.graph)
+        for nodes in [*(self.chunks.members[key] for key in self.chunks.whole), *(end.nodes for end in ends)]:
+            if any(modes[n] != modes[nodes[0]] for n in nodes):
+                raise NotAlike
 
     def check_unwritten(self, ends: Sequence[End]) -> None:
         """Raise NotAlike where a node writes, between the first chunk and the last, into what chunks or ends read."""
@@ -107,11 +115,6 @@ class _Joiner:
         found: dict[int, fx.Node] = {self.chunks.keys["cut", cut]: cut.args[0] for cut in self.chunks.cuts}  # type: ignore[misc]
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         firsts = [min(self.chunks.members[key], key=places.__getitem__) for key in self.chunks.whole]
-        nodes = [n for key in self.chunks.whole for n in self.chunks.members[key]]
-        between = [*self.graph.nodes][min(map(places.__getitem__, nodes)) : max(map(places.__getitem__, nodes))]
-        modes = modes_of(self.graph)
-        if any(modes[n] != modes[between[0]] for n in between):
-            raise NotAlike
         for first in sorted(firsts, key=places.__getitem__):
             key = self.chunks.parts[first].key
             if key in found:

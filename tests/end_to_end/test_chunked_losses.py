@@ -99,13 +99,15 @@ def of_flat_checkpoints(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
 
 
 def of_terms(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
-    """Two terms of each chunk, each scaled at once, and a sum that is written into."""
-    count, total, scores = (y != -100).sum(), h.new_zeros(()), h.new_zeros(())
+    """Two terms of each chunk, each scaled at once, a sum that is written into, and a count beside the gradients."""
+    count, total, scores, hits = (y != -100).sum(), h.new_zeros(()), h.new_zeros(()), h.new_zeros(())
     for x, t in zip(h.chunk(4, 1), y.chunk(4, 1), strict=True):
         logits = m.head(x)
         total = total + entropy(logits, t) / count + 1e-2 * (logits.logsumexp(-1) * (t != -100)).sum()
         scores.add_(logits.square().sum() * m.scale / 99)
-    return total + scores
+        with torch.no_grad():
+            hits = hits + (logits.argmax(-1) == t).sum()
+    return (total + scores) * (1 + hits / 99)
 
 
 def back_in_place(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
