@@ -16,7 +16,7 @@ _LIBRARY = "fla.ops.cp"
 CLASSES = {"gated_delta_rule": "delta.Delta", "kimi_delta": "delta.Kimi", "ssd": "ssd.Ssd"}
 """Of each recurrence that has kernels, the class of this package that calls them."""
 SOLVED = {"gated_delta_rule": 1, "kimi_delta": 2}
-"""How many tensors (B, T_l, H, 64) the forward of such a class solves and the backward reads, of those with any."""
+"""How many tensors (R, H, 64) the forward of such a class solves and the backward reads, of those with any."""
 
 
 def runs_by_kernels(kind: str, inputs: Sequence[Tensor]) -> bool:

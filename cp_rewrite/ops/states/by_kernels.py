@@ -26,7 +26,7 @@ from .maps import Maps
 
 def forward(
     kind: str, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As an op on pieces gives. t: tables of a plan by name."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
@@ -36,24 +36,19 @@ def forward(
         with nvtx("states"):
             entries = fold(own, t, "", group)
         out = kernel.out(runs.states_of(entries, runs.entered))
-        kept = [x[0].unflatten(0, inputs[0].shape[:2]) for x in kernel.kept]
-        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kept
+        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kernel.kept
 
 
-def not_kept(kind: str, inputs: Sequence[Tensor], l2norm: bool) -> list[Tensor]:
-    """Of the shapes of what `forward` keeps, with queries and keys as they are."""
-    if kind not in SOLVED or not runs_by_kernels(kind, inputs):
-        return []
-    q, k, v, *_ = inputs
-    normed: list[Tensor] = []
-    for x in (q, k) if l2norm else ():
-        normed += x.clone(memory_format=torch.contiguous_format), x.new_zeros(x.shape[:3], dtype=torch.float32)
-    return [*normed, *(k.new_zeros(*v.shape[:3], CHUNK) for _ in range(SOLVED[kind]))]
+def nothing_kept(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+    """Of the shape of what `forward` keeps, (F, R, H, 64) or (0,), without its values."""
+    count = SOLVED.get(kind, 0) if runs_by_kernels(kind, inputs) else 0
+    (rows, tokens), like = inputs[0].shape[:2], inputs[1]
+    return like.new_zeros([count, rows * tokens, inputs[2].shape[2], CHUNK] if count else [0])
 
 
 def backward(
-    kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Sequence[Tensor], inputs: Sequence[Tensor],
-    t: SimpleNamespace, how: Options, group: str,
+    kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Tensor, inputs: Sequence[Tensor], t: SimpleNamespace,
+    how: Options, group: str,
 ) -> list[Tensor]:  # fmt: skip
     """As `states_on_pieces_backward` gives."""
     runs = _runs_of_plan(t)
@@ -94,9 +89,9 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _kernel(kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Sequence[Tensor] = ()) -> Any:
+def _kernel(kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Tensor | None = None) -> Any:
     flat = [x if name == "A" else _flat(x) for name, x in zip(INPUTS[kind], inputs, strict=True)]
-    return load(kind)(flat, runs, how.scale, how.l2norm, [_flat(x) for x in kept])
+    return load(kind)(flat, runs, how.scale, how.l2norm, kept)
 
 
 def _flat(x: Tensor) -> Tensor:
