@@ -98,11 +98,11 @@ PUSH_CUT_ROWS = 1024
 
 # Recurrent states. Measured by `torchrun --nproc-per-node 2 examples/bench/states.py`.
 
-STATE_COPIES = 98
-"""How often a token's keys and values could be copied in the time that a layer takes for the token, both ways: 12.3 ms
-for 16,384 tokens and 64 heads of 128 on an H200."""
-STATE_PASS = 0.12
-"""Of that time: one more pass over a piece. 17.4 ms where a rank has half of one document, cut on both sides, and 13.0
+STATE_COPIES = 86
+"""How often a token's keys and values could be copied in the time that a layer takes for the token, both ways: 10.8 ms
+for 16,384 tokens of one document and 64 heads of 128 on an H200."""
+STATE_PASS = 0.08
+"""Of that time: one more pass over a piece. 14.1 ms where a rank has half of one document, cut on both sides, and 11.5
 where no piece is."""
 
 # Memory and tiles of rows. Measured by `torchrun --nproc-per-node 2 examples/bench/memory.py MODEL:TOKENS:tile`.
