@@ -33,6 +33,7 @@ def rewrite_sites(state: State) -> State:
     found, inputs = state.locality, Inputs(state, _read_of_plan(state))
     made: dict[Any, fx.Node] = {}
     replaced: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for table in found.looked_up:
         table.replace_all_uses_with(table.args[0])  # type: ignore[arg-type]
         table.graph.erase_node(table)
@@ -40,7 +41,7 @@ def rewrite_sites(state: State) -> State:
     keep_sizes(state, inputs)
     _move_rows(state.graph_module, state, inputs, replaced, set())  # first: what is read may be replaced below
     for each in found.inserts:
-        insert_before(replace(each, operand=replaced.get(each.operand, each.operand)), inputs, made)
+        insert_before(replace(each, operand=replaced.get(each.operand, each.operand)), inputs, made, copies)
     apart = found.row_positions.lowered if found.row_positions else ()
     for lowering in found.lowered:
         if lowering not in apart:
@@ -118,9 +119,16 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
     return take_place(read.node, new, inputs.mode)
 
 
-def insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node]) -> None:
-    """Put what `insert` makes of an operand in the operand's place. `made`: so far; readers of a graph share them."""
+def insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Put what `insert` makes of an operand in the operand's place.
+
+    Args:
+        made: so far; readers of a graph share them.
+        copies: operands -> the nodes that wrote into a copy of them, which later nodes read in their place.
+    """
     node, operand = insert.node, insert.operand
+    while operand in copies and operand not in node.all_input_nodes:
+        operand = copies[operand]
     key = (node.graph, operand, insert.emit, insert.inputs)
     if key not in made:
         tracer = GraphAppendingTracer(node.graph)
@@ -134,6 +142,7 @@ def insert_before(insert: Insert, inputs: Inputs, made: dict[Any, fx.Node]) -> N
     node.replace_input_with(operand, new)
     if operand in written_nodes(node) or new in written_nodes(node):
         _read_copy(operand, node)
+        copies[operand] = node
 
 
 def _read_copy(operand: fx.Node, writer: fx.Node) -> None:

@@ -260,6 +260,22 @@ def test_attention_reads_what_is_made_whole() -> None:
     assert check_or_refuse(Direct()) is None
 
 
+class Anew(PackedModel):
+    """Sums that are read whole, set to 0, and added up once more in the same memory."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        kinds, sums = (h[..., 1] > 0).long(), h.new_zeros(h.shape[0], 2)
+        for x in h.detach()[..., :2].unbind(-1):
+            sums.zero_()
+            sums.scatter_add_(1, kinds, x)
+            h = h + sums.gather(1, kinds)[..., None]
+        return h
+
+
+def test_sums_that_begin_anew_in_their_memory_are_made_whole() -> None:
+    assert check_or_refuse(Anew()) is None
+
+
 def test_what_torch_takes_apart_in_two_ways_is_refused() -> None:
     class Margin(Resolved):
         def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
