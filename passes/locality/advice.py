@@ -18,6 +18,10 @@ MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide 
 COUNT_HINT = "make it of the whole row before the batch is cut, and pass it as an argument"
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
 _SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"
+_CHUNKS = (
+    "a loop over chunks runs on all tokens where it treats each of them alike, and only adds up their sums "
+    "(`total = total + x`) or joins their rows in order (`torch.cat`)"
+)
 _ADVICE = {
     "convolution": "a convolution over tokens reads those beside each, which other ranks may hold: it can't be sharded "
     "here",
@@ -43,6 +47,8 @@ def advice(node: fx.Node | None, op: str, x: Tensor) -> str:
 
     `op`: its name, and the verb that refusals say.
     """
+    if op.startswith("split"):
+        return f"; {_CHUNKS}"
     if node is not None and _feeds_loss(node):
         return f"; {SHIFT_HINT}"
     if not x.is_floating_point():

@@ -284,6 +284,13 @@ def test_what_is_not_the_same_of_all_chunks_at_once_is_refused(name: str, monkey
     assert {refusal.reason for refusal in report.refusals} == {cp.Reason.TOKEN_MIXING}
 
 
+def test_a_chunk_that_is_treated_otherwise_is_told_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "beside", BESIDE["weighted"])
+    said = check_or_refuse(Chunked("beside"))
+    assert said is not None and "a loop over chunks runs on all tokens where it treats each" in said
+    assert "shift" not in said
+
+
 def test_what_python_makes_of_the_number_of_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "beside", lambda m, h, y: (COUNTED["of_its_root"](m, h, y), len(h.split(3, 1))))
     report = cp.explain(Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
