@@ -287,7 +287,8 @@ def test_what_is_not_the_same_of_all_chunks_at_once_is_refused(name: str, monkey
 def test_a_chunk_that_is_treated_otherwise_is_told_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "beside", BESIDE["weighted"])
     said = check_or_refuse(Chunked("beside"))
-    assert said is not None and "a loop over chunks runs on all tokens where it treats each" in said
+    assert said is not None
+    assert "a loop over chunks runs on all tokens where it treats each" in said
     assert "shift" not in said
 
 
