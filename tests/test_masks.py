@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from tests.helpers.packs import batches, masks
+from tests.helpers.packs import MASKS, batches, grown, masks
 
 
 @given(batches(max_rows=1, max_total=24), masks())
@@ -38,6 +39,12 @@ def test_materialize_by_definition(rows: tuple[Documents, ...], mask: PackedMask
             if mask.tree:
                 keep &= node_of[k] in path(node_of[q])
             assert table[q, k] == keep
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_mask_that_looks_ahead_says_so(mask: PackedMask):
+    seen = mask.materialize(grown(Documents.from_lengths([9, 7]), 0))
+    assert mask.looks_ahead == np.triu(seen, 1).any()
 
 
 def test_equal_masks_are_equal():

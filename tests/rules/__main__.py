@@ -15,6 +15,8 @@ parser.add_argument("ops", nargs="*", help="names in torch's table of ops, or th
 parser.add_argument("--samples", type=int, default=20, help="of each op")
 parser.add_argument("--claims", type=int, default=4, help="of each sample")
 given = parser.parse_args()
+if unknown := [name for name in given.ops if not any(op.startswith(name) for op in ops())]:
+    parser.error(f"{', '.join(unknown)}: torch has no samples of such ops, or `LEFT_OUT` of `samples.py` names them")
 for name in sorted(ops()):
     if not given.ops or name.startswith(tuple(given.ops)):
         found = of_op(name, given.samples, given.claims)

@@ -35,6 +35,11 @@ def test_all_rules_give_what_they_claim(part: int) -> None:
         assert not found.missing or name in MISSING, f"refused, though ranks give the same: {found.missing}"
 
 
+def test_ops_are_left_out_by_whole_words() -> None:
+    assert {"kthvalue", "nn.functional.relu", "nn.functional.gelu", "nn.functional.normalize"} <= set(ops())
+    assert not {"lu_solve", "linalg.lu", "normal", "log_normal", "nn.functional.dropout2d", "istft"} & set(ops())
+
+
 def sample(text: str) -> Sample:
     name = text.partition("(")[0].removesuffix("_")
     return next(each for each in samples(name) if str(each) == text)
