@@ -117,11 +117,6 @@ class TokenAxis:
         return {symbol for shape in shapes for size in shape[-2:] for symbol in expression(size).free_symbols}
 
     @property
-    def row_counts(self) -> frozenset[sympy.Expr]:
-        """What counts the rows of the batch."""
-        return frozenset(expression(found.rows) for found in self.inputs)
-
-    @property
     def rows(self) -> Size:
         """The rows of the batch, of which some inputs (angles) may hold one for all."""
         return next((found.rows for found in self.inputs if expression(found.rows) != 1), 1)

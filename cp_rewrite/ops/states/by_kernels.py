@@ -36,14 +36,15 @@ def forward(
         with nvtx("states"):
             entries = fold(own, t, "", group)
         out = kernel.out(runs.states_of(entries, runs.entered))
-        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kernel.kept
+        kept = kernel.kept if kind in SOLVED else nothing_kept(kind, inputs)
+        return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kept
 
 
 def nothing_kept(kind: str, inputs: Sequence[Tensor]) -> Tensor:
     """Of the shape of what `forward` keeps, (F, R, H, 64) or (0,), without its values."""
-    count = SOLVED.get(kind, 0) if runs_by_kernels(kind, inputs) else 0
+    solved = kind in SOLVED and runs_by_kernels(kind, inputs)
     (rows, tokens), like = inputs[0].shape[:2], inputs[1]
-    return like.new_zeros([count, rows * tokens, inputs[2].shape[2], CHUNK] if count else [0])
+    return like.new_zeros([SOLVED[kind], rows * tokens, inputs[2].shape[2], CHUNK] if solved else [0])
 
 
 def backward(
