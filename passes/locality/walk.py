@@ -25,12 +25,10 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.capture.join_regions import JOINED
 from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
 from cp_rewrite.passes.graph.regions import is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
 from cp_rewrite.refusal import BACKWARD_HOOKS, Reason
@@ -44,6 +42,7 @@ from .findings import Findings
 from .inputs import input_state, read_extents, why_static
 from .liveness import live_nodes, scores_of
 from .neighbours.reads import Reads, fewer_of, why_not_kept
+from .node.offsets import Offsets
 from .node.run import NodeRunner, Outcome, States, unknown_like
 from .node.trace import Trace
 from .outputs import Outputs
@@ -114,11 +113,8 @@ class _Walk:
         trace = Trace(extents, sharding)
         self.resolver = Resolver(sharding)
         self.facts = trace.facts
-        if isinstance(sharding.packing, CuSeqlens) and sharding.packing.padded_arg is None:
-            written = {memory_of(n) for node in gm.graph.nodes for n in written_nodes(node)}
-            given = (node for node, name in tokens.names.items() if name == sharding.packing.arg)
-            self.facts.offsets.update(node for node in given if memory_of(node) not in written)
         self.env: dict[fx.Node, States] = {}
+        self.facts.offsets = self.offsets = Offsets(gm, sharding, tokens, self.env)
         self.runner = NodeRunner(trace, mode, self.env)
         self.found = Findings()
         self.reads = Reads(gm, self.runner, sharding, self.found)
@@ -194,6 +190,7 @@ class _Walk:
             hook = f": {BACKWARD_HOOKS}" if node.target.name() == "register_hook" else ""
             words = f"higher-order op {node.target.name()} has no rule{hook}"
             return self.found.refuse(node, Reason.NO_LOCALITY_RULE, words)
+        self.offsets.read_by(node)
         return self.record(node, self.reads.outcome(node))
 
     def report(self, gm: fx.GraphModule) -> Locality:
@@ -266,7 +263,7 @@ class _Walk:
     def visit_region(self, body: fx.GraphModule, operands: Sequence[Any]) -> States:
         """A nested region, run on its operands; the same for operands of the same states."""
         states = [self.env.get(o, REPLICATED) if isinstance(o, fx.Node) else REPLICATED for o in operands]
-        offsets = [o in self.facts.offsets for o in operands]
+        offsets = self.offsets.find(operands)
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states), tuple(offsets))
         if key not in self.regions:
             again = any(entered is body for entered, *_ in self.regions)
@@ -275,8 +272,7 @@ class _Walk:
                 self.several.add(body.graph)
             placeholders = body.graph.find_nodes(op="placeholder")
             self.env.update(zip(placeholders, states, strict=True))
-            self.facts.offsets.difference_update(placeholders)
-            self.facts.offsets.update(p for p, given in zip(placeholders, offsets, strict=True) if given)
+            self.offsets.enter(body.graph, offsets)
             orders = self.facts.orders
             output = self.walk_graph(body)
             if any(fewer_of(self.env.get(node)) != by for node, by in before.items()):

@@ -94,13 +94,9 @@ class Prover:
             canonical = self.trace(outer, source, before=reader_of(scope, node, outer))
         except CanonicalizeError as error:
             return f"%{source.name}, which can't be traced: {error}"
-        evaluator = Evaluator(self.local_tokens, self._name)
-        values = evaluator.run(canonical)
-        index = tuple(evaluator.symbol("i", size) for size in values.shape)
-        value = values.at(index)
-        for leaf in evaluator.leaves.values():
-            if not leaf.trouble and leaf.shape == values.shape and leaf.function(*index) == value:
-                return leaf.name
+        leaf = Evaluator(self.local_tokens, self._name).copied(canonical)
+        if leaf is not None:
+            return leaf.name
         return f"%{source.name}, which changes in place" if canonical.updated else f"%{source.name}"
 
     def number(self, scope: Scope, value: Any) -> Any:

@@ -76,6 +76,14 @@ class Evaluator(RuleContext):
         assert isinstance(out, SymTensor)
         return out
 
+    def copied(self, canonical: Canonical) -> Leaf | None:
+        """The leaf whose elements the slice's output, of one dim, holds in turn, in another dtype perhaps."""
+        values = self.run(canonical)
+        index = tuple(self.symbol("i", size) for size in values.shape)
+        value = values.at(index)
+        alike = (leaf for leaf in self.leaves.values() if not leaf.trouble and leaf.shape == values.shape)
+        return next((leaf for leaf in alike if leaf.function(*index) == value), None)
+
     def _always(self, value: Any, ref: Ref) -> SymTensor:
         return SymTensor(tuple(self.size(s) for s in ref.shape), ref.dtype, lambda _: value)
 

@@ -50,6 +50,8 @@ def test_mutant_keeps_the_promise(forks: Forks, ended: Counter[str], name: str) 
         ("in_gate-odd", Kind.RIGHT),
         ("ignores_offsets-odd", Kind.REFUSED),
         ("later_offsets-odd", Kind.REFUSED),
+        ("long_offsets-odd", Kind.RIGHT),
+        ("copied_offsets-odd", Kind.RIGHT),
     ],
 )
 def test_mutants_end_as_they_should(forks: Forks, name: str, kind: Kind) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,40 @@ def explained(model: Any, **how: Any) -> Any:
     return cp.explain(model, cp.Sharding(2, TOKENS, PACKING, **how))(**packed((5, 1, 70)))
 
 
-class Shifted(RecurrentModel):
-    """Its second layer starts anew at other offsets than the packing's, of as many entries."""
+class Changed(RecurrentModel):
+    """Its layers behind the first start anew at what `changes` make of the packing's offsets, each by its own."""
+
+    def __init__(self, *changes: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(["ssd", *(KINDS[i % 2] for i in range(len(changes)))], resets=True)
+        self.changes = changes
 
     def offsets(self, number: int, cu_seqlens: Tensor) -> Tensor:
-        return cu_seqlens.flip(0) if number else cu_seqlens
+        return self.changes[number - 1](cu_seqlens) if number else cu_seqlens
+
+
+def written_copy(offsets: Tensor) -> Tensor:
+    copy = offsets.clone()
+    copy[1:].clamp_(min=3)
+    return copy
+
+
+COPIES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda o: o.long(),
+    lambda o: o.to(torch.int32).contiguous(),
+    lambda o: o[:].view(-1),
+    lambda o: o.clone().flatten(),
+    lambda o: o[None, :][0],
+)
+"""What has the packing's offsets one for one."""
+OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda o: o.flip(0),
+    lambda o: o[1:],
+    lambda o: o[:-1].long(),
+    lambda o: (o + 1).clamp(max=76),
+    lambda o: o.to(torch.int8),
+    written_copy,
+)
+"""What has others, or has them in a dtype that can't hold them all."""
 
 
 class Written(RecurrentModel):
@@ -197,11 +227,26 @@ class OfTokens(RecurrentModel):
         return super().layer(kind, number, h.transpose(0, 1), offsets).transpose(0, 1)
 
 
-@pytest.mark.parametrize("model", [Shifted, Written])
-def test_other_offsets_than_the_packings_are_refused(model: type[RecurrentModel]) -> None:
-    refusals = explained(model(("ssd", "ssd"), resets=True)).refusals
+def test_offsets_that_were_written_over_are_refused() -> None:
+    refusals = explained(Written(("ssd", "ssd"), resets=True)).refusals
     assert refusals
     assert {refusal.reason for refusal in refusals} <= {cp.Reason.MASK_WRONG_SOURCE, cp.Reason.TOKEN_MIXING}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_other_offsets_than_the_packings_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    refusals = explained(Changed(COPIES[0], change)).refusals
+    assert {refusal.reason for refusal in refusals} == {cp.Reason.MASK_WRONG_SOURCE}
+    assert refusals[0].node.name.startswith("kimi")
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_copies_of_the_packings_offsets_are_known(checkpoints: bool) -> None:
+    model = Changed(*COPIES)
+    if checkpoints:
+        model.layer = partial(checkpoint, model.layer, use_reentrant=False)  # type: ignore[method-assign]
+    torch._dynamo.reset()
+    assert cp.check(model.double(), cp.Sharding(2, TOKENS, PACKING, "balanced"), packed((5, 1, 70))).largest <= 1e-9
 
 
 @pytest.mark.parametrize("shifted", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +81,7 @@ class NodeFacts:
         """Nodes that make positions which can't be replaced by the plan's, and why."""
         self.shifted: set[fx.Node] = set()
         """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
-        self.offsets: set[fx.Node] = set()
+        self.offsets: Container[fx.Node] = ()
         """Nodes that hold the packing's offsets."""
         self.start(None, (), ())
 

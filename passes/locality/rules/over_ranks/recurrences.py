@@ -38,7 +38,7 @@ def recurrent(call: Call) -> tuple[Claims, RunOverRanks]:
     resets = offsets is not None or call.facts.resets
     if offsets is not None and call.facts.sources.get(id(offsets)) not in call.facts.offsets:
         detail = f"{call.name} starts anew at offsets that are not known to be the packing's: pass the argument that "
-        raise Mixes(detail + "packing=cp.CuSeqlens(...) names, as it is", Reason.MASK_WRONG_SOURCE)
+        raise Mixes(detail + "packing=cp.CuSeqlens(...) names, or a copy of it", Reason.MASK_WRONG_SOURCE)
     front = (None if call.extents.batch == 1 else (B,), (T,))
     attended = False
     for name, x in call.bound.items():
