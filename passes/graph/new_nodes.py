@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, expression, memory_id
 
 _POSITION = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -32,7 +33,64 @@ def fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
         return call(node, lambda n: n.meta["example_value"])
 
 
-def insert(before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, why: str) -> fx.Node:
+class FakeValues:
+    """Fake values of nodes whose ops write nothing. Layers are alike: an op runs once for all arguments that it can't
+    tell apart.
+
+    No change of the graph makes wrong what is remembered: keys hold values, no nodes. Memory is not remembered: a view
+    is made of the operand at hand.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._known: dict[Any, Callable[[list[Tensor]], Any]] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        key = (node.op, node.target, _signature(node.args), _signature([*node.kwargs.items()]))
+        operands = tree_leaves([n.meta["example_value"] for n in node.all_input_nodes])
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        if key in self._known:
+            with self.mode, torch.no_grad():
+                return self._known[key](tensors)
+        value = fake_value(node, self.mode)
+        again = _maker_of_like(value, tensors)
+        if again is not None:
+            self._known[key] = again
+        return value
+
+
+def _signature(arg: Any) -> Any:
+    """What an op can tell of an argument."""
+    if isinstance(arg, fx.Node):
+        return _signature(arg.meta["example_value"])
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.device, _signature((*arg.shape, *arg.stride(), arg.storage_offset()))
+    if isinstance(arg, list | tuple):
+        return tuple(map(_signature, arg))
+    if isinstance(arg, slice):
+        return slice, _signature((arg.start, arg.stop, arg.step))
+    return type(arg), expression(arg) if isinstance(arg, SymInt | SymFloat | SymBool) else arg
+
+
+def _maker_of_like(value: Any, operands: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+    """What makes the like of an op's value of other operands: a view of the only one, or new tensors. None: it is
+    neither, or the op makes a size that is not known before it runs."""
+    results = tree_leaves(value)
+    if not all(isinstance(x, Tensor) and not x.is_complex() for x in results) or free_unbacked_symbols(results):
+        return None
+    memory, theirs = [memory_id(x) for x in results], [memory_id(x) for x in operands]
+    if memory == theirs and isinstance(value, Tensor) and value.dtype == operands[0].dtype:
+        size, stride, offset = value.shape, value.stride(), value.storage_offset()
+        return lambda tensors: tensors[0].as_strided(size, stride, offset)
+    apart = len({*memory, *theirs}) == len(memory) + len({*theirs})
+    if not apart or any(expression(x.storage_offset()) != 0 for x in results):
+        return None
+    return lambda _: tree_map(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), value)
+
+
+def insert(
+    before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, why: str, known: FakeValues | None = None
+) -> fx.Node:
     """Run `emit` on proxies in front of a node; the new nodes get its source position and fake values."""
     last = before.prev
     with before.graph.inserting_before(before):
@@ -40,7 +98,7 @@ def insert(before: fx.Node, emit: Callable[[], fx.Proxy], mode: FakeTensorMode, 
     node = last.next
     while node is not before:
         node.meta.update(position_of(before), cp_rewrite=why)
-        node.meta["example_value"] = fake_value(node, mode)
+        node.meta["example_value"] = fake_value(node, mode) if known is None else known.of(node)
         node = node.next
     return result
 

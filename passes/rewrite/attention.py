@@ -61,7 +61,7 @@ def rewrite_site(
         batch = partial(size_of, fx.Proxy(replaced.get(site.query, site.query), tracer), 0)
         return _of_form(out, site.form, batch)
 
-    return take_place(site.node, insert(site.node, emit, inputs.mode, "rewrite_sites"), inputs.mode)
+    return take_place(site.node, insert(site.node, emit, inputs.mode, "rewrite_sites", inputs.known), inputs.mode)
 
 
 def site_names(decisions: Sequence[Decision]) -> list[str]:

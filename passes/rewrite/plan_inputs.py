@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.dynamo_internals import fake_input, inner_mode
+from cp_rewrite.passes.graph.new_nodes import FakeValues
 from cp_rewrite.passes.graph.regions import region_calls
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
@@ -23,7 +24,7 @@ class Inputs:
         self.root = state.graph_module
         mode = fake_mode_of(self.root.graph.nodes)
         assert mode is not None, "a graph with attention has tensors"
-        self.mode = mode
+        self.mode, self.known = mode, FakeValues(mode)
         self.keys = tuple(dict.fromkeys(keys))
         self.callers = region_calls(self.root)
         masks = list(dict.fromkeys(key.mask for key in self.keys if key.mask))
