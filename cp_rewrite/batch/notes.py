@@ -114,7 +114,7 @@ def noted(
                     "the batch before shard, which cuts it"
                 )
             if _SIZES.search(str(error)):
-                error.add_note(f"cp_rewrite: {_of_shares(total)}")
+                error.add_note(f"cp_rewrite: {_of_shares(local[first].shape[dim], total)}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}
             for note in unnamed_tokens(given, sharding.tokens, total):
@@ -132,11 +132,11 @@ def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str
     return found
 
 
-def _of_shares(total: int) -> str:
+def _of_shares(own: int, total: int) -> str:
     return (
-        f"torch traces the model on this rank's share of the row's {total} tokens. Places that stand in the model as "
-        "numbers (h[:, 20], h.narrow(1, 10, 8), h.topk(20, 1)) must lie in every rank's share: give them as a "
-        "tensor (h[:, places]), or make rows longer. A tensor of the model's own for all tokens, as a (T, T) mask in a "
-        "buffer or closure, is cut in forward ([:ids.shape[1]]) if it is causal or a band, else made in forward or "
-        "given as an argument"
+        f"torch traces the model on this rank's share of the row's {total} tokens, {own}. Places that stand in the "
+        "model as numbers (h[:, 20], h.narrow(1, 10, 8)) must lie in every rank's share: give them as a tensor "
+        "(h[:, places]), or make rows longer. The k of h.topk(k, 1) is at most a rank's share, too. A tensor of the "
+        "model's own for all tokens, as a (T, T) mask in a buffer or closure, is cut in forward ([:ids.shape[1]]) if "
+        "it is causal or a band, else made in forward or given as an argument"
     )

@@ -45,6 +45,10 @@ def largest(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h + h.topk(15, 1).values.sum(1, keepdim=True)
 
 
+def smallest(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h + h.kthvalue(15, 1).values[:, None]
+
+
 def unbound(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h + h.unbind(1)[20][:, None]
 
@@ -81,7 +85,8 @@ def repeated(b: Batch) -> Tensor:
         (split, document_mask, "share of the row's 23 tokens"),
         (viewed, document_mask, "share of the row's 23 tokens"),
         (write, document_mask, "make rows longer"),
-        (largest, document_mask, "h.topk(20, 1)"),
+        (largest, document_mask, "share of the row's 23 tokens, 12. "),
+        (smallest, document_mask, "k of h.topk(k, 1) is at most a rank's share"),
         (unbound, document_mask, "share of the row's 23 tokens"),
         (convolved, document_mask, "share of the row's 23 tokens"),
         (multiplied, document_mask, "share of the row's 23 tokens"),
