@@ -192,11 +192,12 @@ def _report(state: passes.State, model: Any) -> Report:
     before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
     rows = state.plan.plan.local_size * len(state.plan.plan.rows)
-    needs = needs_of(model, state.graph_module, rows) if isinstance(model, nn.Module) else None
+    target = facts_of(state)
+    facts = target[1] if target else None
+    needs = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
     if needs is not None and state.sharding.tile is not None:
         needs = replace(needs, logits=0.0)  # a tile's are few
-    target = facts_of(state)
-    state = passes.run_passes(replace(state, target=target[1]) if target else state)
+    state = passes.run_passes(replace(state, target=facts))
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
     for site in state.sites:

@@ -211,6 +211,11 @@ class ActivePlan:
         splits = next(key for key in keys if key.name == "splits")
         return max(int(self._array(splits, rank)[1].sum()) for rank in range(self.sharding.world_size))
 
+    def most_cut(self, states: States) -> int:
+        """Pieces, cut from others of their sequence, that a rank keeps states of, of the rank with most."""
+        key = next(key for key in PlanInput.of_states(states) if key.name == "cut_pieces")
+        return max(len(self._array(key, rank)) for rank in range(self.sharding.world_size))
+
     def _array(self, key: PlanInput, rank: int) -> NDArray[Any]:
         if key.read is not None:
             if (key.read, rank) not in self._reads:

@@ -1,8 +1,8 @@
 """What a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
 
-Kept are operands of matrix products and of attention, and results of products that something not linear reads: these
-are not computed again. Views share what they are views of; sums of residual streams are computed again of what was
-added, or are what enters the next layer.
+Kept are operands of matrix products, of attention and of recurrences, and results of products that something not linear
+reads: these are not computed again. Recurrences by kernels also keep what their forward solved. Views share what they
+are views of; sums of residual streams are computed again of what was added, or are what enters the next layer.
 
     normed -> q, k, v -> rotated -> attention -> out -> + -> normed -> gate, up -> silu, times -> down -> +
     kept            v    kept       kept        kept         kept      kept         kept
@@ -10,19 +10,27 @@ added, or are what enters the next layer.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
-from cp_rewrite.passes.graph.nodes import needs_gradient, op_name, value_of
+from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.kernels.states.select import SOLVED, reasons, runs_by_kernels
+from cp_rewrite.ops.states.kinds import inputs_of, state_shapes, wide
+from cp_rewrite.passes.graph.nodes import bind, needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
+from cp_rewrite.passes.locality.rules.over_ranks.recurrences import kind_of
 from cp_rewrite.planning.cost.constants import TILE_GAIN_AGAIN
 from cp_rewrite.planning.cost.memory import Layer, Needs
+from cp_rewrite.planning.token_reads.chunks import CHUNK
 from cp_rewrite.torch_internals import hint
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
@@ -40,12 +48,16 @@ _LAYER = re.compile(r"^(.*?(?:\.|\[)\d+\]?)(?=\.|$)")
 """Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists."""
 
 
-def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int) -> Needs:
-    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows."""
-    graph = _Graph(gm, tokens)
+def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> Needs:
+    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows.
+    target: of the GPUs that it is for; None: it runs here."""
+    graph = _Graph(gm, tokens, target)
     layers = {path: graph.layer(path) for path in graph.paths if path}
     weights = _weights_by_layer(model, layers)
-    found = [Layer(*weights[path], checkpointed=path in graph.checkpointed, **sizes) for path, sizes in layers.items()]
+    found = [
+        Layer(*weights[path], **sizes, states=graph.states(path), checkpointed=path in graph.checkpointed)
+        for path, sizes in layers.items()
+    ]
     # The widest product outside of layers is the logits, which are counted by themselves.
     logits = max((graph.size(n) for n in graph.products if layers and not graph.path(n)), default=0.0)
     outside = graph.layer("")["kept"] - logits
@@ -59,6 +71,7 @@ class _Graph:
 
     gm: fx.GraphModule
     tokens: int
+    target: DeviceFacts | None
     checkpointed: set[str] = field(default_factory=set[str])
     products: list[fx.Node] = field(default_factory=list[fx.Node])
     _nodes: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
@@ -74,7 +87,7 @@ class _Graph:
                     if is_checkpoint(node):
                         self.checkpointed |= {self.path(n) for n in call.body.graph.nodes} - {""}
                 self._nodes[self.path(node)].append(node)
-                if op_name(node) in _PRODUCTS and self.size(node):
+                if _is_product(node) and self.size(node):
                     self.products.append(node)
 
     @property
@@ -138,7 +151,7 @@ class _Graph:
         queries, keys = (max((self._read(node, at) for node in attends), default=0.0) for at in ([0], [1, 2]))
         return {
             "enters": enters,
-            "kept": enters + sum(map(self.size, kept)),
+            "kept": enters + sum(map(self.size, kept)) + sum(map(self.solved, own)),
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
             "wide": sum((size for n in kept if (size := self.size(n)) >= least and n not in grouped), 0.0),
@@ -146,6 +159,26 @@ class _Graph:
             "queries": queries,
             "keys": keys,
         }
+
+    def states(self, path: str) -> int:
+        """Bytes of what enters a cut piece of a layer's recurrences, and of what moves it."""
+        found = 0
+        for node in self._products_of(path):
+            kind = kind_of(node)
+            if kind is not None:
+                inputs = _inputs(kind, node)
+                found += wide(inputs[0].dtype).itemsize * sum(map(math.prod, state_shapes(kind, inputs)))
+        return found
+
+    def solved(self, node: fx.Node) -> int:
+        """Elements per token that the forward of a recurrence by kernels solves for its backward."""
+        kind = kind_of(node)
+        if kind not in SOLVED:
+            return 0
+        inputs = _inputs(kind, node)
+        here = self.target is None and runs_by_kernels(kind, inputs)
+        there = self.target is not None and not reasons(kind, torch.bfloat16, inputs[1].shape[-1], self.target)
+        return SOLVED[kind] * inputs[2].shape[2] * CHUNK if here or there else 0
 
     def _read(self, node: fx.Node, places: list[int]) -> float:
         """Elements per token of some operands of attention, before heads were repeated."""
@@ -173,7 +206,17 @@ class _Graph:
 
     def _bends(self, user: fx.Node, path: str) -> bool:
         same = self.path(user) == path and user.op != "output" and needs_gradient(user)
-        return same and op_name(user) not in _PRODUCTS and not _is_region(user)
+        return same and not _is_product(user) and not _is_region(user)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a node's backward reads its operands, and computes none of them again."""
+    return op_name(node) in _PRODUCTS or kind_of(node) is not None
+
+
+def _inputs(kind: str, node: fx.Node) -> list[Tensor]:
+    """Tensors that a recurrence is given, in the order of `INPUTS`."""
+    return [value_of(x) for x in inputs_of(kind, SimpleNamespace(**bind(node)))]
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cp_rewrite.kernels.select import DeviceFacts
+from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OnPieces
 from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, most_of, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
@@ -50,6 +51,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
+        cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
 
@@ -61,6 +63,7 @@ class Target:
     attention: tuple[Attention, ...]
     needs: Needs | None
     planned_for: str = ""
+    cuts: int = 0
 
     @property
     def room(self) -> int:
@@ -75,7 +78,7 @@ class Target:
     def share(self, data_parallel: int = 1) -> Share:
         """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
         expanded = max((site.expanded for site in self.attention), default=0)
-        return Share(self.rows, expanded, self.world_size * data_parallel)
+        return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts)
 
     @property
     def memory(self) -> Memory | None:
@@ -91,6 +94,7 @@ class Target:
             "world_size": self.world_size,
             "ranks_per_node": self.ranks_per_node,
             "rows": self.rows,
+            "cuts": self.cuts,
             "planned_for": self.planned_for,
             "attention_seconds": self.seconds,
             "attention": [asdict(site) for site in self.attention],
@@ -136,14 +140,16 @@ _CAPABILITIES: Mapping[str, tuple[int, int] | None] = {
     "b200": (10, 0), "b300": (10, 3), "h200": (9, 0), "h100": (9, 0), "a100": (8, 0), "cpu": None
 }  # fmt: skip
 
+_INSTALLED = frozenset({"flash_attn.cute", "fla.ops.cp"})
+
 
 def facts_of(state: State) -> tuple[str, DeviceFacts] | None:
-    """The name of the machine that a dry run is for, and what kernels ask of it, with FlashAttention 4 installed. None:
-    the graph runs here, or nothing is known of that machine."""
+    """The name of the machine that a dry run is for, and what kernels ask of it, with FlashAttention 4 and fla
+    installed. None: the graph runs here, or nothing is known of that machine."""
     name = target_speeds(state.sharding, state.device).name
     for known, capability in _CAPABILITIES.items() if is_dry_run(state) else ():
         if known in name.lower():
-            return name, DeviceFacts(capability, frozenset({"flash_attn.cute"}) if capability else frozenset())
+            return name, DeviceFacts(capability, _INSTALLED if capability else frozenset())
     return None
 
 
@@ -181,7 +187,9 @@ def target_of(state: State, needs: Needs | None) -> Target:
             )
         )
     rows = plan.local_size * len(plan.rows)
-    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for)
+    steps = (step.run for lowered in state.locality.lowered for step in lowered.steps)
+    cuts = max((state.plan.most_cut(run.states) for run in steps if isinstance(run, OnPieces)), default=0)
+    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts)
 
 
 def _planned_for(state: State) -> str:

@@ -5,7 +5,7 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
     weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
     gathered                    b bytes per parameter: a block and the one that is next, and what is in no block
     activations                 b R × the elements per token that the backward reads, of every layer; of a
-                                checkpointed layer those that enter it
+                                checkpointed layer those that enter it. And states at cuts of pieces, in fp32
     and the largest of
       the loss                  b R × logits per token, whose place their gradient takes; (4 + b) if returned; with
                                 tiles those of a tile. And the gradients of the hidden states and of the head
@@ -40,6 +40,7 @@ class Layer:
         widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold. grouped:
             of the widest whose rows are sorted by expert, which no tile holds.
         queries, keys: elements of attention's queries, and of its keys and values; 0 without attention.
+        states: bytes that its recurrences keep of each cut piece.
         checkpointed: what it keeps is computed again in the backward.
     """
 
@@ -53,6 +54,7 @@ class Layer:
     keys: float = 0.0
     wide: float = 0.0
     grouped: float = 0.0
+    states: int = 0
     checkpointed: bool = False
 
 
@@ -91,7 +93,8 @@ class Share:
     """What a rank is given.
 
     Args:
-        rows: local rows. expanded: KV rows that its attention reads, copies included.
+        rows: local rows. expanded: KV rows that its attention reads, copies included. cuts: cut pieces of its
+            sequences, whose states recurrences keep.
         ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
         item_bytes: of an element of activations and gathered weights.
         on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
@@ -102,6 +105,7 @@ class Share:
     rows: int
     expanded: int
     ranks: int
+    cuts: int = 0
     item_bytes: int = 2
     on_host: Collection[str] = ()
     tiled: bool = False
@@ -153,10 +157,9 @@ def predict(needs: Needs, share: Share) -> Memory:
     outside = share.item_bytes * needs.parameters
     gathered = [outside + share.item_bytes * sum(pair) for pair in blocks]
     gradients = here * trained // share.ranks if share.accumulated else 0
-    kept = needs.kept + sum(layer.enters if layer.checkpointed else layer.kept for layer in needs.layers)
     away = needs.layers[:-LAYERS_ON_DEVICE] if "checkpoints" in share.on_host else ()
-    kept -= sum(layer.enters for layer in away)
-    activations = share.item_bytes * share.rows * kept
+    activations = share.item_bytes * share.rows * (needs.kept - sum(layer.enters for layer in away))
+    activations += sum(_kept(layer, share) for layer in needs.layers)
 
     def moment(at: str, gathered: int, *, workspace: int = 0, logits: float = 0.0) -> Memory:
         there = {"gradients": gradients, "activations": round(activations), "workspace": workspace}
@@ -170,13 +173,20 @@ def predict(needs: Needs, share: Share) -> Memory:
         moments.append(moment("layer", gathered[i], workspace=_in_layer(layer, share) + own + behind))
         behind = 4 * layer.trained
         if i >= len(away):
-            activations -= share.item_bytes * share.rows * (layer.enters if layer.checkpointed else layer.kept)
+            activations -= _kept(layer, share)
             activations += share.item_bytes * share.rows * layer.enters if away else 0
         gradients += 0 if share.accumulated else here * layer.trained // share.ranks
     gradients -= _head(needs, share)
     last = round((share.item_bytes + 4 + 4 / share.ranks) * needs.trained)
     moments.append(moment("end", 0, workspace=last))  # nothing is gathered any more
     return max(moments, key=lambda memory: memory.peak)
+
+
+def _kept(layer: Layer, share: Share) -> float:
+    """Bytes that a layer keeps until its backward."""
+    if layer.checkpointed:
+        return share.item_bytes * share.rows * layer.enters
+    return share.item_bytes * share.rows * layer.kept + share.cuts * layer.states
 
 
 def _at_loss(needs: Needs, share: Share) -> float:
@@ -200,16 +210,17 @@ def _in_layer(layer: Layer, share: Share) -> int:
     """Bytes that a layer's backward takes beside what was kept for it."""
     item, rows = share.item_bytes, share.rows
     again = layer.kept - layer.enters if layer.checkpointed else 0.0
+    states = share.cuts * layer.states if layer.checkpointed else 0
     gone = layer.kept - layer.before_attention
     # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32.
     attention = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
     attention += item * rows * (again - gone)
     if not (share.tiled and layer.checkpointed and layer.wide):
-        return round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
+        return states + round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
     tile = min(rows, TILE_ROWS, TILE_BYTES / (item * layer.widest))
     inside = item * tile * (layer.wide + 2 * layer.widest) + 4 * layer.parameters  # their gradients' sums, in fp32
     outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
-    return round(max(outside + inside, attention))
+    return states + round(max(outside + inside, attention))
 
 
 def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.graph.nodes import bind, schema_of, value_of
+from cp_rewrite.passes.graph.nodes import bind, value_of
 from cp_rewrite.passes.graph.regions import Scope
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import memory_of, written_memory
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED
-from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OPS
+from cp_rewrite.passes.locality.rules.over_ranks.recurrences import kind_of
 from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.sharding import Sharding
 
@@ -46,7 +46,7 @@ class Offsets(Container[fx.Node]):
 
     def read_by(self, node: fx.Node) -> None:
         """Look at what a recurrence is given."""
-        if getattr(schema_of(node.target), "name", None) in OPS:
+        if kind_of(node) is not None:
             self.find([bind(node)["offsets"]])
 
     def enter(self, body: fx.Graph, given: Sequence[bool]) -> None:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.ops.states.kinds import state_shapes, wide
+from cp_rewrite.passes.graph.nodes import schema_of
 from cp_rewrite.passes.locality.claims.dims import B, Mixes, T
 from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Rows
 from cp_rewrite.passes.locality.node.call import Call
@@ -30,6 +32,12 @@ from cp_rewrite.refusal import Reason
 OPS = ("cp_rewrite::gated_delta_rule", "cp_rewrite::kimi_delta", "cp_rewrite::ssd", "cp_rewrite::selective_scan")
 _WEIGHTS = ("A",)
 _ops: Any = torch.ops.cp_rewrite
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """The name of the recurrence that a node is; None: it is none."""
+    name = getattr(schema_of(node.target), "name", "")
+    return name.partition("::")[2] if name in OPS else None
 
 
 def recurrent(call: Call) -> tuple[Claims, RunOverRanks]:
