@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -13,13 +15,14 @@ from cp_rewrite.torch_internals import expression
 def verify_graph(state: State) -> State:
     """Raise if the graph is broken: lint, every site replaced by a value of its own shape, inputs added last."""
     gm = state.graph_module
-    for module in {id(d.site.graph_module): d.site.graph_module for d in state.decisions}.values():
+    for module in dict.fromkeys(d.site.graph_module for d in state.decisions):
         module.graph.lint()
-        for node in module.graph.nodes:
+        nodes = {node.name: node for node in module.graph.nodes}
+        for node in nodes.values():
             if "cp_rewrite" in node.meta and "example_value" not in node.meta:
                 raise RuntimeError(f"cp_rewrite: inserted node {node.name} has no fake value")
-    for decision in state.decisions:
-        _verify_site(decision.site.node, decision.site.graph_module)
+        for site in (d.site for d in state.decisions if d.site.graph_module is module):
+            _verify_site(site.node, nodes)
     placeholders = gm.graph.find_nodes(op="placeholder")
     added = [node for node in placeholders if "cp_rewrite" in node.meta]
     if placeholders[len(placeholders) - len(added) :] != added or len(added) != len(state.inputs):
@@ -27,9 +30,8 @@ def verify_graph(state: State) -> State:
     return state
 
 
-def _verify_site(old: fx.Node, gm: fx.GraphModule) -> None:
-    """The replaced node is gone; the node that took its name has its shape and dtype."""
-    nodes = {node.name: node for node in gm.graph.nodes}
+def _verify_site(old: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
+    """The replaced node is gone; the node that took its name, of the `nodes` by name, has its shape and dtype."""
     new = nodes.get(old.name)
     if new is old or new is None:
         raise RuntimeError(f"cp_rewrite: attention node {old.name} was left in place")

@@ -101,8 +101,10 @@ def region_calls(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:
 
 def nested_scopes(scope: Scope) -> Iterator[tuple[fx.Node, Scope | None]]:
     """Nodes of `scope` that run a nested graph, each with the scope that it enters; None where it is no plain call."""
-    for node in scope.gm.graph.nodes:
-        if nested_graphs(node):
+    bodies = [n for n in scope.gm.graph.find_nodes(op="get_attr") if isinstance(attribute_of(n), fx.GraphModule)]
+    callers = {caller for body in bodies for caller in body.users}
+    for node in scope.gm.graph.nodes if callers else ():
+        if node in callers:
             call = region_call(node)
             yield node, None if call is None else Scope(call.body, scope, node, call.filled)
 

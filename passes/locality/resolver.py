@@ -93,7 +93,8 @@ class Resolver:
         if steps.inside:
             self.lowered.append(Lowering(node, steps.inside, steps.autocasts))
         places: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), places.append)
+        if steps.operands:
+            fx.map_arg((node.args, node.kwargs), places.append)
         for place, conversions in steps.operands:
             why = next((each.why for each in conversions if isinstance(each, FillRows)), None)
             self._convert(node, places[place], conversions, why or f"{op_name(node)} needs it whole")
