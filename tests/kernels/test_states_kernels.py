@@ -16,24 +16,40 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states import select
-from cp_rewrite.ops.states import fold
-from cp_rewrite.ops.states.trial import kernels_are_right
+from cp_rewrite.ops.states import fold, trial
+from cp_rewrite.ops.states.kinds import Options
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.plan_input import STATES, States
 from cp_rewrite.planning.token_reads.states import state_tables
 from tests.ops.test_states_pieces import Ranks
 
 ops: Any = torch.ops.cp_rewrite
-HOPPER = DeviceFacts((9, 0), frozenset({"fla.ops.cp"}))
+HOPPER = DeviceFacts((9, 0), frozenset({"fla.ops.cp", "flash_qla"}))
 HALF = torch.bfloat16
+KIND = {name: kind for kind, names in select.CLASSES.items() for name in names}
+NAMES = list(KIND)
 
 
 def test_kernels_say_every_reason_why_they_cannot_run() -> None:
-    for kind in ("gated_delta_rule", "kimi_delta", "ssd"):
-        assert not select.reasons(kind, HALF, 128, HOPPER)
-    found = "; ".join(select.reasons("selective_scan", torch.float32, 512, DeviceFacts(None)))
-    for part in ("no kernel of selective_scan", "got float32", "got 512", "CUDA GPU", "fla-core"):
+    for name in NAMES:
+        assert not select.reasons(name, HALF, 128, 128, HOPPER)
+    found = "; ".join(select.reasons("delta.Kimi", torch.float32, 512, 128, DeviceFacts(None)))
+    for part in ("got float32", "got 512", "CUDA GPU", "fla-core"):
         assert part in found
+    found = "; ".join(select.reasons("fused.Fused", HALF, 128, 64, DeviceFacts((10, 0), frozenset({"fla.ops.cp"}))))
+    assert found == (
+        "head dims of 128 only, got 128 and 64; needs Hopper, this GPU has compute capability 10.0; "
+        "flash_qla is not installed (pip install flash-qla)"
+    )
+
+
+def test_fused_kernels_are_for_many_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "device_facts", lambda *_: HOPPER)
+    inputs = [torch.zeros(1, 1024, 8, 128, dtype=HALF)] * 3
+    assert select.kernels_for("gated_delta_rule", inputs, 4) == ["fused.Fused", "delta.Delta"]
+    assert select.kernels_for("gated_delta_rule", inputs, 5) == ["delta.Delta"]
+    assert select.kernels_for("gated_delta_rule", inputs, 3) == ["delta.Delta"]
+    assert not select.kernels_for("selective_scan", inputs, 1)
 
 
 def draw(kind: str, rows: int, tokens: int, heads: int, dim: int) -> list[Tensor]:
@@ -47,9 +63,19 @@ def draw(kind: str, rows: int, tokens: int, heads: int, dim: int) -> list[Tensor
         found = [normal(heads, 64), 0.2 * F.softplus(normal(heads)), rate, normal(2, dim), normal(2, dim)]
         return [found[0].to(HALF), found[1], rate, *(x.to(HALF) for x in found[3:])]
     shared = heads // 2 if kind == "gated_delta_rule" else heads
-    decay = -0.1 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
+    decay = -0.01 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
     q, k, v = (normal(n, dim).to(HALF) for n in (shared, shared, heads))
     return [q, k, v, decay, normal(heads).sigmoid().to(HALF)]
+
+
+def poisoned(rows: Sequence[Documents], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """With NaN in the tokens behind the documents."""
+    found = [x.clone() for x in inputs]
+    for b, row in enumerate(rows):
+        for x in found:
+            if x.ndim > 2:
+                x[b, int(row.lengths.sum()) :] = torch.nan
+    return found
 
 
 def options_of(kind: str, dim: int) -> tuple[float, bool] | tuple[()]:
@@ -125,13 +151,19 @@ def one_rank(kind: str, rows: list[Documents], inputs: list[Tensor], dout: Tenso
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs fla-core")
-@pytest.mark.parametrize("kind", list(select.CLASSES))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["balanced", "contiguous", "dual_chunk"])
 @pytest.mark.parametrize(
     "lengths", [[1, 700, 1, 1, 63, 65, 300, 128, 1], [1260], [1] * 1260], ids=["odd", "one", "ones"]
 )
-def test_kernels_give_what_the_reference_gives(kind: str, layout: str, lengths: tuple[int, ...]) -> None:
+def test_kernels_give_what_the_reference_gives(
+    name: str, layout: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = "flash_qla" if name.startswith("fused") else "fla"
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    kind = KIND[name]
+    monkeypatch.setattr(trial, "kernels_for", lambda _, x, runs: [name] * (x[0].dtype == HALF))
     heads, dim = 4, 128
     rows = [Documents.from_lengths(lengths, 1271), Documents.from_lengths([1266], 1271)]
     inputs = draw(kind, 2, 1271, heads, dim)
@@ -140,13 +172,14 @@ def test_kernels_give_what_the_reference_gives(kind: str, layout: str, lengths: 
     dout = (whole / whole.std() + torch.randn_like(whole)).to(HALF)
     for read in (States(True), States(False, True)):
         plan = plan_batch(rows, 3, layout)
-        assert kernels_are_right(kind, inputs)
-        found = on_pieces(kind, plan, read, inputs, dout, dim)
+        assert trial.right_kernels(kind, inputs, 1, Options() if kind == "ssd" else Options(dim**-0.5, True)) == name
+        *given, of_out = poisoned(rows, [*inputs, dout])
+        found = on_pieces(kind, plan, read, given, of_out, dim)
         # The reference, in fp32, on the same numbers.
-        expected = on_pieces(kind, plan, read, [x.float() for x in inputs], dout.float(), dim)
-        compare(f"{kind} {layout} {'documents' if read.resets else 'rows'}", found, expected)
+        expected = on_pieces(kind, plan, read, [x.float() for x in given], of_out.float(), dim)
+        compare(f"{name} {layout} {'documents' if read.resets else 'rows'}", found, expected)
     found, expected = (one_rank(kind, rows, given, dout, dim) for given in (inputs, [x.float() for x in inputs]))
-    compare(f"{kind} one rank", found, expected)
+    compare(f"{name} one rank", found, expected)
     offsets = torch.tensor([0, 1, 700, 701, 1271, 2000], dtype=torch.int32, device="cuda")
     for where in (None, offsets):
         op, how = getattr(ops, kind), options_of(kind, dim)
@@ -154,4 +187,4 @@ def test_kernels_give_what_the_reference_gives(kind: str, layout: str, lengths: 
             differentiated(lambda x, where=where, op=op, how=how: op(*x, where, *how), given, dout)
             for given in (inputs, [x.float() for x in inputs])
         )
-        compare(f"{kind} whole", found, expected)
+        compare(f"{name} whole", found, expected)

@@ -16,25 +16,31 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.states import verdicts
 from cp_rewrite.kernels.states.verdicts import verdict_of
 from cp_rewrite.ops.states import pieces, trial, whole
+from cp_rewrite.ops.states.kinds import Options
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.plan_input import States
 from tests.helpers.recurrences import inputs_of
 from tests.ops.test_states_pieces import tables_of
 
 ops: Any = torch.ops.cp_rewrite
+VERSIONS = {"fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15"}
 
 
 class Kernels:
     """As `by_kernels`, by the reference, which may be wrong by a factor. forwards: rows of each call on pieces. read:
-    what each backward was given of its forward."""
+    what each backward was given of its forward. names: of those there are. broken: what can't be compiled."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self.forwards: list[int] = []
         self.read: list[float] = []
         self.wholes = 0
+        self.names, self.ran = ["best"], ""
+        self.broken: str | None = None
 
-    def forward(self, kind: str, inputs: Any, t: Any, how: Any, group: str) -> Any:
+    def forward(self, kernels: str, kind: str, inputs: Any, t: Any, how: Any, group: str) -> Any:
+        if kernels == self.broken:
+            raise OSError("no compiler")
         self.forwards.append(inputs[0].shape[1])
         wide = [x.float() for x in inputs]
         found = getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
@@ -44,14 +50,25 @@ class Kernels:
         return torch.zeros(7 if inputs[0].dtype == torch.bfloat16 else 0)
 
     def backward(
-        self, kind: str, dout: Any, entries: Any, moves: Any, kept: Any, inputs: Any, t: Any, how: Any, group: str
+        self,
+        _: str,
+        kind: str,
+        dout: Any,
+        entries: Any,
+        moves: Any,
+        kept: Any,
+        inputs: Any,
+        t: Any,
+        how: Any,
+        group: str,
     ) -> Any:
         self.read.append(float(kept.mean()))
         given = dout.float(), entries, moves, kept, [x.float() for x in inputs], [*vars(t).values()], kind
         found = ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)
         return [(x * self.factor).to(like.dtype) for x, like in zip(found, inputs, strict=True)]
 
-    def whole(self, kind: str, inputs: Any, *_: Any) -> Tensor:
+    def whole(self, kernels: str, kind: str, inputs: Any, *_: Any) -> Tensor:
+        self.ran = kernels
         self.wholes += 1
         return torch.zeros_like(inputs[2])
 
@@ -65,10 +82,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Kernel
         "fla.utils": SimpleNamespace(autotune_cache_kwargs={"cache_results": True}),
     }
     monkeypatch.setattr(verdicts, "import_module", modules.__getitem__)
-    monkeypatch.setattr(verdicts, "version", {"fla-core": "0.6.0"}.__getitem__)
+    monkeypatch.setattr(verdicts, "version", VERSIONS.__getitem__)
     for module in (trial, whole, pieces):
         monkeypatch.setattr(module, "by_kernels", played)
-    monkeypatch.setattr(trial, "runs_by_kernels", lambda kind, inputs: inputs[0].dtype == torch.bfloat16)
+    monkeypatch.setattr(trial, "kernels_for", lambda _, x, runs: played.names * (x[0].dtype == torch.bfloat16))
     trial._agree.cache_clear()
     yield played
     trial._agree.cache_clear()
@@ -88,7 +105,7 @@ def half(heads: int = 0) -> list[Tensor]:
 def is_right(inputs: list[Tensor]) -> bool:
     """Asked in a process of its own."""
     trial._agree.cache_clear()
-    return trial.kernels_are_right("gated_delta_rule", inputs)
+    return trial.right_kernels("gated_delta_rule", inputs, 1, Options()) is not None
 
 
 def test_kernels_are_tried_inside_of_a_compiled_graph(kernels: Kernels) -> None:
@@ -118,7 +135,7 @@ def test_the_backward_is_given_what_its_forward_kept(compiled: bool, kernels: Ke
 def test_what_is_right_is_not_tried_again(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:
     assert is_right(half())
     assert len(kernels.forwards) == 2
-    assert capsys.readouterr().err.count("kernels of gated_delta_rule are tuned and tried") == 1
+    assert capsys.readouterr().err.count("kernels of gated_delta_rule (best) are tuned and tried") == 1
     assert is_right(half())
     assert len(kernels.forwards) == 2
     assert not capsys.readouterr().err
@@ -135,6 +152,18 @@ def test_what_is_wrong_is_tried_by_each_process(kernels: Kernels) -> None:
     assert len(kernels.forwards) == 6
 
 
+@pytest.mark.parametrize("why", ["broken", "wrong"])
+def test_the_next_kernels_run_where_the_best_cannot(why: str, kernels: Kernels) -> None:
+    kernels.names = ["best", "next"]
+    kernels.broken = "best" if why == "broken" else None
+    wrong = "failed with OSError: no compiler" if why == "broken" else "differ from the reference by"
+    backward = kernels.backward
+    kernels.backward = lambda name, *rest: [x * (1 if name == "next" else 1.2) for x in backward(name, *rest)]  # type: ignore
+    with pytest.warns(UserWarning, match=rf"kernels of gated_delta_rule \(best\) {wrong}.*others run"):
+        ops.gated_delta_rule(*half(), None, 0.5, True)
+    assert kernels.ran == "next"
+
+
 @pytest.mark.parametrize("what", ["shapes", "triton", "fla", "settings"])
 def test_a_verdict_is_of_shapes_versions_and_settings(
     what: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +174,7 @@ def test_a_verdict_is_of_shapes_versions_and_settings(
     if what == "triton":
         monkeypatch.setattr(verdicts.import_module("triton"), "__version__", "3.9.0")
     elif what == "fla":
-        monkeypatch.setattr(verdicts, "version", {"fla-core": "0.6.1"}.__getitem__)
+        monkeypatch.setattr(verdicts, "version", (VERSIONS | {"fla-core": "0.6.1"}).__getitem__)
     elif what == "settings":
         monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
     assert is_right(inputs)

@@ -35,6 +35,9 @@ class Delta:
         kept: by one with the same inputs; None: solved anew.
     """
 
+    per_log: float | None = RCP_LN2
+    """What a decay is multiplied by: kernels of fla take powers of 2."""
+
     def __init__(
         self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool, kept: Tensor | None = None
     ) -> None:
@@ -47,7 +50,7 @@ class Delta:
             (q, q_norm), (k, k_norm) = l2norm_fwd(q), l2norm_fwd(k)
             self.norms = q_norm, k_norm
         self.q, self.k, self.v, self.beta = q, k, v, beta.float()
-        self.g = chunk_local_cumsum(g.float(), scale=RCP_LN2, **runs.packed)
+        self.g = chunk_local_cumsum(g.float(), scale=self.per_log, **runs.packed)
         self.solved: Sequence[Tensor] = () if kept is None else kept.split(1)
         self.factor()
 
@@ -71,13 +74,10 @@ class Delta:
         """Write what pieces do that are cut at their end, in fp32: what moves the state that enters (N, H, K, K), and
         what is added (N, H, K, V). Nothing enters the first piece of a sequence: there that is the state that leaves.
         """
-        entered = {run for run, _ in self.runs.entered}
-        first, middle = (
-            [(run, piece) for run, piece in self.runs.left if (run in entered) is late] for late in (False, True)
-        )
+        first, middle = self.runs.cut_at_ends
         if self.runs.all_at_once(first, self.runs.entered):
             h, v, ends = self._pass(None, **self.runs.packed, output_final_state=True)
-            self.passed = None if entered else (h, v)
+            self.passed = None if self.runs.entered else (h, v)
         else:
             ends = {run: self._pass(None, **self.runs.alone(run), output_final_state=True)[2][0] for run, _ in first}
         for run, piece in first:
@@ -139,6 +139,11 @@ class Delta:
         """Of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
         dh, dv = self.passed_back or self._back(ends, None, **self.runs.packed)[::2]
         dq, dk, dv, db, dg = self.of_chunks(dh, dv)
+        return self.of_inputs(dq, dk, dv, dg, db)
+
+    def of_inputs(self, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, db: Tensor) -> list[Tensor]:
+        """Gradients of the inputs, from those of q and k with Hk or H heads, after their norms, and of the sums of
+        decays."""
         dq, dk = _summed(dq, self.q), _summed(dk, self.k)
         dg = chunk_local_cumsum(dg, reverse=True, **self.runs.packed)
         if self.norms is not None:
@@ -161,6 +166,13 @@ class Delta:
 
 class Kimi(Delta):
     """The same with a decay of each channel."""
+
+    def __init__(self, inputs: Sequence[Tensor], runs: Runs, *how: Any) -> None:
+        # Kernels of fla multiply rows behind a run by 0, which leaves NaN of padding NaN.
+        super().__init__([runs.clean(x) for x in inputs], runs, *how)
+
+    def begin_backward(self, dout: Tensor, states: Tensor | None) -> None:
+        super().begin_backward(self.runs.clean(dout), states)
 
     def factor(self) -> None:
         given = {"q": self.q, "k": self.k, "v": self.v, "gk": self.g, "beta": self.beta}

@@ -51,6 +51,13 @@ class Runs:
         return Runs(offsets, chunks[: spans[-1]], entered, left, bounds, gaps, states, spans)
 
     @property
+    def cut_at_ends(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """`left`, in two: of sequences' first pieces, and of those that a state enters too."""
+        entered = {run for run, _ in self.entered}
+        first, middle = ([item for item in self.left if (item[0] in entered) is late] for late in (False, True))
+        return first, middle
+
+    @property
     def packed(self) -> dict[str, Any]:
         """Arguments of nearly all functions of fla."""
         return self.solved | {"chunk_size": CHUNK}
@@ -72,7 +79,12 @@ class Runs:
     def apart(self, runs: Sequence[int]) -> Tensor:
         """Offsets by which every other sequence is one of `runs`, given in ascending order: the last comes first, so
         that those between end before they start, and are of no length."""
-        return torch.cat([self.offsets[run : run + 2] for run in reversed(runs)])
+        return self.numbers([bound for run in reversed(runs) for bound in self.bounds[run]])
+
+    def numbers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """These on the device of the rows, int32, without waiting for it."""
+        cuda = self.offsets.is_cuda
+        return torch.tensor(values, dtype=torch.int32, pin_memory=cuda).to(self.offsets.device, non_blocking=True)
 
     def span(self, run: int) -> tuple[int, int]:
         """The first chunk of a run, and the one behind its last."""
@@ -89,6 +101,10 @@ class Runs:
         if not which:
             return None
         return torch.cat([cut, cut.new_zeros(1, *cut.shape[1:])]).index_select(0, self.states)
+
+    def clean(self, x: Tensor) -> Tensor:
+        """x (1, R, …) with 0 in rows of no piece."""
+        return self.without_gaps(x.clone()) if self.gaps else x
 
     def without_gaps(self, x: Tensor) -> Tensor:
         """x (1, R, …), in place, 0 in rows of no piece."""

@@ -26,7 +26,7 @@ class Ssd:
     def __init__(self, inputs: Sequence[Tensor], runs: Runs, *_: object) -> None:
         x, dt, self.rate, write, look = inputs
         self.runs, self.inputs = runs, inputs
-        self.dt = runs.without_gaps(dt.float().clone()) if runs.gaps else dt.float()
+        self.dt = runs.clean(dt.float())
         heads = x.shape[2]
         self.k, self.q = (t.repeat_interleave(heads // t.shape[2], 2) for t in (write, look))
         self.v = (x * self.dt.unsqueeze(-1)).to(x.dtype)

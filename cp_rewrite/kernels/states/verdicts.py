@@ -13,13 +13,13 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 _ROOT = Path(__file__).parents[2]
-_COMPILER = ("TRITON_", "FLA_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_")
+_COMPILER = ("TRITON_", "FLA_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_", "TILELANG_", "TL_")
 """Environment variables that begin so may change what is compiled."""
 
 
@@ -68,4 +68,12 @@ def _versions() -> list[object]:
     ours = hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(sources))).hexdigest()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(_COMPILER))
     triton = import_module("triton").__version__
-    return [torch.__version__, triton, version("fla-core"), ours, settings]
+    libraries = [_version(name) for name in ("fla-core", "flash-qla", "tilelang")]
+    return [torch.__version__, triton, *libraries, ours, settings]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -25,12 +25,12 @@ from .maps import Maps
 
 
 def forward(
-    kind: str, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str
+    kernels: str, kind: str, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As an op on pieces gives. t: tables of a plan by name."""
+    """As an op on pieces gives. kernels: of `kernels/states/select.py`. t: tables of a plan by name."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
-        kernel = _kernel(kind, inputs, runs, how)
+        kernel = _kernel(kernels, kind, inputs, runs, how)
         own = _maps(kind, inputs, len(t.cut_pieces))
         kernel.summarize(own.move, own.add)
         with nvtx("states"):
@@ -48,13 +48,13 @@ def nothing_kept(kind: str, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def backward(
-    kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Tensor, inputs: Sequence[Tensor], t: SimpleNamespace,
-    how: Options, group: str,
+    kernels: str, kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Tensor, inputs: Sequence[Tensor],
+    t: SimpleNamespace, how: Options, group: str,
 ) -> list[Tensor]:  # fmt: skip
     """As `states_on_pieces_backward` gives."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
-        kernel = _kernel(kind, inputs, runs, how, kept)
+        kernel = _kernel(kernels, kind, inputs, runs, how, kept)
         kernel.begin_backward(_flat(dout), runs.states_of(entries, runs.entered))
         own = torch.zeros_like(entries)
         kernel.of_entries(own)
@@ -64,22 +64,24 @@ def backward(
         return _gradients(kind, kernel.gradients(runs.states_of(ends, runs.left)), inputs, runs)
 
 
-def whole(kind: str, inputs: Sequence[Tensor], bounds: np.ndarray, how: Options) -> Tensor:
+def whole(kernels: str, kind: str, inputs: Sequence[Tensor], bounds: np.ndarray, how: Options) -> Tensor:
     """As an op over whole rows gives. bounds: of sequences, ascending from 0."""
     runs = _runs_of_rows(bounds, inputs[0])
     with _on(inputs[0]):
-        kernel = _kernel(kind, inputs, runs, how)
+        kernel = _kernel(kernels, kind, inputs, runs, how)
         none = _maps(kind, inputs, 0)
         kernel.summarize(none.move, none.add)
         out = kernel.out(None)
         return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype))
 
 
-def whole_backward(kind: str, dout: Tensor, inputs: Sequence[Tensor], bounds: np.ndarray, how: Options) -> list[Tensor]:
+def whole_backward(
+    kernels: str, kind: str, dout: Tensor, inputs: Sequence[Tensor], bounds: np.ndarray, how: Options
+) -> list[Tensor]:
     """As `states_backward` gives."""
     runs = _runs_of_rows(bounds, inputs[0])
     with _on(inputs[0]):
-        kernel = _kernel(kind, inputs, runs, how)
+        kernel = _kernel(kernels, kind, inputs, runs, how)
         kernel.begin_backward(_flat(dout), None)
         kernel.of_entries(_maps(kind, inputs, 0).add)
         return _gradients(kind, kernel.gradients(None), inputs, runs)
@@ -90,9 +92,11 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _kernel(kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Tensor | None = None) -> Any:
+def _kernel(
+    kernels: str, kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Tensor | None = None
+) -> Any:
     flat = [x if name == "A" else _flat(x) for name, x in zip(INPUTS[kind], inputs, strict=True)]
-    return load(kind)(flat, runs, how.scale, how.l2norm, kept)
+    return load(kernels)(flat, runs, how.scale, how.l2norm, kept)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from . import by_kernels
 from .fold import fold
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, state_shapes, to_rows, wide
 from .maps import Maps, Read, compose, run_chains
-from .trial import kernels_are_right
+from .trial import right_kernels
 
 _ops: Any = torch.ops.cp_rewrite
 _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
@@ -88,8 +88,8 @@ def selective_scan_on_pieces(
 
 def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Four:
     t = _named(tables)
-    if kernels_are_right(kind, inputs):
-        return by_kernels.forward(kind, inputs, t, how, group)
+    if kernels := right_kernels(kind, inputs, len(t.runs), how):
+        return by_kernels.forward(kernels, kind, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     own = _summaries(maps, t)
     with nvtx("states"):
@@ -150,8 +150,8 @@ def states_on_pieces_backward(
         entries, moves, solved: what the op gave. kind: its name without `_on_pieces`.
     """
     t, how = _named(tables), Options(scale, l2norm)
-    if kernels_are_right(kind, inputs):
-        return by_kernels.backward(kind, dout, entries, moves, solved, inputs, t, how, group)
+    if kernels := right_kernels(kind, inputs, len(t.runs), how):
+        return by_kernels.backward(kernels, kind, dout, entries, moves, solved, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     out, of_entries = _vjp(lambda entered: _out(read, _run(maps, t, entered)[0], inputs[0], t), entries)
     dout = dout.to(out.dtype)

@@ -21,7 +21,7 @@ from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts, chunk_ro
 from . import by_kernels
 from .kinds import INPUTS, Options, chunk_maps, fake_out, inputs_of, options_of, out_dtype, to_rows
 from .maps import run_chains
-from .trial import kernels_are_right
+from .trial import right_kernels
 
 _ops: Any = torch.ops.cp_rewrite
 _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
@@ -73,8 +73,8 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offse
 
 def _whole(kind: str, inputs: list[Tensor], offsets: Tensor | None, how: Options) -> Tensor:
     bounds = _bounds(inputs[0], offsets)
-    if kernels_are_right(kind, inputs):
-        return by_kernels.whole(kind, inputs, bounds, how)
+    if kernels := right_kernels(kind, inputs, len(bounds) - 1, how):
+        return by_kernels.whole(kernels, kind, inputs, bounds, how)
     out = _run(kind, inputs, *_chunk_tables(inputs[0], bounds), how)
     return out.to(out_dtype(kind, inputs[0].dtype))
 
@@ -115,8 +115,8 @@ def states_backward(
 ) -> list[Tensor]:
     """Gradients of all inputs of a recurrence, computed again from them. Args: kind: the op's name."""
     bounds, how = _bounds(inputs[0], offsets), Options(scale, l2norm)
-    if kernels_are_right(kind, inputs):
-        return by_kernels.whole_backward(kind, dout, inputs, bounds, how)
+    if kernels := right_kernels(kind, inputs, len(bounds) - 1, how):
+        return by_kernels.whole_backward(kernels, kind, dout, inputs, bounds, how)
     rows, levels = _chunk_tables(inputs[0], bounds)
     out, vjp = _vjp(lambda *leaves: _run(kind, leaves, rows, levels, how), *inputs)
     return [x.contiguous() for x in vjp(dout.to(out.dtype))]
