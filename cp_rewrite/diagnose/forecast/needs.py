@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
 from cp_rewrite.kernels.select import DeviceFacts
-from cp_rewrite.kernels.states.select import SOLVED, reasons, runs_by_kernels
+from cp_rewrite.kernels.states.select import SOLVED, runs_by_kernels
 from cp_rewrite.ops.states.kinds import inputs_of, state_shapes, wide
 from cp_rewrite.passes.graph.nodes import bind, needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
@@ -176,9 +175,7 @@ class _Graph:
         if kind not in SOLVED:
             return 0
         inputs = _inputs(kind, node)
-        here = self.target is None and runs_by_kernels(kind, inputs)
-        there = self.target is not None and not reasons(kind, torch.bfloat16, inputs[1].shape[-1], self.target)
-        return SOLVED[kind] * inputs[2].shape[2] * CHUNK if here or there else 0
+        return SOLVED[kind] * inputs[2].shape[2] * CHUNK if runs_by_kernels(kind, inputs, self.target) else 0
 
     def _read(self, node: fx.Node, places: list[int]) -> float:
         """Elements per token of some operands of attention, before heads were repeated."""

@@ -24,9 +24,9 @@ and head, in fp32, and gives each pair one multiprocessor (on an H200, at 8 head
 fast as by fla, in two runs 1.0, 16 heads in one 1.2)."""
 
 
-def runs_by_kernels(kind: str, inputs: Sequence[Tensor]) -> bool:
-    """Whether a recurrence of these inputs has kernels here."""
-    return bool(_able(kind, inputs))
+def runs_by_kernels(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | None = None) -> bool:
+    """Whether a recurrence of these inputs has kernels here, or has them, in half precision, on another machine."""
+    return bool(_able(kind, inputs, there))
 
 
 def kernels_for(kind: str, inputs: Sequence[Tensor], runs: int) -> list[str]:
@@ -39,11 +39,12 @@ def kernels_for(kind: str, inputs: Sequence[Tensor], runs: int) -> list[str]:
     return found
 
 
-def _able(kind: str, inputs: Sequence[Tensor]) -> list[str]:
+def _able(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | None = None) -> list[str]:
     channels, values = (3, 0) if kind == "ssd" else (1, 2)
     dims = inputs[channels].shape[-1], inputs[values].shape[-1]
-    facts = device_facts(inputs[0].device, _LIBRARIES)
-    return [name for name in CLASSES.get(kind, ()) if not reasons(name, inputs[0].dtype, *dims, facts)]
+    facts = device_facts(inputs[0].device, _LIBRARIES) if there is None else there
+    dtype = inputs[0].dtype if there is None else torch.bfloat16
+    return [name for name in CLASSES.get(kind, ()) if not reasons(name, dtype, *dims, facts)]
 
 
 def reasons(name: str, dtype: torch.dtype, channels: int, values: int, facts: DeviceFacts) -> list[str]:
