@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A plain packed model. `kind`: "plain", "checkpointed", "sorted" (refused), or "buffer" (its mask is one)."""
+    """A plain packed model. `kind`: "plain", "checkpointed", "sorted" (refused), "buffer" (its mask is one), or
+    "long" (more ops in a row than functions may call each other)."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -60,6 +62,8 @@ class Model(nn.Module):
             x = checkpoint(block, x, mask, use_reentrant=False) if self.kind == "checkpointed" else block(x, mask)
         if self.kind == "sorted":
             x = x.sort(1).values
+        for _ in range(sys.getrecursionlimit() if self.kind == "long" else 0):
+            x = -x
         return self.head(x).float().square().sum()
 
 
@@ -89,6 +93,10 @@ def needs(report: Report) -> Needs:
 @pytest.mark.long
 def test_a_model_on_meta_is_explained_as_on_the_cpu(plain: Report) -> None:
     assert str(report_of(device="meta")) == str(plain)
+
+
+def test_a_forecast_follows_ops_however_many_there_are(plain: Report) -> None:
+    assert needs(report_of("long")).layers == needs(plain).layers
 
 
 @pytest.mark.long

@@ -58,7 +58,7 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
         for path, sizes in layers.items()
     ]
     # The widest product outside of layers is the logits, which are counted by themselves.
-    logits = max((graph.size(n) for n in graph.products if layers and not graph.path(n)), default=0.0)
+    logits = max((graph.size(n) for n in graph.products[""] if layers), default=0.0)
     outside = graph.layer("")["kept"] - logits
     returned = logits > 0 and any(graph.size(n) >= logits for n in gm.graph.output_node().all_input_nodes)
     return Needs(tuple(found), *weights[""], outside, logits, returned)
@@ -66,13 +66,15 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
 
 @dataclass
 class _Graph:
-    """A graph with its regions, as far as gradients and tokens reach."""
+    """A graph with its regions, as far as gradients and tokens reach; it is read, not changed."""
 
     gm: fx.GraphModule
     tokens: int
     target: DeviceFacts | None
     checkpointed: set[str] = field(default_factory=set[str])
-    products: list[fx.Node] = field(default_factory=list[fx.Node])
+    products: dict[str, dict[fx.Node, None]] = field(default_factory=lambda: defaultdict(dict))
+    """Of each layer."""
+    _paths: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _nodes: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _operands: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
     """Placeholders of regions -> what their call fills them with."""
@@ -87,17 +89,19 @@ class _Graph:
                         self.checkpointed |= {self.path(n) for n in call.body.graph.nodes} - {""}
                 self._nodes[self.path(node)].append(node)
                 if _is_product(node) and self.size(node):
-                    self.products.append(node)
+                    self.products[self.path(node)][node] = None
 
     @property
     def paths(self) -> Collection[str]:
-        return [path for path in self._nodes if path == "" or any(self.path(n) == path for n in self.products)]
+        return [path for path in self._nodes if path == "" or self.products[path]]
 
     def path(self, node: fx.Node) -> str:
         """The layer that a node stands in, as Dynamo names it; "" outside of layers."""
-        stack: Any = node.meta.get("nn_module_stack") or {}
-        paths = [_LAYER.match(str(path)) for path, _ in stack.values()]
-        return next((found[1] for found in paths if found), "")
+        if node not in self._paths:
+            stack: Any = node.meta.get("nn_module_stack") or {}
+            found = (_LAYER.match(str(path)) for path, _ in stack.values())
+            self._paths[node] = next((match[1] for match in found if match), "")
+        return self._paths[node]
 
     def size(self, node: fx.Node) -> float:
         """Elements per token of a tensor that gradients reach; 0 of others, and of scores of tokens by tokens."""
@@ -123,7 +127,7 @@ class _Graph:
         """What the backward of a layer reads, what enters it left out."""
         found: dict[fx.Node, None] = {}
         for node in self._nodes[path]:
-            if node not in self._products_of(path):
+            if node not in self.products[path]:
                 continue
             if self._is_read(node, path):
                 found[node] = None
@@ -136,7 +140,7 @@ class _Graph:
 
     def layer(self, path: str) -> dict[str, float]:
         """Sizes of a layer, as `Layer` names them."""
-        kept, own = self.kept(path), self._products_of(path)
+        kept, own = self.kept(path), self.products[path]
         order = {node: i for i, node in enumerate(self._nodes[path]) if node.op != "output"}
         entering = {
             self.base(n): None for node in order for n in node.all_input_nodes if self.path(self.base(n)) != path
@@ -162,7 +166,7 @@ class _Graph:
     def states(self, path: str) -> int:
         """Bytes of what enters a cut piece of a layer's recurrences, and of what moves it."""
         found = 0
-        for node in self._products_of(path):
+        for node in self.products[path]:
             kind = kind_of(node)
             if kind is not None:
                 inputs = _inputs(kind, node)
@@ -183,23 +187,9 @@ class _Graph:
         nodes = [n for i in places if isinstance(n := given[i], fx.Node)]
         return sum(min(self.size(n), self.size(self.base(n))) for n in nodes)
 
-    def _products_of(self, path: str) -> dict[fx.Node, None]:
-        return {node: None for node in self.products if self.path(node) == path}
-
     def _is_read(self, node: fx.Node, path: str) -> bool:
         """Whether something of the layer that is not linear reads a product's result, other products left aside."""
-        return any(self._bends(user, path) for user in self._readers(node, {node}))
-
-    def _readers(self, node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
-        """What reads a node, behind what is linear."""
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if _is_linear(user):
-                yield from self._readers(user, seen)
-            else:
-                yield user
+        return any(self._bends(user, path) for user in _readers(node))
 
     def _bends(self, user: fx.Node, path: str) -> bool:
         same = self.path(user) == path and user.op != "output" and needs_gradient(user)
@@ -209,6 +199,18 @@ class _Graph:
 def _is_product(node: fx.Node) -> bool:
     """Whether a node's backward reads its operands, and computes none of them again."""
     return op_name(node) in _PRODUCTS or kind_of(node) is not None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node, behind what is linear."""
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users.keys() - seen:
+            seen.add(user)
+            if _is_linear(user):
+                pending.append(user)
+            else:
+                yield user
 
 
 def _inputs(kind: str, node: fx.Node) -> list[Tensor]:
