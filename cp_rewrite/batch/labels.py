@@ -41,7 +41,7 @@ def with_true_count(
         return args
     count = count_targets(plan.batch[name])
     if SHIFTED in places or name in moved or plan.sharding.capacity is not None:
-        if count == shifted(plan.batch, plan.sharding.tokens, name, plan.seams)[COUNT]:
+        if count == shifted(plan.batch, plan.sharding.tokens, name, plan.plan.seams)[COUNT]:
             return args
         also = f" and {SHIFTED!r}" if SHIFTED in places else ", which it shifts" if name in moved else ""
         raise ValueError(
@@ -60,9 +60,9 @@ def check_shifts(plan: ActivePlan, moved: Collection[str]) -> None:
     Args:
         plan: of the batch in flight. moved: names of the arguments whose tokens the graph shifts.
     """
-    for name in sorted({*moved} & {*plan.labels}) if plan.seams else ():
+    for name in sorted({*moved} & {*plan.labels}) if plan.plan.seams else ():
         labels, dim = plan.batch[name], plan.tokens[name]
-        if count_targets(labels.index_select(dim, torch.tensor(plan.seams, device=labels.device))):
+        if count_targets(labels.index_select(dim, torch.tensor(plan.plan.seams, device=labels.device))):
             raise ValueError(
                 f"the model shifts {name!r} over the joined row of all ranks: give the first token of each row the "
                 f"label {IGNORE_INDEX}, or let shard(batch, shift_labels=True) shift them, row by row"

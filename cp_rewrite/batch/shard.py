@@ -188,7 +188,7 @@ def _cut_batch(
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
     active.arrays.update(arrays)
-    active.masks, active.seams = frozenset(masks), whole.seams
+    active.masks = frozenset(masks)
     active.counted = label_arg if shift_labels and COUNT not in given else None
     active.labels, active.fill, active.spares = labels, fill, spares
     if sharding.capacity is not None:
@@ -274,6 +274,7 @@ def plan_of(
         sharding.layout,
         sharding.balanced_mask,
         sharding.layout_options(site),
+        given.seams,
     )
-    check_seams(sharding, plan, given.seams)
+    check_seams(sharding, plan)
     return plan

@@ -28,11 +28,13 @@ class BatchPlan:
         rows: documents of each row of the batch, all with the same total.
         orders: token order of each row.
         world_size: ranks.
+        seams: tokens at which the rows begin that were joined to the batch's one, but for the first.
     """
 
     rows: tuple[Documents, ...]
     orders: tuple[TokenOrder, ...]
     world_size: int
+    seams: tuple[int, ...] = ()
     _schedules: dict[PackedMask, Schedule] = field(default_factory=dict[PackedMask, Schedule], repr=False)
     _indices: dict[int, Int] = field(default_factory=dict[int, Int], repr=False)
 
@@ -45,6 +47,11 @@ class BatchPlan:
     def fill(self) -> int:
         """Local rows without a token of all ranks, of one row of the batch."""
         return self.local_size * self.world_size - self.rows[0].total
+
+    @property
+    def row_bounds(self) -> Int:
+        """Where the rows begin that were joined to one, and the end of the last."""
+        return np.array([0, *self.seams, self.rows[0].total], dtype=np.int64)
 
     @property
     def padding(self) -> int:
@@ -111,6 +118,7 @@ def plan_batch(
     layout: str = "balanced",
     mask: PackedMask | None = None,
     options: LayoutOptions | None = None,
+    seams: tuple[int, ...] = (),
 ) -> BatchPlan:
     """Lay out a batch.
 
@@ -120,6 +128,7 @@ def plan_batch(
         layout: one of `layouts.by_name.LAYOUTS`.
         mask: what `balanced` balances; by default causal attention within documents.
         options: where documents may be cut, and what is planned for.
+        seams: as of `BatchPlan`.
     Raises:
         ValueError: no rows, rows of different totals, and what `lay_out` raises.
     """
@@ -129,4 +138,4 @@ def plan_batch(
     if len(totals) > 1:
         raise ValueError(f"all rows of a batch have one length, got {sorted(totals)} tokens")
     orders = tuple(lay_out(row, world_size, layout, mask or PackedMask(), options) for row in rows)
-    return BatchPlan(tuple(rows), orders, world_size)
+    return BatchPlan(tuple(rows), orders, world_size, seams)

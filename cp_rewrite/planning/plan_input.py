@@ -43,6 +43,7 @@ class Neighbours:
         extras: how many rows all ranks have, for each row of the batch.
         keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
         apart: tokens of documents may not read tokens of none, whose values attention made.
+        across: rows that were joined to one are read over their ends.
         outside: number of the extra row that a token reads in the place of tokens of other documents; None: these.
     """
 
@@ -52,6 +53,7 @@ class Neighbours:
     extras: int = 0
     keeps_fill: bool = False
     apart: bool = False
+    across: bool = False
     outside: int | None = None
 
 

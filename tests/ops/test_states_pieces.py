@@ -100,15 +100,16 @@ def on_rank(
 
 def sequence_ids(plan: BatchPlan, read: States) -> Any:
     if not read.resets and not read.apart:
-        return np.zeros((len(plan.rows), plan.rows[0].total), dtype=np.int64)
-    return np.stack([row.document_ids() for row in plan.rows])
+        ids = np.zeros((len(plan.rows), plan.rows[0].total), dtype=np.int64)
+    else:
+        ids = np.stack([row.document_ids() for row in plan.rows])
+    return ids if read.resets else np.where(ids < 0, -1, np.searchsorted(plan.seams, np.arange(ids.shape[1]), "right"))
 
 
 def bounds_of(plan: BatchPlan, read: States) -> list[tuple[int, int]]:
     """Sequences among the rows of all rows of the batch, token by token."""
     total, found = plan.rows[0].total, []
     for b, ids in enumerate(sequence_ids(plan, read)):
-        ids = np.where(ids < 0, -1, ids if read.resets else 0)
         for one in np.unique(ids[ids >= 0]):
             places = np.flatnonzero(ids == one)
             found.append((b * total + int(places[0]), b * total + int(places[-1]) + 1))
@@ -163,6 +164,19 @@ def test_every_layout_gives_what_one_process_does(
 ) -> None:
     rows = [Documents.from_lengths([1, 0, 7, 31, 1, 70], 117), Documents.from_lengths([115], 117)]
     compare(monkeypatch, kind, plan_batch(rows, 3, layout), read)
+
+
+@pytest.mark.parametrize("read", [States(False), States(False, True)], ids=["row", "padded"])
+def test_states_end_with_rows_that_were_joined(monkeypatch: pytest.MonkeyPatch, read: States) -> None:
+    padded = Documents(np.array([0, 40, 60, 75]), np.array([37, 20, 1, 80]), 170)
+    for layout in ("contiguous", "balanced"):
+        compare(monkeypatch, "ssd", plan_batch([padded], 3, layout, seams=(40, 75, 160)), read)
+
+
+def test_padding_within_a_row_that_was_joined_is_an_error() -> None:
+    padded = Documents(np.array([0, 45, 60]), np.array([40, 10, 30]), 90)
+    with pytest.raises(ValueError, match="carries padding into a document"):
+        state_tables(plan_batch([padded], 2, seams=(40, 60)), States(False, True), 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,7 +38,10 @@ CONV = Neighbours(entries(Piece(THREE, step=0, of=EXTRAS), Piece(T), Piece(ONE, 
 READS = (SHIFT, FIRST, ROLL, TURNED, STATE, CONV)
 
 
-def plan_of(layout: str, ranks: int) -> BatchPlan:
+def plan_of(layout: str, ranks: int, joined: bool = False) -> BatchPlan:
+    """`joined`: of one row that was three."""
+    if joined:
+        return plan_batch([Documents.from_lengths([5, 1, 7, 4, 9])], ranks, layout, seams=(13, 17))
     rows = [Documents.from_lengths([5, 1, 7], 15), Documents.from_lengths([15])]
     return plan_batch(rows, ranks, layout)
 
@@ -90,14 +93,20 @@ def test_maps_that_follow_each_other_move_rows_as_arrays_are_moved(moves: list[t
 @pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "turned", "state", "conv"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("capacity", [None, Capacity(9, 9, 99)])
-def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: Capacity | None) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: Capacity | None, joined: bool) -> None:
     ranks = 3
-    plan = plan_of(layout, ranks)
-    size, tokens, entries = 2 * plan.local_size, plan.rows[0].total, entries_of(read, plan.rows[0].total)
-    held = [(np.arange(2)[:, None] * 1000 + plan.filled_indices(rank)).reshape(-1) for rank in range(ranks)]
+    plan = plan_of(layout, ranks, joined)
+    if joined and capacity and read in (ROLL, TURNED):
+        with pytest.raises(ValueError, match="moved by what the row's length is"):
+            neighbours_route(plan, read, 0, capacity)
+        return
+    rows, bounds = len(plan.rows), plan.row_bounds
+    size = rows * plan.local_size
+    held = [(np.arange(rows)[:, None] * 1000 + plan.filled_indices(rank)).reshape(-1) for rank in range(ranks)]
     routes = [neighbours_route(plan, read, rank, capacity) for rank in range(ranks)]
     assert capacity is None or len({str({name: x.shape for name, x in route.items()}) for route in routes}) == 1
-    extras = np.concatenate([-1 - b * 1000 - np.arange(read.extras) for b in range(2)])
+    extras = np.concatenate([-1 - b * 1000 - np.arange(read.extras) for b in range(rows)])
     for rank, route in enumerate(routes):
         sent: list[Any] = []
         for owner, other in enumerate(routes):
@@ -107,8 +116,13 @@ def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: C
         found = np.concatenate([held[rank], *sent, extras])[route["rows"].reshape(-1)]
         for row, at in enumerate(route["out_rows"].reshape(-1)):
             b, token = divmod(int(held[rank][row]), 1000)
-            taps = entries[token + read.first :][: read.span]
-            expected = [b * 1000 + e if e < tokens else -1 - b * 1000 - (e - tokens) for e in taps]
+            start, end = bounds[np.searchsorted(bounds, token, side="right") - 1 :][:2]
+            taps = entries_of(read, end - start)[token - start + read.first :][: read.span]
+            in_row = [e < end - start for e in taps]
+            expected = [
+                b * 1000 + start + e if own else -1 - b * 1000 - (e - end + start)
+                for e, own in zip(taps, in_row, strict=True)
+            ]
             fill = plan.local_indices(rank).reshape(-1)[row] < 0 and read.keeps_fill
             assert list(found[at : at + read.span]) == ([b * 1000 + token] if fill else expected)
         assert len(held[rank]) == size

@@ -69,8 +69,6 @@ class ActivePlan:
     """The arguments that are masks of whole rows."""
     labels: Collection[str] = ()
     """The arguments in which IGNORE_INDEX says that a token is no target."""
-    seams: Sequence[int] = ()
-    """Tokens at which the rows begin that were joined to the batch's one, but for the first."""
     ran: bool = False
     """True if a graph asked for it."""
     sites: list[Any] = field(default_factory=list[Any])

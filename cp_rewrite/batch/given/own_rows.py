@@ -118,9 +118,9 @@ def join_rows(
     return Given(dict(sorted({**others, **joined}.items())), tuple(np.cumsum(sizes)[:-1].tolist()))
 
 
-def check_seams(sharding: Sharding, plan: BatchPlan, seams: Sequence[int]) -> None:
+def check_seams(sharding: Sharding, plan: BatchPlan) -> None:
     """Raise where a document of one row goes on in the next one, as the joined row tells its documents apart."""
-    documents, at = plan.rows[0], np.asarray(seams, dtype=np.int64)
+    documents, at = plan.rows[0], plan.row_bounds[1:-1]
     before = np.searchsorted(documents.starts, at) - 1  # the last document that begins before a seam
     across = before[(before >= 0) & (np.append(documents.ends, 0)[before] > at)]
     if across.size:

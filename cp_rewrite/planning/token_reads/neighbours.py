@@ -12,8 +12,8 @@ Tokens that stand side by side on a rank read their entries in one run:
     rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
     rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
 
-With a capacity all ranks send each other equally many rows, as many as its pieces could need, and have equally many
-expanded rows.
+Rows that were joined to one have entries each of their own. With a capacity all ranks send each other equally many
+rows, as many as its pieces could need, and have equally many expanded rows.
 """
 
 from __future__ import annotations
@@ -93,14 +93,15 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
     if read.span == 1:
         kept = np.where(own | (not read.keeps_fill), -1, np.arange(tokens.size).reshape(tokens.shape)).reshape(-1)
-        source = read.entries.rows(tokens.reshape(-1) + read.first, plan.rows[0].total)
+        source = _sources(plan, read, tokens.reshape(-1) + read.first, tokens.reshape(-1))
         _check_apart(plan, read, batch, tokens.reshape(-1), source)
         return batch, source, kept, np.arange(tokens.size)
     begin = np.flatnonzero(_run_starts(plan, rank, apart=read.outside is not None))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
     token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
-    source = read.entries.rows(expand_ranges(token[begin] + read.first, lengths), plan.rows[0].total)
+    entries = expand_ranges(token[begin] + read.first, lengths)
+    source = _sources(plan, read, entries, np.repeat(token[begin], lengths))
     if read.outside is not None:
         ids = _document_ids(plan)
         own = np.repeat(ids[batch, token][begin], lengths)
@@ -112,17 +113,37 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     return row, source, np.full(len(source), -1), out_rows
 
 
+def _sources(plan: BatchPlan, read: Neighbours, entries: Int, tokens: Int) -> Int:
+    """What entries are, each for a token: a token of the row, behind these an extra."""
+    total = plan.rows[0].total
+    if read.across or not plan.seams:
+        return read.entries.rows(entries, total)
+    row, found = _joined_row(plan, tokens), np.empty_like(entries)
+    for number in np.unique(row):
+        start, end = plan.row_bounds[number : number + 2]
+        source = read.entries.rows(entries[row == number] - start, int(end - start))
+        found[row == number] = start + np.where(source < end - start, source, source + total - end)
+    return found
+
+
+def _joined_row(plan: BatchPlan, tokens: Int) -> Int:
+    """The row of each token, of those that were joined to one."""
+    return np.searchsorted(plan.row_bounds, tokens, side="right") - 1
+
+
 def _document_ids(plan: BatchPlan) -> Int:
     """(B, T), -1: none."""
     return np.stack([row.document_ids() for row in plan.rows]).astype(np.int64)
 
 
 def _run_starts(plan: BatchPlan, rank: int, apart: bool = False) -> NDArray[np.bool_]:
-    """(B, T_l): a run begins where a token does not follow the one before it, with `apart` where another document does;
-    fill is a run by itself."""
+    """(B, T_l): a run begins where a token does not follow the one before it, where a row begins that was joined, and
+    with `apart` where a document does; fill is a run by itself."""
     tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
     starts = np.ones(tokens.shape, dtype=np.bool_)
     starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
+    if plan.seams:
+        starts[:, 1:] |= np.diff(_joined_row(plan, tokens), axis=1) != 0
     if apart:
         ids = np.take_along_axis(_document_ids(plan), tokens, 1)
         starts[:, 1:] |= np.diff(ids, axis=1) != 0
@@ -155,6 +176,9 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     runs = max(int(starts.sum()) for starts in each)
     if runs > capacity.pieces:
         raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {runs} on some rank: raise it")
+    if plan.seams and not (read.across or read.entries.stays_near()):
+        detail = "with a capacity, tokens of rows='own' are not turned around, or moved by what the row's length is"
+        raise ValueError(detail)
     sent, entry = 0, 0
     for piece in read.entries.pieces:
         first, length = piece.start.of(tokens) - entry + read.first, piece.length.of(tokens)

@@ -112,6 +112,15 @@ class RowMap:
         """True if rows behind the last token are read."""
         return any(piece.end.order() > ROW.order() for piece in self.pieces if piece.of is None)
 
+    def stays_near(self) -> bool:
+        """True if each entry is so many tokens from its place, whatever the row's length."""
+        entry = ZERO
+        for piece in self.pieces:
+            if piece.of is None and (piece.step < 0 or (piece.start - entry).times):
+                return False
+            entry += piece.length
+        return True
+
     def rows(self, entries: Int, tokens: int) -> Int:
         """The row of each entry, where a row has so many tokens; of an entry of something else `tokens` and its row.
 

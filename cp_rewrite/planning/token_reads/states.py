@@ -119,21 +119,24 @@ def _pieces(plan: BatchPlan, read: States) -> _Pieces:
 
 
 def _sequences(plan: BatchPlan, read: States, b: int) -> tuple[Int, Int]:
-    """(first token, token behind the last) of each sequence of a row of the batch, none empty."""
+    """(first token, token behind the last) of each sequence of a row of the batch, or of rows that were joined to one;
+    none empty."""
     row = plan.rows[b]
     real = row.lengths > 0
     if read.resets:
         return row.starts[real], row.ends[real]
+    first, end = plan.row_bounds[:-1], plan.row_bounds[1:]
     if not read.apart:
-        return np.zeros(1, dtype=np.int64), np.full(1, row.total, dtype=np.int64)
-    end = int(row.lengths.sum())
-    if (row.ends[real] > end).any():
+        return first, end
+    within = np.searchsorted(first, row.starts[real], side="right") - 1
+    end = first + np.bincount(within, row.lengths[real], len(first)).astype(np.int64)
+    if (row.ends[real] > end[within]).any():
         raise ValueError(
             "a recurrent state of the model carries padding into a document behind it: tokens of no document attend to "
             "nothing here, whatever the model's mask says. Put padding at the end of rows, give it a document of its "
             "own, or let states begin anew at documents"
         )
-    return np.zeros(min(end, 1), dtype=np.int64), np.full(min(end, 1), end, dtype=np.int64)
+    return first[first < end], end[first < end]
 
 
 def _fold(pieces: _Pieces, number: Int, size: int, rank: int, world_size: int) -> Arrays:

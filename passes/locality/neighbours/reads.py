@@ -143,6 +143,7 @@ class Reads:
             entries, first = taps.entries, start.plus
         if entries.reaches_beyond():
             return None
+        # Of fewer tokens than the row those at its end count for nothing, which joined rows have within.
         keeps = taps is None and rows.fill is not None and not isinstance(rows.fill, AtMost)
         missing = first + span - 1 - (entries.length - ROW).plus
         entries += _behind(entries, missing, rows.fill if keeps else None)
@@ -150,7 +151,8 @@ class Reads:
         outside = None
         if taps is not None and self.resets:
             extras, outside, count = _with_zero(extras, count)
-        read = Neighbours(entries, first, span, count, keeps, rows.attended and outside is None, outside)
+        apart, across = rows.attended and outside is None, missing > 0 and not keeps
+        read = Neighbours(entries, first, span, count, keeps, apart, across, outside)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
