@@ -31,7 +31,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 from torch.library import CustomOpDef
@@ -45,6 +45,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "disable_fake_tensor_cache",
     "enable_python_dispatcher",
     "matmul",
 ]

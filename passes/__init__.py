@@ -33,9 +33,10 @@ if __name__ != "cp_rewrite.passes":
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
-from cp_rewrite.torch_internals import hint
+from cp_rewrite.torch_internals import disable_fake_tensor_cache, fake_mode_of, hint
 
 from .check_documents import check_documents
 from .check_frame import check_checkpoints, check_frame
@@ -92,13 +93,17 @@ PIPELINE = FIND + CHANGE
 
 def run_passes(state: State) -> State:
     """Run the pipeline; stop before the first change when there are refusals."""
-    for run_pass in PIPELINE:
-        if run_pass in CHANGE and state.refusals:
-            break
-        start, ops = time.perf_counter(), len(state.graph_module.graph.nodes)
-        state = run_pass(state)
-        grown = len(state.graph_module.graph.nodes) - ops
-        log.debug("%s: %.1f ms, %+d ops", run_pass.__name__, 1e3 * (time.perf_counter() - start), grown)
+    with ExitStack() as stack:
+        mode = fake_mode_of(state.graph_module.graph.nodes)
+        if mode is not None:  # of symbolic sizes its cache remembers little, and hashing them takes long
+            stack.enter_context(disable_fake_tensor_cache(mode))
+        for run_pass in PIPELINE:
+            if run_pass in CHANGE and state.refusals:
+                break
+            start, ops = time.perf_counter(), len(state.graph_module.graph.nodes)
+            state = run_pass(state)
+            grown = len(state.graph_module.graph.nodes) - ops
+            log.debug("%s: %.1f ms, %+d ops", run_pass.__name__, 1e3 * (time.perf_counter() - start), grown)
     return state
 
 

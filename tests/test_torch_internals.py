@@ -93,6 +93,19 @@ def test_fake_mode_of() -> None:
     assert ours.fake_mode_of([node]) is mode
 
 
+@canary("FakeTensorMode.cache_enabled", "passes.run_passes, which is faster without the cache")
+def test_disable_fake_tensor_cache() -> None:
+    mode = ours.FakeTensorMode()
+    mode.cache_enabled = True
+    before = ours.FakeTensorMode.cache_info()
+    with ours.disable_fake_tensor_cache(mode), mode:
+        torch.ones(2)
+    assert ours.FakeTensorMode.cache_info() == before
+    with mode:
+        torch.ones(2)
+    assert ours.FakeTensorMode.cache_info() != before
+
+
 @canary("FakeTensor.constant or _disable_current_modes", "torch_internals.known_number, by which masks know numbers")
 def test_known_number() -> None:
     assert ours.known_number(torch.tensor(3)) == 3
