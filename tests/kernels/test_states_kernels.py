@@ -64,6 +64,8 @@ def draw(kind: str, rows: int, tokens: int, heads: int, dim: int) -> list[Tensor
         return [found[0].to(HALF), found[1], rate, *(x.to(HALF) for x in found[3:])]
     shared = heads // 2 if kind == "gated_delta_rule" else heads
     decay = -0.01 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
+    if kind == "kimi_delta":  # one channel forgets all at once
+        decay[..., -1, -1] *= 1000
     q, k, v = (normal(n, dim).to(HALF) for n in (shared, shared, heads))
     return [q, k, v, decay, normal(heads).sigmoid().to(HALF)]
 

@@ -17,13 +17,14 @@ from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
-from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
+from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda_fwd
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
 from .chunk_gradients import chunk_gradients
+from .kimi_gradients import add_gradients_of_weights
 from .runs import CHUNK, Runs
 
 
@@ -199,10 +200,7 @@ class Kimi(Delta):
             q=self.q, k=self.k, v=self.v, v_new=self.v_new, g=self.g, beta=self.beta, A=self.solved[1], h=self.h,
             do=self.do, dh=dh, dv=dv, scale=self.scale, **self.runs.packed,
         )  # fmt: skip
-        dq, dk, db, dg = chunk_kda_bwd_intra(
-            q=self.q, k=self.k, g=self.g, beta=self.beta, dAqk=self.d_weights, dAkk=dA, dq=dq, dk=dk, db=db, dg=dg,
-            **self.runs.packed,
-        )  # fmt: skip
+        add_gradients_of_weights(self.q, self.k, self.g, self.beta, self.d_weights, dA, dq, dk, dg, db, self.runs)
         return dq, dk, dv, db, dg
 
 
