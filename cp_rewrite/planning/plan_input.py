@@ -44,7 +44,7 @@ class Neighbours:
         keeps_fill: local rows without a token read themselves; else what the token reads of which they are copies.
         apart: tokens of documents may not read tokens of none, whose values attention made.
         across: rows that were joined to one are read over their ends.
-        outside: number of the extra row that a token reads in the place of tokens of other documents; None: these.
+        resets: each document has entries of its own, as a row.
     """
 
     entries: RowMap
@@ -54,7 +54,7 @@ class Neighbours:
     keeps_fill: bool = False
     apart: bool = False
     across: bool = False
-    outside: int | None = None
+    resets: bool = False
 
 
 SENT_ROWS = (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,15 +104,20 @@ def test_states_on_more_ranks(
 
 
 class Convolved(RecurrentModel):
-    """Each layer begins with a convolution over four tokens, the last of them its own."""
+    """Each layer begins with a convolution over four tokens, the last of them its own; some pad by another number."""
 
     def __init__(self, kinds: Sequence[str] = KINDS) -> None:
         super().__init__(kinds)
         self.convolutions = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3) for _ in kinds)
 
     def layer(self, kind: str, number: int, h: Tensor, offsets: Tensor | None) -> Tensor:
-        convolved = self.convolutions[number](h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
-        return super().layer(kind, number, convolved, offsets)
+        conv, x = self.convolutions[number], h.mT
+        if number % 2:
+            padded = F.pad(x, (3, 0), value=0.5)
+            convolved = F.conv1d(padded, conv.weight, conv.bias, groups=WIDTH)  # type: ignore[arg-type]
+        else:
+            convolved = conv(x)[..., : h.shape[1]]
+        return super().layer(kind, number, convolved.mT, offsets)
 
 
 def reset_steps(mesh: DeviceMesh, layouts: Sequence[Any], sizes: Sequence[Lengths]) -> list[Any]:

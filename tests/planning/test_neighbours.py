@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ READS = (SHIFT, FIRST, ROLL, TURNED, STATE, CONV)
 def plan_of(layout: str, ranks: int, joined: bool = False) -> BatchPlan:
     """`joined`: of one row that was three."""
     if joined:
-        return plan_batch([Documents.from_lengths([5, 1, 7, 4, 9])], ranks, layout, seams=(13, 17))
+        return plan_batch([Documents.from_lengths([5, 3, 5, 4, 9])], ranks, layout, seams=(13, 17))
     rows = [Documents.from_lengths([5, 1, 7], 15), Documents.from_lengths([15])]
     return plan_batch(rows, ranks, layout)
 
@@ -93,15 +95,16 @@ def test_maps_that_follow_each_other_move_rows_as_arrays_are_moved(moves: list[t
 @pytest.mark.parametrize("read", READS, ids=["shift", "first", "roll", "turned", "state", "conv"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("capacity", [None, Capacity(9, 9, 99)])
-@pytest.mark.parametrize("joined", [False, True])
-def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: Capacity | None, joined: bool) -> None:
+@pytest.mark.parametrize("apart", ["", "joined", "documents"])
+def test_each_token_reads_its_entries(read: Neighbours, layout: str, capacity: Capacity | None, apart: str) -> None:
     ranks = 3
-    plan = plan_of(layout, ranks, joined)
-    if joined and capacity and read in (ROLL, TURNED):
-        with pytest.raises(ValueError, match="moved by what the row's length is"):
+    plan, read = plan_of(layout, ranks, joined=bool(apart)), replace(read, resets=apart == "documents")
+    if apart and capacity and not read.entries.stays_near():
+        with pytest.raises(ValueError, match="moved by their row's length, in whole rows only"):
             neighbours_route(plan, read, 0, capacity)
         return
     rows, bounds = len(plan.rows), plan.row_bounds
+    bounds = np.append(plan.rows[0].starts, bounds[-1]) if read.resets else bounds
     size = rows * plan.local_size
     held = [(np.arange(rows)[:, None] * 1000 + plan.filled_indices(rank)).reshape(-1) for rank in range(ranks)]
     routes = [neighbours_route(plan, read, rank, capacity) for rank in range(ranks)]
@@ -159,16 +162,16 @@ def test_rows_that_are_too_short_are_refused() -> None:
 
 
 def test_padding_is_not_carried_into_a_document() -> None:
-    apart = Neighbours(SHIFT.entries, extras=1, apart=True)
+    apart = replace(SHIFT, apart=True), replace(CONV, first=0, apart=True)
     padded = Documents(np.array([0, 6]), np.array([4, 6]), 14)
     for rows, refused in (([padded], True), ([Documents.from_lengths([6, 4], 14)], False)):
         plan = plan_batch(rows, 2, "contiguous")
-        for rank in range(2):
+        for rank, read in itertools.product(range(2), apart):
             if refused:
                 with pytest.raises(ValueError, match="carries padding into a document"):
-                    neighbours_route(plan, apart, rank)
+                    neighbours_route(plan, read, rank)
             else:
-                neighbours_route(plan, apart, rank)
+                neighbours_route(plan, read, rank)
 
 
 @pytest.mark.slow

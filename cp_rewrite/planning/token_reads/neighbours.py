@@ -12,8 +12,9 @@ Tokens that stand side by side on a rank read their entries in one run:
     rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
     rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
 
-Rows that were joined to one have entries each of their own. With a capacity all ranks send each other equally many
-rows, as many as its pieces could need, and have equally many expanded rows.
+Rows that were joined to one have entries each of their own, and so have documents where states begin anew. With a
+capacity all ranks send each other equally many rows, as many as its pieces could need, and have equally many expanded
+rows.
 """
 
 from __future__ import annotations
@@ -91,44 +92,42 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
     `out_rows`."""
     tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
     batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
+    token, (start, end) = tokens.reshape(-1), _own_rows(plan, read, tokens)
     if read.span == 1:
         kept = np.where(own | (not read.keeps_fill), -1, np.arange(tokens.size).reshape(tokens.shape)).reshape(-1)
-        source = _sources(plan, read, tokens.reshape(-1) + read.first, tokens.reshape(-1))
-        _check_apart(plan, read, batch, tokens.reshape(-1), source)
+        source = _sources(plan, read, token + read.first, start, end)
+        _check_apart(plan, read, batch, token, source)
         return batch, source, kept, np.arange(tokens.size)
-    begin = np.flatnonzero(_run_starts(plan, rank, apart=read.outside is not None))
+    begin = np.flatnonzero(_run_starts(plan, read, rank))
     count = np.diff(np.append(begin, tokens.size))
     lengths = count + read.span - 1
-    token, row = tokens.reshape(-1), np.repeat(batch[begin], lengths)
     entries = expand_ranges(token[begin] + read.first, lengths)
-    source = _sources(plan, read, entries, np.repeat(token[begin], lengths))
-    if read.outside is not None:
-        ids = _document_ids(plan)
-        own = np.repeat(ids[batch, token][begin], lengths)
-        other = (source < ids.shape[1]) & (ids[row, np.minimum(source, ids.shape[1] - 1)] != own)
-        source = np.where(other, ids.shape[1] + read.outside, source)
+    row, start, end = (np.repeat(x[begin], lengths) for x in (batch, start, end))
+    source = _sources(plan, read, entries, start, end)
     out_rows = expand_ranges(np.cumsum(lengths) - lengths, count)
     for tap in range(read.span if read.apart else 0):
         _check_apart(plan, read, batch, token, source[out_rows + tap])
     return row, source, np.full(len(source), -1), out_rows
 
 
-def _sources(plan: BatchPlan, read: Neighbours, entries: Int, tokens: Int) -> Int:
-    """What entries are, each for a token: a token of the row, behind these an extra."""
-    total = plan.rows[0].total
-    if read.across or not plan.seams:
-        return read.entries.rows(entries, total)
-    row, found = _joined_row(plan, tokens), np.empty_like(entries)
-    for number in np.unique(row):
-        start, end = plan.row_bounds[number : number + 2]
-        source = read.entries.rows(entries[row == number] - start, int(end - start))
-        found[row == number] = start + np.where(source < end - start, source, source + total - end)
-    return found
+def _sources(plan: BatchPlan, read: Neighbours, entries: Int, start: Int, end: Int) -> Int:
+    """What entries of tokens in [start, end) are: tokens of the row of the batch, behind these extras."""
+    source = read.entries.rows(entries - start, end - start)
+    return start + np.where(source < end - start, source, source + plan.rows[0].total - end)
 
 
-def _joined_row(plan: BatchPlan, tokens: Int) -> Int:
-    """The row of each token, of those that were joined to one."""
-    return np.searchsorted(plan.row_bounds, tokens, side="right") - 1
+def _own_rows(plan: BatchPlan, read: Neighbours, tokens: Int) -> tuple[Int, Int]:
+    """(B T_l,) where what has entries of its own begins and ends around each of the tokens (B, T_l): the row; each of
+    the rows that were joined to it; or a document, and what is between two."""
+    found: list[tuple[Int, Int]] = []
+    for row, inside in zip(plan.rows, tokens, strict=True):
+        bounds = np.array([0, row.total]) if read.across else plan.row_bounds
+        if read.resets:
+            bounds = np.unique(np.concatenate([bounds, row.starts, row.ends]))
+        place = np.searchsorted(bounds, inside, side="right")
+        found.append((bounds[place - 1], bounds[place]))
+    starts, ends = (np.concatenate(each) for each in zip(*found, strict=True))
+    return starts, ends
 
 
 def _document_ids(plan: BatchPlan) -> Int:
@@ -136,17 +135,13 @@ def _document_ids(plan: BatchPlan) -> Int:
     return np.stack([row.document_ids() for row in plan.rows]).astype(np.int64)
 
 
-def _run_starts(plan: BatchPlan, rank: int, apart: bool = False) -> NDArray[np.bool_]:
-    """(B, T_l): a run begins where a token does not follow the one before it, where a row begins that was joined, and
-    with `apart` where a document does; fill is a run by itself."""
+def _run_starts(plan: BatchPlan, read: Neighbours, rank: int) -> NDArray[np.bool_]:
+    """(B, T_l): a run begins where a token does not follow the one before it, or has entries of another row; fill is a
+    run by itself."""
     tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
+    first = _own_rows(plan, read, tokens)[0].reshape(tokens.shape)
     starts = np.ones(tokens.shape, dtype=np.bool_)
-    starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:]
-    if plan.seams:
-        starts[:, 1:] |= np.diff(_joined_row(plan, tokens), axis=1) != 0
-    if apart:
-        ids = np.take_along_axis(_document_ids(plan), tokens, 1)
-        starts[:, 1:] |= np.diff(ids, axis=1) != 0
+    starts[:, 1:] = (np.diff(tokens, axis=1) != 1) | ~own[:, 1:] | (np.diff(first, axis=1) != 0)
     return starts
 
 
@@ -169,15 +164,12 @@ def _room(plan: BatchPlan, read: Neighbours, capacity: Capacity) -> _Room:
     """
     size, tokens, batch = len(plan.rows) * plan.local_size, plan.rows[0].total, len(plan.rows)
     fill = batch * plan.fill
-    each = [
-        _run_starts(plan, rank, read.outside is not None) & (plan.local_indices(rank) >= 0)
-        for rank in range(plan.world_size)
-    ]
+    each = [_run_starts(plan, read, rank) & (plan.local_indices(rank) >= 0) for rank in range(plan.world_size)]
     runs = max(int(starts.sum()) for starts in each)
     if runs > capacity.pieces:
         raise ValueError(f"capacity.pieces is {capacity.pieces}, but this batch needs {runs} on some rank: raise it")
-    if plan.seams and not (read.across or read.entries.stays_near()):
-        detail = "with a capacity, tokens of rows='own' are not turned around, or moved by what the row's length is"
+    if (read.resets or (plan.seams and not read.across)) and not read.entries.stays_near():
+        detail = "with a capacity, tokens are turned around, or moved by their row's length, in whole rows only"
         raise ValueError(detail)
     sent, entry = 0, 0
     for piece in read.entries.pieces:

@@ -121,17 +121,20 @@ class RowMap:
             entry += piece.length
         return True
 
-    def rows(self, entries: Int, tokens: int) -> Int:
-        """The row of each entry, where a row has so many tokens; of an entry of something else `tokens` and its row.
+    def rows(self, entries: Int, tokens: int | Int) -> Int:
+        """The row of each entry, where its row has so many tokens; of an entry of something else `tokens` and its row.
 
         Raises:
             ValueError: there are no such entries.
         """
-        lengths = np.array([piece.length.of(tokens) for piece in self.pieces])
-        if (lengths < 0).any() or (entries >= lengths.sum()).any():
-            raise ValueError(f"the model shifts tokens by more than a row has, {tokens}: give it longer rows")
-        starts = np.array([piece.start.of(tokens) + tokens * (piece.of is not None) for piece in self.pieces])
-        steps = np.array([piece.step for piece in self.pieces])
-        stops = lengths.cumsum()
-        piece = np.searchsorted(stops, entries, side="right")
-        return starts[piece] + (entries - (stops - lengths)[piece]) * steps[piece]
+        found, begin = np.full(entries.shape, -1), np.zeros(entries.shape, dtype=np.int64)
+        short = False
+        for piece in self.pieces:
+            length = piece.length.of(tokens)
+            row = piece.start.of(tokens) + tokens * (piece.of is not None) + (entries - begin) * piece.step
+            found = np.where((begin <= entries) & (entries < begin + length), row, found)
+            begin, short = begin + length, short or bool(np.any(length < 0))
+        if short or (entries >= begin).any():
+            least = int(np.min(tokens))
+            raise ValueError(f"the model shifts tokens by more than a row has, {least}: give it longer rows")
+        return found

@@ -146,13 +146,13 @@ class Reads:
         # Of fewer tokens than the row those at its end count for nothing, which joined rows have within.
         keeps = taps is None and rows.fill is not None and not isinstance(rows.fill, AtMost)
         missing = first + span - 1 - (entries.length - ROW).plus
+        resets = taps is not None and self.resets
+        if resets and missing > 0:
+            return None
         entries += _behind(entries, missing, rows.fill if keeps else None)
         entries, extras, count = _with_extras(entries)
-        outside = None
-        if taps is not None and self.resets:
-            extras, outside, count = _with_zero(extras, count)
-        apart, across = rows.attended and outside is None, missing > 0 and not keeps
-        read = Neighbours(entries, first, span, count, keeps, apart, across, outside)
+        apart, across = rows.attended and not resets, missing > 0 and not keeps
+        read = Neighbours(entries, first, span, count, keeps, apart, across, resets)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
@@ -187,16 +187,6 @@ def _with_extras(entries: RowMap) -> tuple[RowMap, tuple[tuple[Any, int], ...], 
         for piece in entries.pieces
     ]
     return RowMap(tuple(known)), tuple(counts.items()), sum(counts.values())
-
-
-def _with_zero(extras: tuple[tuple[Any, int], ...], count: int) -> tuple[tuple[tuple[Any, int], ...], int, int]:
-    """Extra rows, the number of one of zeros among them, and how many there are."""
-    before = 0
-    for of, rows in extras:
-        if not isinstance(of, fx.Node) and of == 0:
-            return extras, before, count
-        before += rows
-    return (*extras, (0.0, 1)), count, count + 1
 
 
 def _rows(of: Any, pieces: Sequence[Piece]) -> int:
