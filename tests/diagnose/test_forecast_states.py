@@ -74,13 +74,14 @@ def test_what_recurrences_keep_is_counted(kind: str, monkeypatch: pytest.MonkeyP
         given = [x.detach() for x in Layer(kind).operands(torch.empty(1, tokens, WIDTH))]
         tables = [torch.empty(CUT, dtype=torch.int32) for _ in STATES]
         more = () if kind == "ssd" else (1.0, True)
-        out, *states, solved = getattr(_ops, f"{kind}_on_pieces")(*given, tables, *more, "")
+        out, *states, kept_by_it = getattr(_ops, f"{kind}_on_pieces")(*given, tables, *more, "")
+    solved = sum(x.numel() // tokens for x in kept_by_it[4:])  # behind q and k, in place of those given, and factors
     made = given[3:] if kind != "ssd" else given[1:2]  # the others are views of one product
-    kept = WIDTH + 3 * ROW + HEADS + sum(x.numel() // tokens for x in (*made, out, solved))
+    kept = WIDTH + 3 * ROW + HEADS + sum(x.numel() // tokens for x in (*made, out)) + solved
     assert [layer.kept for layer in on_gpus.layers] == [kept] * 2
     assert target.cuts * on_gpus.layers[0].states == sum(x.numel() * x.element_size() for x in states)
     _, on_cpus = forecast(Model(kind), "cpu")
-    assert [layer.kept for layer in on_cpus.layers] == [kept - solved.numel() // tokens] * 2
+    assert [layer.kept for layer in on_cpus.layers] == [kept - solved] * 2
 
 
 def test_states_at_cuts_are_kept_or_made_again() -> None:

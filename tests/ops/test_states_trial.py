@@ -15,7 +15,7 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.states import verdicts
 from cp_rewrite.kernels.states.verdicts import verdict_of
-from cp_rewrite.ops.states import pieces, trial, whole
+from cp_rewrite.ops.states import by_kernels, pieces, trial, whole
 from cp_rewrite.ops.states.kinds import Options
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.plan_input import States
@@ -28,12 +28,14 @@ VERSIONS = {"fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15"}
 
 class Kernels:
     """As `by_kernels`, by the reference, which may be wrong by a factor. forwards: rows of each call on pieces. read:
-    what each backward was given of its forward. names: of those there are. broken: what can't be compiled."""
+    what each backward was given of its forward. queries: of the last one. names: of the kernels there are. broken: of
+    those that can't be compiled."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self.forwards: list[int] = []
         self.read: list[float] = []
+        self.queries = torch.empty(0)
         self.wholes = 0
         self.names, self.ran = ["best"], ""
         self.broken: str | None = None
@@ -44,26 +46,21 @@ class Kernels:
         self.forwards.append(inputs[0].shape[1])
         wide = [x.float() for x in inputs]
         found = getattr(ops, f"{kind}_on_pieces")(*wide, [*vars(t).values()], how.scale, how.l2norm, group)
-        return found[0].to(inputs[0].dtype), *found[1:3], self.nothing_kept(kind, inputs) + len(self.forwards)
+        return (
+            found[0].to(inputs[0].dtype),
+            *found[1:3],
+            [x + len(self.forwards) for x in self.not_kept(kind, inputs, True)],
+        )
 
-    def nothing_kept(self, _: str, inputs: Any) -> Tensor:
-        return torch.zeros(7 if inputs[0].dtype == torch.bfloat16 else 0)
+    not_kept = staticmethod(by_kernels.not_kept)
 
     def backward(
-        self,
-        _: str,
-        kind: str,
-        dout: Any,
-        entries: Any,
-        moves: Any,
-        kept: Any,
-        inputs: Any,
-        t: Any,
-        how: Any,
-        group: str,
+        self, _: str, kind: str, dout: Any, entries: Any, moves: Any, kept: Any, inputs: Any, t: Any, *rest: Any
     ) -> Any:
-        self.read.append(float(kept.mean()))
-        given = dout.float(), entries, moves, kept, [x.float() for x in inputs], [*vars(t).values()], kind
+        how, group = rest
+        self.read.append(float(kept[1].mean()))
+        self.queries = inputs[0]
+        given = dout.float(), entries, moves, [], [x.float() for x in inputs], [*vars(t).values()], kind
         found = ops.states_on_pieces_backward(*given, how.scale, how.l2norm, group)
         return [(x * self.factor).to(like.dtype) for x, like in zip(found, inputs, strict=True)]
 
@@ -86,6 +83,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Kernel
     for module in (trial, whole, pieces):
         monkeypatch.setattr(module, "by_kernels", played)
     monkeypatch.setattr(trial, "kernels_for", lambda _, x, runs: played.names * (x[0].dtype == torch.bfloat16))
+    monkeypatch.setattr(by_kernels, "runs_by_kernels", lambda _, x: x[0].dtype == torch.bfloat16)
     trial._agree.cache_clear()
     yield played
     trial._agree.cache_clear()
@@ -115,21 +113,37 @@ def test_kernels_are_tried_inside_of_a_compiled_graph(kernels: Kernels) -> None:
     assert kernels.forwards == [2048, 300]
 
 
+TABLES = tables_of(plan_batch([Documents.from_lengths([4, 5])], 1), States(True), 0)
+
+
+def on_pieces(inputs: list[Tensor]) -> Tensor:
+    return ops.gated_delta_rule_on_pieces(*inputs, TABLES, 0.5, True, "")[0]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_backward_is_given_what_its_forward_kept(compiled: bool, kernels: Kernels) -> None:
-    tables = tables_of(plan_batch([Documents.from_lengths([4, 5])], 1), States(True), 0)
-
-    def run(inputs: list[Tensor]) -> Tensor:
-        return ops.gated_delta_rule_on_pieces(*inputs, tables, 0.5, True, "")[0]
-
-    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    run = torch.compile(on_pieces, backend="aot_eager", fullgraph=True) if compiled else on_pieces
     steps = [[x.requires_grad_() for x in half()] for _ in range(2)]
     outs = [run(inputs) for inputs in steps]
     assert kernels.forwards == [2048, 300, 9, 9]
     for out in outs:
         out.sum().backward()
     assert kernels.read == [1, 2, 3, 4]
+    assert torch.equal(kernels.queries, steps[1][0] + 4)
     assert all(x.grad is not None for inputs in steps for x in inputs)
+
+
+def test_the_reference_runs_where_kernels_are_wrong(kernels: Kernels) -> None:
+    kernels.factor = 1.2
+    inputs = [x.requires_grad_() for x in half()]
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    with pytest.warns(UserWarning, match="others run, or the reference"):
+        out = on_pieces(inputs)
+    out.sum().backward()
+    on_pieces(wide).sum().backward()
+    assert kernels.forwards == [2048, 300]
+    for x, expected in zip(inputs, wide, strict=True):
+        torch.testing.assert_close(x.grad, expected.grad, check_dtype=False, rtol=1e-2, atol=1e-2)
 
 
 def test_what_is_right_is_not_tried_again(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,32 +33,33 @@ class Delta:
 
     Args:
         inputs: q, k, v, g, beta of `ops/states/whole.py`, of (1, R) rows. scale, l2norm: as there.
-        kept: by one with the same inputs; None: solved anew.
+        kept: of one with the same inputs; none: computed anew.
     """
 
     per_log: float | None = RCP_LN2
     """What a decay is multiplied by: kernels of fla take powers of 2."""
 
     def __init__(
-        self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool, kept: Tensor | None = None
+        self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool, kept: Sequence[Tensor] = ()
     ) -> None:
         q, k, v, g, beta = (x.contiguous() for x in inputs)
         self.runs, self.scale, self.inputs = runs, scale, inputs
-        self.norms: tuple[Tensor, Tensor] | None = None
+        self.normed: Sequence[Tensor] = ()
         self.passed: tuple[Tensor, Tensor] | None = None
         self.passed_back: tuple[Tensor, Tensor] | None = None
         if l2norm:
-            (q, q_norm), (k, k_norm) = l2norm_fwd(q), l2norm_fwd(k)
-            self.norms = q_norm, k_norm
+            self.normed, kept = kept[:4] or (*l2norm_fwd(q), *l2norm_fwd(k)), kept[4:]
+            q, _, k, _ = self.normed
+        self.solved = kept
         self.q, self.k, self.v, self.beta = q, k, v, beta.float()
         self.g = chunk_local_cumsum(g.float(), scale=self.per_log, **runs.packed)
-        self.solved: Sequence[Tensor] = () if kept is None else kept.split(1)
         self.factor()
 
     @property
-    def kept(self) -> Tensor:
-        """(F, R, H, 64) of keys' dtype: what is solved in chunks, for `SOLVED[kind]` tensors F."""
-        return self.solved[0] if len(self.solved) == 1 else torch.cat([*self.solved])
+    def kept(self) -> Sequence[Tensor]:
+        """For a backward: with `l2norm` queries and keys (1, R, Hk, K), behind each its factors (1, R, Hk) in fp32; and
+        what is solved in chunks (1, R, H, 64)."""
+        return *self.normed, *self.solved
 
     def factor(self) -> None:
         """The WY form of all chunks, as arguments of the kernels that pass states."""
@@ -147,10 +148,8 @@ class Delta:
         decays."""
         dq, dk = _summed(dq, self.q), _summed(dk, self.k)
         dg = chunk_local_cumsum(dg, reverse=True, **self.runs.packed)
-        if self.norms is not None:
-            dq, dk = (
-                l2norm_bwd(x, norm, dx) for x, norm, dx in zip((self.q, self.k), self.norms, (dq, dk), strict=True)
-            )
+        if self.normed:
+            dq, dk = l2norm_bwd(*self.normed[:2], dq), l2norm_bwd(*self.normed[2:], dk)
         return [x.to(like.dtype) for x, like in zip((dq, dk, dv, dg, db), self.inputs, strict=True)]
 
     def of_chunks(self, dh: Tensor, dv: Tensor) -> tuple[Tensor, ...]:

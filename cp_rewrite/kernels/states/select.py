@@ -17,7 +17,7 @@ _FUSED = "fused.Fused"
 CLASSES = {"gated_delta_rule": (_FUSED, "delta.Delta"), "kimi_delta": ("delta.Kimi",), "ssd": ("ssd.Ssd",)}
 """Of each recurrence that has kernels, the classes of this package that call them, best first."""
 SOLVED = {"gated_delta_rule": 1, "kimi_delta": 2}
-"""How many tensors (R, H, 64) the forward of such a class solves and the backward reads, of those with any."""
+"""How many tensors (B, T_l, H, 64) the forward of such a class solves and the backward reads, of those with any."""
 _LONG, _MANY = 256, 32
 """Rows of a run, in the mean, and runs times heads from which on `_FUSED` is chosen: it makes three states of each run
 and head, in fp32, and gives each pair one multiprocessor (on an H200, at 8 heads a row in one run was 0.8 times as

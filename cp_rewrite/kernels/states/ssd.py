@@ -25,7 +25,7 @@ class Ssd:
 
     def __init__(self, inputs: Sequence[Tensor], runs: Runs, *_: object) -> None:
         x, dt, self.rate, write, look = inputs
-        self.runs, self.inputs = runs, inputs
+        self.runs, self.inputs, self.kept = runs, inputs, ()
         self.dt = runs.clean(dt.float())
         heads = x.shape[2]
         self.k, self.q = (t.repeat_interleave(heads // t.shape[2], 2) for t in (write, look))

@@ -26,7 +26,7 @@ from .maps import Maps
 
 def forward(
     kernels: str, kind: str, inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """As an op on pieces gives. kernels: of `kernels/states/select.py`. t: tables of a plan by name."""
     runs = _runs_of_plan(t)
     with _on(inputs[0]):
@@ -36,19 +36,24 @@ def forward(
         with nvtx("states"):
             entries = fold(own, t, "", group)
         out = kernel.out(runs.states_of(entries, runs.entered))
-        kept = kernel.kept if kind in SOLVED else nothing_kept(kind, inputs)
+        kept = [x[0].unflatten(0, inputs[0].shape[:2]) for x in kernel.kept]
         return _rows(runs, out, inputs).to(out_dtype(kind, inputs[0].dtype)), entries, own.move, kept
 
 
-def nothing_kept(kind: str, inputs: Sequence[Tensor]) -> Tensor:
-    """Of the shape of what `forward` keeps, (F, R, H, 64) or (0,), without its values."""
-    solved = kind in SOLVED and runs_by_kernels(kind, inputs)
-    (rows, tokens), like = inputs[0].shape[:2], inputs[1]
-    return like.new_zeros([SOLVED[kind], rows * tokens, inputs[2].shape[2], CHUNK] if solved else [0])
+def not_kept(kind: str, inputs: Sequence[Tensor], l2norm: bool) -> list[Tensor]:
+    """Of the shapes of what `forward` keeps, with queries and keys as they are."""
+    if kind not in SOLVED or not runs_by_kernels(kind, inputs):
+        return []
+    q, k, v, *_ = inputs
+    normed: list[Tensor] = []
+    for x in (q, k) if l2norm else ():
+        normed += x.clone(memory_format=torch.contiguous_format), x.new_zeros(x.shape[:3], dtype=torch.float32)
+    return [*normed, *(k.new_zeros(*v.shape[:3], CHUNK) for _ in range(SOLVED[kind]))]
 
 
 def backward(
-    kernels: str, kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Tensor, inputs: Sequence[Tensor],
+    kernels: str, kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     t: SimpleNamespace, how: Options, group: str,
 ) -> list[Tensor]:  # fmt: skip
     """As `states_on_pieces_backward` gives."""
@@ -93,10 +98,10 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _kernel(
-    kernels: str, kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Tensor | None = None
+    kernels: str, kind: str, inputs: Sequence[Tensor], runs: Runs, how: Options, kept: Sequence[Tensor] = ()
 ) -> Any:
     flat = [x if name == "A" else _flat(x) for name, x in zip(INPUTS[kind], inputs, strict=True)]
-    return load(kernels)(flat, runs, how.scale, how.l2norm, kept)
+    return load(kernels)(flat, runs, how.scale, how.l2norm, [_flat(x) for x in kept])
 
 
 def _flat(x: Tensor) -> Tensor:

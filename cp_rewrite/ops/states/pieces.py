@@ -26,7 +26,7 @@ from .trial import right_kernels
 
 _ops: Any = torch.ops.cp_rewrite
 _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_Given = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
 @custom_op("cp_rewrite::gated_delta_rule_on_pieces", mutates_args=())
@@ -40,7 +40,7 @@ def gated_delta_rule_on_pieces(
     scale: float,
     l2norm: bool,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """This rank's rows of `gated_delta_rule`; 0 in rows of no piece, which are not read.
 
     Args:
@@ -48,7 +48,7 @@ def gated_delta_rule_on_pieces(
         tables: of `STATES`, in order. group: name of the process group; "" for one rank.
     Returns:
         out (B, T_l, H, V) in q's dtype; and for the backward states that enter the cut pieces (N, H, K, V) and what
-        moves them (N, H, K, K), in fp32 (fp64), and what kernels solved (F, R, H, 64), (0,) where none run.
+        moves them (N, H, K, K), in fp32 (fp64), and what kernels keep: none where the reference runs.
     """
     return _forward("gated_delta_rule", [q, k, v, g, beta], tables, Options(scale, l2norm), group)
 
@@ -64,7 +64,7 @@ def kimi_delta_on_pieces(
     scale: float,
     l2norm: bool,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """This rank's rows of `kimi_delta`, as `gated_delta_rule_on_pieces`."""
     return _forward("kimi_delta", [q, k, v, g, beta], tables, Options(scale, l2norm), group)
 
@@ -72,7 +72,7 @@ def kimi_delta_on_pieces(
 @custom_op("cp_rewrite::ssd_on_pieces", mutates_args=())
 def ssd_on_pieces(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, tables: list[Tensor], group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """This rank's rows of `ssd`, as `gated_delta_rule_on_pieces`: states (N, H, N_state, P), moved by (N, H, 1, 1)."""
     return _forward("ssd", [x, dt, A, B, C], tables, Options(), group)
 
@@ -80,13 +80,13 @@ def ssd_on_pieces(
 @custom_op("cp_rewrite::selective_scan_on_pieces", mutates_args=())
 def selective_scan_on_pieces(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, tables: list[Tensor], group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """This rank's rows of `selective_scan`, as `gated_delta_rule_on_pieces`: states and what moves them (N, E,
     N_state)."""
     return _forward("selective_scan", [x, dt, A, B, C], tables, Options(), group)
 
 
-def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Four:
+def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Given:
     t = _named(tables)
     if kernels := right_kernels(kind, inputs, len(t.runs), how):
         return by_kernels.forward(kernels, kind, inputs, t, how, group)
@@ -96,7 +96,7 @@ def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options
         entries = fold(own, t, "", group)
     states, _ = _run(maps, t, entries)
     out = _out(read, states, inputs[0], t).to(out_dtype(kind, inputs[0].dtype))
-    return out, entries, own.move, by_kernels.nothing_kept(kind, inputs)
+    return out, entries, own.move, by_kernels.not_kept(kind, inputs, how.l2norm)
 
 
 def _named(tables: list[Tensor]) -> SimpleNamespace:
@@ -133,7 +133,7 @@ def states_on_pieces_backward(
     dout: Tensor,
     entries: Tensor,
     moves: Tensor,
-    solved: Tensor,
+    kept: list[Tensor],
     inputs: list[Tensor],
     tables: list[Tensor],
     kind: str,
@@ -147,11 +147,11 @@ def states_on_pieces_backward(
     of any rank, say of the state at each cut piece's end.
 
     Args:
-        entries, moves, solved: what the op gave. kind: its name without `_on_pieces`.
+        entries, moves, kept: what the op gave. kind: its name without `_on_pieces`.
     """
     t, how = _named(tables), Options(scale, l2norm)
     if kernels := right_kernels(kind, inputs, len(t.runs), how):
-        return by_kernels.backward(kernels, kind, dout, entries, moves, solved, inputs, t, how, group)
+        return by_kernels.backward(kernels, kind, dout, entries, moves, kept, inputs, t, how, group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     out, of_entries = _vjp(lambda entered: _out(read, _run(maps, t, entered)[0], inputs[0], t), entries)
     dout = dout.to(out.dtype)
@@ -169,15 +169,16 @@ def states_on_pieces_backward(
 
 
 @states_on_pieces_backward.register_fake
-def _(dout: Tensor, entries: Tensor, moves: Tensor, solved: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
+def _(dout: Tensor, entries: Tensor, moves: Tensor, kept: list[Tensor], inputs: list[Tensor], *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 
-def _fake(kind: str, *inputs: Any) -> _Four:
+def _fake(kind: str, *inputs: Any) -> _Given:
     state, move = state_shapes(kind, inputs)
     count, dtype = inputs[5][_CUT].shape[0], wide(inputs[0].dtype)
     states, moves = (inputs[0].new_empty([count, *shape], dtype=dtype) for shape in (state, move))
-    return fake_out(kind, *inputs), states, moves, by_kernels.nothing_kept(kind, inputs)
+    how = Options(*inputs[6:8]) if INPUTS[kind][0] == "q" else Options()
+    return fake_out(kind, *inputs), states, moves, by_kernels.not_kept(kind, inputs[:5], how.l2norm)
 
 
 _CUT = [tensor.name for tensor in STATES].index("cut_pieces")
@@ -188,15 +189,19 @@ def _register(kind: str) -> None:
     name = f"{kind}_on_pieces"
     named = getattr(_ops, name).default
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
-        ctx.mark_non_differentiable(*output[1:])
-        keep(ctx, **vars(bind(named, inputs)), entries=output[1], moves=output[2], solved=output[3])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Given) -> None:
+        x = bind(named, inputs)
+        _, x.entries, x.moves, x.kept = output
+        ctx.mark_non_differentiable(x.entries, x.moves, *x.kept)
+        if x.kept and x.l2norm:  # the kernels' backward reads these in the place of what they came from
+            x.q, _, x.k, *_ = x.kept
+        keep(ctx, **vars(x))
 
     def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
         x = kept(ctx)
         how = options_of(x)
         found = _ops.states_on_pieces_backward(
-            dout, x.entries, x.moves, x.solved, inputs_of(kind, x), x.tables, kind, how.scale, how.l2norm, x.group
+            dout, x.entries, x.moves, x.kept, inputs_of(kind, x), x.tables, kind, how.scale, how.l2norm, x.group
         )
         return gradients(named, x, **dict(zip(INPUTS[kind], found, strict=True)))
 
