@@ -27,7 +27,7 @@ class Hybrid(RecurrentModel):
         super().__init__(("gated_delta_rule", "ssd"))
         self.taps = torch.nn.Parameter(torch.rand(WIDTH, 1, 4))
 
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
         h = self.embed(input_ids)
         for number, kind in enumerate(self.kinds):
             x = F.conv1d(F.pad(h.mT, (3, 0)), self.taps, groups=WIDTH).mT

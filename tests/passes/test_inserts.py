@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite import passes
+from cp_rewrite import passes, torch_internals
 from cp_rewrite.batch.active.current import active_plan
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph import new_nodes
@@ -24,7 +24,7 @@ from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
 from cp_rewrite.passes.graph.new_nodes import FakeValues, fake_value
 from cp_rewrite.passes.values.resolution import Insert
 from cp_rewrite.planning.plan_input import ROW_INDEX
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, memory_id
+from cp_rewrite.torch_internals import expression, fake_mode_of, memory_id
 from tests.helpers.packed_model import capture as captured
 
 
@@ -145,7 +145,7 @@ def test_a_remembered_fake_value_is_what_the_op_gives() -> None:
 )
 def test_what_is_remembered_of_ops(run: Callable[..., fx.Proxy], ops: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An op runs again unless it gives new memory, or a view of the only operand."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = torch_internals.FakeTensorMode(shape_env=ShapeEnv())
     ran: list[fx.Node] = []
     monkeypatch.setattr(new_nodes, "fake_value", lambda node, mode: (ran.append(node), fake_value(node, mode))[1])
     known = FakeValues(mode)
