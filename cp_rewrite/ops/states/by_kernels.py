@@ -53,8 +53,7 @@ def not_kept(kind: str, inputs: Sequence[Tensor], l2norm: bool) -> list[Tensor]:
 
 def backward(
     kernels: str, kind: str, dout: Tensor, entries: Tensor, moves: Tensor, kept: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    t: SimpleNamespace, how: Options, group: str,
+    inputs: Sequence[Tensor], t: SimpleNamespace, how: Options, group: str,
 ) -> list[Tensor]:  # fmt: skip
     """As `states_on_pieces_backward` gives."""
     runs = _runs_of_plan(t)
