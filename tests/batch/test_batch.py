@@ -367,7 +367,8 @@ def test_plans_are_made_for_the_models_heads(monkeypatch: pytest.MonkeyPatch) ->
     planned: list[Any] = []
 
     def plan_batch(*arguments: Any) -> Any:
-        planned.append(arguments[-1].model)
+        options = arguments[4]
+        planned.append(options.model)
         return plain(*arguments)
 
     plain = batch_shard.plan_batch
