@@ -146,6 +146,13 @@ def test_the_reference_runs_where_kernels_are_wrong(kernels: Kernels) -> None:
         torch.testing.assert_close(x.grad, expected.grad, check_dtype=False, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_kernels_are_tried_with_and_without_norms(l2norm: bool, kernels: Kernels) -> None:
+    inputs = [x.repeat_interleave(16, -1) if i < 3 else x for i, x in enumerate(half())]
+    assert trial.right_kernels("gated_delta_rule", inputs, 1, Options(0.1, l2norm)) == "best"
+    assert len(kernels.forwards) == 2
+
+
 def test_what_is_right_is_not_tried_again(kernels: Kernels, capsys: pytest.CaptureFixture[str]) -> None:
     assert is_right(half())
     assert len(kernels.forwards) == 2

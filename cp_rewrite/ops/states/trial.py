@@ -98,8 +98,8 @@ def _errors(
 ) -> list[float]:
     """Relative norms of differences of results, states that enter, and all gradients. What moves a state is not
     compared: kernels give none of first pieces, which nothing enters."""
-    _by_kernels(kernels, kind, how, *_problem(kind, dtypes, shapes, device, _TUNED_ROWS))
-    inputs, tables, dout = _problem(kind, dtypes, shapes, device, _ROWS)
+    _by_kernels(kernels, kind, how, *_problem(kind, how, dtypes, shapes, device, _TUNED_ROWS))
+    inputs, tables, dout = _problem(kind, how, dtypes, shapes, device, _ROWS)
     found = _by_kernels(kernels, kind, how, inputs, tables, dout)
     wide, given = [x.float() for x in inputs], [how.scale, how.l2norm]
     expected = getattr(_ops, f"{kind}_on_pieces")(*wide, tables, *(given if INPUTS[kind][0] == "q" else []), "")
@@ -118,10 +118,10 @@ def _by_kernels(
 
 
 def _problem(
-    kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, rows: int
+    kind: str, how: Options, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, rows: int
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Inputs, tables and a gradient of the result, of a row in three pieces, last piece first."""
-    inputs = _draw(kind, dtypes, shapes, device, rows)
+    inputs = _draw(kind, how, dtypes, shapes, device, rows)
     first, second = rows // 3, 3 * rows // 4 + 5
     order = TokenOrder(rows, (np.array([[second, rows], [first, second], [0, first]]),))
     plan = BatchPlan((Documents.from_lengths([rows // 10, rows - rows // 10]),), (order,), 1)
@@ -133,7 +133,7 @@ def _problem(
 
 
 def _draw(
-    kind: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, length: int
+    kind: str, how: Options, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, length: int
 ) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     found: list[Tensor] = []
@@ -144,6 +144,8 @@ def _draw(
             x = -0.01 * F.softplus(x)
             if x.ndim > 3:  # but for one channel, which forgets all at once
                 x[..., -1, -1] *= 1000
+        elif name in ("q", "k") and not how.l2norm:  # states of longer keys grow without end
+            x = F.normalize(x, dim=-1)
         elif name == "dt":
             x = 0.2 * F.softplus(x)
         elif name == "beta":
