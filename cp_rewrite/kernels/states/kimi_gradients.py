@@ -56,6 +56,27 @@ def _from_middle(g, start, stop, column, H: tl.constexpr, K: tl.constexpr, L: tl
 
 
 @triton.jit
+def _load(
+    q, k, beta, dw_q, dw_k, start, stop, column, HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, L: tl.constexpr
+):
+    """Rows, which of them are there, which numbers are; addresses of these with H heads and with HK; queries and keys,
+    beta, and gradients of the weights of both."""
+    place, head = tl.arange(0, L), tl.program_id(1).to(tl.int64)
+    row = start + place
+    there = row < stop
+    inside = there[:, None] & (column < K)[None, :]
+    at = (row[:, None] * H + head) * K + column[None, :]
+    at_k = (row[:, None] * HK + head // (H // HK)) * K + column[None, :]
+    at_w = (row[:, None] * H + head) * L + place[None, :]
+    both = there[:, None] & there[None, :]
+    q_LK = tl.load(q + at_k, mask=inside, other=0.0).to(tl.float32)
+    k_LK = tl.load(k + at_k, mask=inside, other=0.0).to(tl.float32)
+    beta_L = tl.load(beta + row * H + head, mask=there, other=0.0).to(tl.float32)
+    w_q, w_k = tl.load(dw_q + at_w, mask=both, other=0.0), tl.load(dw_k + at_w, mask=both, other=0.0)
+    return row, there, inside, at, at_k, q_LK, k_LK, beta_L, w_q, w_k
+
+
+@triton.jit
 def _add(
     q_LK, k_LK, beta_L, read_q, read_k, of_k, dq, dk, dg, db, at, inside, there, H: tl.constexpr
 ):  # fmt: skip
@@ -82,18 +103,10 @@ def _by_products(
     tl.store(far + tl.program_id(0) * H + tl.program_id(1), leave)
     if leave:
         return
-    place, head = tl.arange(0, L), tl.program_id(1).to(tl.int64)
-    row = start + place
-    there = row < stop
-    inside = there[:, None] & (column < K)[None, :]
-    at = (row[:, None] * H + head) * K + column[None, :]
-    at_k = (row[:, None] * HK + head // (H // HK)) * K + column[None, :]
-    at_w = (row[:, None] * H + head) * L + place[None, :]
-    both = there[:, None] & there[None, :]
-    q_LK = tl.load(q + at_k, mask=inside, other=0.0).to(tl.float32)
-    k_LK = tl.load(k + at_k, mask=inside, other=0.0).to(tl.float32)
-    beta_L = tl.load(beta + row * H + head, mask=there, other=0.0).to(tl.float32)
-    w_q, w_k = tl.load(dw_q + at_w, mask=both, other=0.0), tl.load(dw_k + at_w, mask=both, other=0.0)
+    head = tl.program_id(1).to(tl.int64)
+    _, there, inside, at, _, q_LK, k_LK, beta_L, w_q, w_k = _load(
+        q, k, beta, dw_q, dw_k, start, stop, column, HK, H, K, L
+    )
     decay, growth = tl.exp2(above_LK), tl.exp2(-above_LK)
     read_q = tl.dot(w_q, k_LK * growth) * decay
     read_k = tl.dot(w_k, k_LK * growth) * decay
@@ -117,19 +130,11 @@ def _by_pairs(
         return
     start, stop, column = _place(offsets, chunks, K, L, BK)
     place, head = tl.arange(0, L), tl.program_id(1).to(tl.int64)
-    row, block = start + place, place // B
-    there = row < stop
-    known = (column < K)[None, :]
-    inside = there[:, None] & known
-    at = (row[:, None] * H + head) * K + column[None, :]
-    at_k = (row[:, None] * HK + head // (H // HK)) * K + column[None, :]
-    at_w = (row[:, None] * H + head) * L + place[None, :]
-    both = there[:, None] & there[None, :]
-    q_LK = tl.load(q + at_k, mask=inside, other=0.0).to(tl.float32)
-    k_LK = tl.load(k + at_k, mask=inside, other=0.0).to(tl.float32)
+    row, there, inside, at, at_k, q_LK, k_LK, beta_L, w_q, w_k = _load(
+        q, k, beta, dw_q, dw_k, start, stop, column, HK, H, K, L
+    )
+    block, known = place // B, (column < K)[None, :]
     g_LK = tl.load(g + at, mask=inside, other=0.0)
-    beta_L = tl.load(beta + row * H + head, mask=there, other=0.0).to(tl.float32)
-    w_q, w_k = tl.load(dw_q + at_w, mask=both, other=0.0), tl.load(dw_k + at_w, mask=both, other=0.0)
     read_q = tl.zeros([L, BK], dtype=tl.float32)
     read_k = tl.zeros([L, BK], dtype=tl.float32)
     of_k = tl.zeros([L, BK], dtype=tl.float32)

@@ -48,7 +48,7 @@ def gated_delta_rule_on_pieces(
         tables: of `STATES`, in order. group: name of the process group; "" for one rank.
     Returns:
         out (B, T_l, H, V) in q's dtype; and for the backward states that enter the cut pieces (N, H, K, V) and what
-        moves them (N, H, K, K), in fp32 (fp64), and what kernels keep: none where the reference runs.
+        moves them (N, H, K, K), in fp32 (fp64), and what kernels keep: none where there are none.
     """
     return _forward("gated_delta_rule", [q, k, v, g, beta], tables, Options(scale, l2norm), group)
 
