@@ -63,6 +63,7 @@ def _checked(state: State, shape_env: Any) -> State:
                 divided.append(where)
                 continue
             detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
+            detail += _reached(condition, sizes, world_size)
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
     if divided:
         refusals.append(Refusal(Reason.TOKEN_COUNT, _divided(divided)))
@@ -89,6 +90,27 @@ def guard_size_conditions(state: State) -> State:
 def _of_row(condition: Any, tokens: Iterable[Any], world_size: int) -> Any:
     """A condition on a shard's tokens, said of the whole row's."""
     return condition.xreplace({size: world_size * size for size in tokens})
+
+
+def _reached(condition: Any, sizes: Iterable[Any], world_size: int) -> str:
+    """From how many tokens on a condition is the same for a shard and for the row, where it compares their number with
+    one of the model; "" elsewhere."""
+    if not isinstance(condition, sympy.StrictLessThan | sympy.LessThan | sympy.StrictGreaterThan | sympy.GreaterThan):
+        return ""
+    sides: Any = condition.args
+    difference = sympy.expand(sides[0] - sides[1])
+    if len(difference.free_symbols) != 1 or (size := next(iter(difference.free_symbols))) not in sizes:
+        return ""
+    root = sympy.solve(difference, size)
+    if len(root) != 1 or not root[0].is_Integer or root[0] <= 0:
+        return ""
+    least = int(root[0])
+    least += bool(condition.xreplace({size: sympy.Integer(least)}))
+    return (
+        f". Rows of {least * world_size} tokens and more have shards of {least}, for which it is the same: make rows "
+        f"longer, or pass Sharding(pad_to_multiple={least}); tokens at places, as h[:, :{least}], may be chosen by "
+        f"`torch.where(torch.arange(T)[:, None] < {least}, new, h)` in any row"
+    )
 
 
 def _divided(places: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from cp_rewrite.packing import packing_args
-from cp_rewrite.refusal import BACKWARD_HOOKS
+from cp_rewrite.refusal import BACKWARD_HOOKS, Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding
 
 from .buffers import OVERWRITTEN
@@ -52,6 +52,10 @@ _SIZES = re.compile(
 )
 """What torch says where a number or a tensor of the model is of other sizes than a shard: also of any op, or line of
 the model, that fails on the sizes that are traced."""
+
+_FAILED = re.compile(r"got \w+\([\'\"](.+)[\'\"]\)")
+"""What an op said that failed on fake tensors."""
+_USER_LINE = re.compile(r'File "([^"]+)", line (\d+), in .+\n +(.+)')
 
 
 class Block(AbstractContextManager[Any]):
@@ -114,6 +118,8 @@ def noted(
                     "the batch before shard, which cuts it"
                 )
             if _SIZES.search(str(error)):
+                if (beyond := _beyond_share(str(error), local[first].shape[dim], total)) is not None:
+                    raise RewriteRefused([beyond]) from error
                 error.add_note(f"cp_rewrite: {_of_shares(local[first].shape[dim], total)}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}
@@ -132,11 +138,28 @@ def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str
     return found
 
 
+def _beyond_share(said: str, own: int, total: int) -> Refusal | None:
+    """Where torch fails on a place, or a size, that is beyond a rank's `own` tokens but not beyond those of the row."""
+    error, _, lines = said.partition("from user code:")
+    frames, place = _USER_LINE.findall(lines), re.search(r"index (\d+)", error)
+    numbers = [int(place[1]) + 1] if place else [int(n) for n in re.findall(r"(?<![\w.])\d+(?![\w.])", error)]
+    if (
+        re.search("multiplied|reduction dim", error)
+        or not frames
+        or not any(own < number <= total for number in numbers)
+    ):
+        return None
+    (file, number, code), failed = frames[-1], _FAILED.search(error)
+    what = failed[1] if failed else error.strip().partition("\n")[0]
+    return Refusal(Reason.TOKEN_COUNT, f"{what}: {_of_shares(own, total)}", line=f"{file}:{number}, `{code}`")
+
+
 def _of_shares(own: int, total: int) -> str:
     return (
         f"torch traces the model on this rank's share of the row's {total} tokens, {own}. Places that stand in the "
         "model as numbers (h[:, 20], h.narrow(1, 10, 8)) must lie in every rank's share: give them as a tensor "
-        "(h[:, places]), or make rows longer. The k of h.topk(k, 1) is at most a rank's share, too. A tensor of the "
+        "(h[:, places]), choose what is written (torch.where(torch.arange(T)[:, None] == 20, new, h)), or make rows "
+        "longer. The k of h.topk(k, 1) is at most a rank's share, too. A tensor of the "
         "model's own for all tokens, as a (T, T) mask in a buffer or closure, is cut in forward ([:ids.shape[1]]) if "
         "it is causal or a band, else made in forward or given as an argument"
     )

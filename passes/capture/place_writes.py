@@ -142,8 +142,8 @@ class _Write:
             index = (Ellipsis, None, *[_ALL] * behind)
             return new(operator.getitem, value, index) if found.ndim > behind else value
         size: Any = found.shape[found.ndim - 1 - behind] if found.ndim > behind else 1
-        if not isinstance(size, int):  # an entry for each token but for some at the ends
-            amounts = [0, 0] * behind + [self.first, -(self.end or 0)]
+        if not isinstance(size, int):  # an entry for each token but for some at the ends: [:4096] reaches to the end
+            amounts = [0, 0] * behind + [max(self.first, 0), max(-(self.end or 0), 0)]
             return new(torch.nn.functional.pad, value, amounts)
         if size == 1:
             return value

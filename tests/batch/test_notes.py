@@ -104,7 +104,18 @@ def test_sizes_of_the_whole_row_are_explained(
     with pytest.raises(Exception) as raised:  # noqa: PT011 — torch's own
         cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**batch)
     notes = getattr(raised.value, "__notes__", [])
-    assert any(note.startswith("cp_rewrite") and says in note for note in notes), repr(raised.value)
+    assert any(note.startswith("cp_rewrite") and says in note for note in (*notes, str(raised.value)))
+    assert isinstance(raised.value, cp.RewriteRefused) or mask in (with_closure, repeated) or mix is unbound
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda model, h, b: h + h[:, 23][:, None], lambda model, h, b: h @ torch.ones(17, WIDTH)]
+)
+def test_mistakes_of_the_model_are_no_refusals(mix: Callable[[Model, Tensor, Batch], Tensor]) -> None:
+    model, batch = Model(mix=mix), pack((9, 8, 6))
+    torch._dynamo.reset()
+    with pytest.raises((IndexError, torch._dynamo.exc.TorchRuntimeError)):
+        cp.explain(model, cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**batch)
 
 
 SEEN: list[float] = []

@@ -27,7 +27,7 @@ class Writing(PackedModel):
     def mix(self, h: Tensor) -> Tensor:
         for name in self.names:
             x, y = h * 1.0, (h[..., 0] > 0).long() * 3
-            found = (RIGHT | REFUSED)[name](self, x, y, h)
+            found = (RIGHT | REFUSED | BEYOND)[name](self, x, y, h)
             h = (x if found is None else found).tanh() * (1 + F.one_hot(y.clamp(min=0), 9) * 0.1).sum(-1, keepdim=True)
         return h
 
@@ -204,6 +204,49 @@ REFUSED: dict[str, Write] = {
     "view_read_later": view_read_later,
     "viewed_twice": viewed_twice,
 }
+
+
+def beyond(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    """Python lets a slice reach beyond what there is."""
+    x[:, :4096] = m.lin(h[:, :4096])
+    x[:, -50:] = x[:, -50:] * 2
+    x[:, 3:99] += h[:, 3:99]
+    y[:, 2:77] = 1
+    return torch.slice_scatter(x, h[:, :50].sin(), 1, 0, 50)
+
+
+def beyond_a_share(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, :12] = m.lin(h[:, :12])
+
+
+def at_a_place_beyond(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> None:
+    x[:, 12] = m.lin.bias
+
+
+def by_choices(m: Writing, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    places = torch.arange(h.shape[1])[:, None]
+    return torch.where(places < 12, m.lin(h), torch.where(places == 12, m.lin.bias, x))
+
+
+BEYOND: dict[str, Write] = {
+    "beyond": beyond,
+    "by_choices": by_choices,
+    "beyond_a_share": beyond_a_share,
+    "at_a_place_beyond": at_a_place_beyond,
+}
+"""Of rows of 16 tokens, of which a rank has 8."""
+
+
+def test_writes_that_reach_beyond_the_row_are_right() -> None:
+    assert check_or_refuse(Writing("beyond", "by_choices"), tokens=16) is None
+
+
+def test_writes_that_reach_beyond_a_share_are_refused_with_what_to_do() -> None:
+    refused = str(check_or_refuse(Writing("beyond_a_share"), tokens=16))
+    assert all(said in refused for said in ("TOKEN_COUNT", "Rows of 24 tokens and more", "torch.where"))
+    assert check_or_refuse(Writing("beyond_a_share"), tokens=16, pad_to_multiple=12) is None
+    refused = str(check_or_refuse(Writing("at_a_place_beyond"), tokens=16))
+    assert all(said in refused for said in ("x[:, 12] = m.lin.bias", "torch.where"))
 
 
 class WrittenIds(PackedModel):
