@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_FILES = 13  # with __init__
 
 FLOORS = (
     {"arguments", "csrc", "refusal", "torch_internals"},
@@ -117,10 +115,3 @@ def test_late_imports_have_a_reason() -> None:
                 if "#" not in beside and not before.startswith(("import ", "from ")):
                     bare.append(f"{module}:{node.lineno} {lines[node.lineno - 1].strip()}")
     assert not bare, "\n".join(bare)
-
-
-def test_rooms_are_small() -> None:
-    files: dict[Path, int] = defaultdict(int)
-    for file in SOURCES.values():
-        files[file.parent] += 1
-    assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
