@@ -29,6 +29,7 @@ from torch._decomp.decompositions import matmul
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _allow_side_effects
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
@@ -238,10 +239,26 @@ def trace_transformers() -> None:
 
 
 def _install_hooks(context: Any) -> None:
-    """While `maybe_install_capturing_hooks` is traced: do to its model what it does."""
+    """While `maybe_install_capturing_hooks` is traced: do to its model what it does.
+
+    Hooks are wrapped, to be traced in checkpoints. They append to lists that live outside of the checkpoint, which
+    Dynamo refuses of any function, as the backward would do it once more. These find no list then.
+    """
     module: Any = sys.modules[_CAPTURING]
     model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
     module.maybe_install_capturing_hooks.__wrapped__(model)
+    for part in model.modules():
+        for key, hook in part._forward_hooks.items():
+            if getattr(hook, "__module__", None) == _CAPTURING and not hasattr(hook, "__wrapped__"):
+                part._forward_hooks[key] = _traced_in_checkpoints(hook)
+
+
+def _traced_in_checkpoints(hook: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(hook)
+    def captures(*args: Any) -> None:
+        _allow_side_effects(hook, *args)
+
+    return captures
 
 
 # -- process groups ----------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _checked(state: State, shape_env: Any) -> State:
                 divided.append(where)
                 continue
             detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
-            detail += _reached(condition, sizes, world_size)
+            detail += _reached(condition, sizes, world_size, "[" in where)
             refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
     if divided:
         refusals.append(Refusal(Reason.TOKEN_COUNT, _divided(divided)))
@@ -92,7 +92,7 @@ def _of_row(condition: Any, tokens: Iterable[Any], world_size: int) -> Any:
     return condition.xreplace({size: world_size * size for size in tokens})
 
 
-def _reached(condition: Any, sizes: Iterable[Any], world_size: int) -> str:
+def _reached(condition: Any, sizes: Iterable[Any], world_size: int, places: bool) -> str:
     """From how many tokens on a condition is the same for a shard and for the row, where it compares their number with
     one of the model; "" elsewhere."""
     if not isinstance(condition, sympy.StrictLessThan | sympy.LessThan | sympy.StrictGreaterThan | sympy.GreaterThan):
@@ -106,10 +106,12 @@ def _reached(condition: Any, sizes: Iterable[Any], world_size: int) -> str:
         return ""
     least = int(root[0])
     least += bool(condition.xreplace({size: sympy.Integer(least)}))
+    chosen = (
+        f"; tokens at places, as h[:, :{least}], may be chosen by `torch.where(torch.arange(T)[:, None] < {least}, "
+    )
     return (
         f". Rows of {least * world_size} tokens and more have shards of {least}, for which it is the same: make rows "
-        f"longer, or pass Sharding(pad_to_multiple={least}); tokens at places, as h[:, :{least}], may be chosen by "
-        f"`torch.where(torch.arange(T)[:, None] < {least}, new, h)` in any row"
+        f"longer, or pass Sharding(pad_to_multiple={least}){chosen + 'new, h)` in any row' if places else ''}"
     )
 
 

@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import torch_internals as ours
 from cp_rewrite.passes.graph.new_nodes import traced
@@ -314,6 +315,29 @@ def test_hooks_are_installed_while_a_model_is_traced() -> None:
     torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
     assert known._output_capturing_hooks_installed
     assert traced._output_capturing_hooks_installed
+
+
+@canary("_disable_side_effect_safety_checks_for_current_subtracer", "torch_internals.trace_transformers")
+def test_hooks_inside_of_checkpoints_fill_lists_outside_of_them() -> None:
+    module = pytest.importorskip("transformers.utils.output_capturing")
+    ours.trace_transformers()
+    part = nn.Linear(2, 2)
+    module.maybe_install_capturing_hooks(part)
+    module.install_output_capuring_hook(part, "logits", 0)
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        found: dict[str, list[Tensor]] = {"logits": []}
+        module.maybe_install_capturing_hooks(part)
+        token = module._active_collector.set(found)
+        y = checkpoint(lambda x: part(x).sin(), x, use_reentrant=False)
+        module._active_collector.reset(token)
+        return y, found["logits"][0]
+
+    torch._dynamo.reset()
+    x = torch.ones(1, 2)
+    y, logits = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(logits, part(x))
+    assert torch.equal(y, part(x).sin())
 
 
 # -- process groups ----------------------------------------------------------------------------------------

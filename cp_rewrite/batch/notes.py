@@ -37,6 +37,11 @@ _WRAPPED = {
     ("repeat_interleave", "Runtime assertion failed"): "torch asserts of this rank's tokens what holds of the row's: "
     "give repeat_interleave output_size=ids.shape[1], where it repeats document ids",
     ("Module-level backwards hooks", "Tensor with grad_fn()", ".register_hook("): BACKWARD_HOOKS,
+    (
+        "HOP: Unsafe side effect",
+        "Non-nullified side effect",
+    ): "a checkpointed block changes something outside of it "
+    "(an attribute, a list), which its second run in the backward would do again: let it return that",
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""

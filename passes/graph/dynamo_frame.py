@@ -6,6 +6,7 @@ Read in torch 2.11 to 2.15, as those in `dynamo_internals.py`; tests are in `tes
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -102,16 +103,17 @@ def ends_of(gm: fx.GraphModule) -> Ends:
     if translator is None:
         return Ends()
     effects, kept, own = translator.output.side_effects, dict[Any, str](), dict[Any, None]()
+    live = _Live(gm)
     for holder, name, value in _writes(effects):
         source: Any = getattr(holder, "source", None)
         if isinstance(source, LocalSource) and source.local_name == _rest(translator.f_code, inspect.CO_VARKEYWORDS):
-            own |= _values_in(effects, value)
+            own |= _values_in(effects, value, live)
             continue
-        for node in _values_in(effects, value):
+        for node in _values_in(effects, value, live):
             kept.setdefault(node, f"{_where(holder)}.{name}" if name else _where(holder))
     unread: set[fx.Node] = set()
     if break_reason(gm) is None:
-        returned = _values_in(effects, [*translator.stack])
+        returned = _values_in(effects, [*translator.stack], live)
         others = {x: _same(x.meta.get("example_value"), x) for x in outputs_of(gm) if isinstance(x, fx.Node)}
         unread = {x for x, value in others.items() if value in own and value not in returned and value not in kept}
         # What else the graph gives goes into something of a kind that is not walked here.
@@ -142,13 +144,26 @@ def _is_changed(part: Any) -> bool:
     return isinstance(part.mutation_type, ValueMutationExisting) and part.mutation_type.is_modified
 
 
-def _values_in(effects: Any, value: Any) -> dict[Any, None]:
+class _Live:
+    """Nodes of a graph by those that variables hold: Dynamo numbers a checkpoint's results anew, by new nodes with the
+    old values, where not all are read."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        items = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+        self.by_value = {id(node.meta.get("example_value")): node for node in items}
+
+    def node(self, variable: Any) -> fx.Node:
+        node = variable.as_proxy().node
+        return self.by_value.get(id(node.meta.get("example_value")), node) if node._erased else node
+
+
+def _values_in(effects: Any, value: Any, live: _Live) -> dict[Any, None]:
     """The tensors, as their nodes, and numbers, as expressions, that can be reached from a value."""
     found: dict[Any, None] = {}
     for part in _parts_of(effects, value):
         # isinstance would make inputs of the graph of what nothing has read.
         if issubclass(type(part), TensorVariable):
-            found[part.as_proxy().node] = None
+            found[live.node(part)] = None
         elif issubclass(type(part), SymNodeVariable):
             found[_same(part.sym_num, part)] = None
     return found
@@ -200,7 +215,7 @@ def results_of(gm: fx.GraphModule) -> Results | None:
     translator = _translator()
     if translator is None or break_reason(gm) is not None:
         return None
-    effects = translator.output.side_effects
+    effects, live = translator.output.side_effects, _Live(gm)
     places = {x: place for place, x in reversed([*enumerate(outputs_of(gm))])}
     roots = [("", "", [*translator.stack])]
     roots += [(_where(holder), name, value) for holder, name, value in _writes(effects)]
@@ -211,8 +226,11 @@ def results_of(gm: fx.GraphModule) -> Results | None:
         for part in _parts_of(effects, value):
             tree.append(_kind(part))
             if issubclass(type(part), TensorVariable):
-                node = part.as_proxy().node
-                tensors.append(places[node] if node in places else source_name(source_of(node)))
+                node = live.node(part)
+                source = source_of(node) or vars(part).get("source")  # inputs that nothing reads have no node left
+                if node not in places and source is None:
+                    return None
+                tensors.append(places[node] if node in places else source_name(source))
     return Results(tuple(tree), tuple(tensors))
 
 

@@ -164,3 +164,23 @@ def test_experts_of_transformers_by_batched_products(name: str, monkeypatch: pyt
     report = cp.check(model, sharding, test_models.batch_of(test_models.LENGTHS), shift_labels=True)
     assert max(report.gradients.values()) <= 1e-5
     assert report.outputs["loss"] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_moe_aux_loss", "olmoe_aux_loss"])
+def test_logits_of_routers_come_out_of_checkpoints(name: str, called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = models.RECIPES[name.replace("qwen3_moe_aux_loss", "qwen2_moe_aux_loss")]
+    options = {**recipe.options, "experts_implementation": "batched_mm", "output_hidden_states": called}
+    family = "Qwen3Moe" if name.startswith("qwen3") else recipe.family
+    monkeypatch.setitem(models.RECIPES, name, dataclasses.replace(recipe, family=family, options=options))
+    torch._dynamo.reset()
+    model: Any = models.build_model(name, called).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    report = cp.check(
+        model,
+        cp.Sharding(2, test_models.TOKENS, test_models.packing_of(name)),
+        test_models.batch_of(test_models.LENGTHS),
+        shift_labels=True,
+    )
+    assert report.largest <= 1e-5

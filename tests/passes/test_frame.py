@@ -213,3 +213,22 @@ def test_kept_sums_are_whole_and_kept_tokens_are_an_error_to_other_graphs(pool: 
     for total, error in pool.run(2, keep_and_read):
         assert total == pytest.approx(alone.total.item(), rel=1e-9)
         assert "L['self'].last is what an earlier call of a compiled model kept" in error
+
+
+class Switching(PackedModel):
+    """Keeps a weight, that of long rows or that of short ones, where nothing reads what it kept before."""
+
+    def extra(self) -> None:
+        self.short, self.long = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.now: nn.Parameter | None = None
+
+    def mix(self, h: Tensor) -> Tensor:
+        self.now = self.long if h.shape[1] > 10 else self.short
+        return h * self.now
+
+
+@pytest.mark.parametrize(("tokens", "refused"), [(14, True), (40, False)])
+def test_a_weight_that_is_kept_by_the_number_of_tokens(tokens: int, refused: bool) -> None:
+    said = check_or_refuse(Switching(), tokens=tokens)
+    assert (said is not None) == refused
+    assert said is None or "self.now = self.long" in said
