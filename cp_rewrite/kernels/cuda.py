@@ -85,7 +85,7 @@ class Stream(torch.cuda.Stream):
     """A stream whose waits take the host a third of the time: torch makes an event for each."""
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """What is enqueued from now on follows all that is enqueued on another stream of this GPU so far."""
+        """Let what is enqueued from now on follow all that is enqueued on another stream of this GPU so far."""
         event = _events[self.device_index]
         event.record(stream)
         event.wait(self)
@@ -118,7 +118,7 @@ def current_stream(device: torch.device) -> Stream:
 
 
 class on:
-    """What is enqueued inside goes to a stream of the current device; None: to the current stream."""
+    """A block whose work is enqueued on a stream of the current device; None: on the current stream."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream

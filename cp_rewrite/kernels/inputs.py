@@ -1,4 +1,4 @@
-"""What an attention kernel is given besides q, k and v: its pieces, one value, made once per batch and shared by all
+"""Inputs of an attention kernel besides q, k and v: its pieces, one value, made once per batch and shared by all
 layers; and numbers."""
 
 from __future__ import annotations

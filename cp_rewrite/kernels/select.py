@@ -26,7 +26,7 @@ than either, and `auto` takes it. Both hand on natural logarithms of sums, -inf 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention asks of a kernel.
+    """Demands of an attention on a kernel.
 
     Args:
         dtype: of q, k and v. head_dim: of q and k. head_dim_v: of v. heads, heads_kv: of q, and of k and v.
@@ -80,7 +80,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do beyond what all can.
+    """Abilities of a kernel beyond those that all have.
 
     Args:
         overlaps_exchange: rows can travel while it computes; see `flash/overlap.py`.
@@ -142,7 +142,7 @@ def reasons(name: str, spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 
 @cache
 def capabilities(name: str) -> Capabilities:
-    """What backend `name` can do here beyond what all can."""
+    """Abilities of backend `name` here beyond those that all have."""
     return getattr(load(name), "capabilities", Capabilities)()
 
 

@@ -32,7 +32,7 @@ from .scatter_heads import deal_queries
 
 @dataclass(eq=False)
 class _Record:
-    """What an annotation's batches gave on this rank. largest: by name of a site, (h,). batches: cut so far."""
+    """Largest logits of an annotation's batches on this rank. largest: by name of a site, (h,). batches: cut so far."""
 
     largest: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     batches: int = 0

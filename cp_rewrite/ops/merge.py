@@ -44,7 +44,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def finished(out: Tensor, lse: Tensor, tables: Tables, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What attention gives: a kernel's results with sinks, and with rows of no document filled."""
+    """Results of attention: a kernel's, with sinks added and rows of no document filled."""
     out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     return (fill_gaps(out, lse) if has_gaps(tables, out.shape[0]) else out), lse
 

@@ -74,7 +74,7 @@ def keep(ctx: Any, **values: Any) -> None:
 
 
 def kept(ctx: Any) -> SimpleNamespace:
-    """What was kept, by name."""
+    """Values that `keep` kept, by name."""
     tensors = ctx.saved_tensors
     values: dict[str, Any] = dict(ctx.kept)
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""What memory holds now, for readers that run when it was written over."""
+"""A copy of what memory holds now, for readers that run once it was written over."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RowDim:
 
 @dataclass
 class Region:
-    """What runs over one tile.
+    """The computation of one tile.
 
     Args:
         forward: (*rows, *wholes) -> results.

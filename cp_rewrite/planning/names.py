@@ -8,7 +8,7 @@ Layout = Literal["contiguous", "head_tail", "dual_chunk", "balanced"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 ExchangeName = Literal["auto", "all_gather", "needed", "p2p", "a2a", "a2a+all_gather", "a2a+needed", "a2a+p2p"]
-"""What a user asks for."""
+"""Exchanges that a user may ask for."""
 
 
 def over_part(exchange: str, inner: int) -> str:

@@ -65,7 +65,7 @@ class Plan:
 
     @cached_property
     def load(self) -> Load:
-        """What ranks, device and links have to do."""
+        """Work of ranks, device and links."""
         whole = float(Slices.of_row(self.documents, self.mask).work.sum())
         return load_of(self.schedule, whole)
 
@@ -96,9 +96,9 @@ class Plan:
 
     @property
     def moved_bytes(self) -> Mapping[str, tuple[float, float]]:
-        """Of a forward, mean over ranks: exchange -> (bytes that come from the rank's own node, from other nodes).
+        """Bytes received in a forward, mean over ranks: exchange -> (from the rank's own node, from other nodes).
 
-        Of `needed`, and of `a2a+needed` where `seconds` has it.
+        For `needed`, and for `a2a+needed` where `seconds` has it.
         """
         moved = {"needed": needed_bytes(self.load, self.model, self.ranks_per_node)}
         for inner, places in self.places.items():
@@ -139,7 +139,7 @@ class Plan:
 
     @cached_property
     def state_seconds(self) -> float:
-        """Those of `seconds` that `states` take beside a layer of attention."""
+        """Seconds that `states` take beside a layer of attention; they are part of `seconds`."""
         if self.states is None:
             return 0.0
         return self.states.seconds(self.documents, self.order, self.device, self.ranks_per_node)

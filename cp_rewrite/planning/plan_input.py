@@ -1,5 +1,5 @@
-"""What graphs read of a batch's plan: its tensors by name, and what is read of other tokens. Specs alone: who makes the
-tensors is `routes/` and `token_reads/`."""
+"""Inputs that graphs read from a batch's plan: its tensors by name, and what is read of other tokens. Specs alone: who
+makes the tensors is `routes/` and `token_reads/`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ KERNEL_TABLES = (
     PlanTensor("pieces", on_host=True),
     PlanTensor("launches", on_host=True),
 )
-"""What `Schedule.attention` makes, and every attention kernel reads."""
+"""Tensors that `Schedule.attention` makes, and every attention kernel reads."""
 
 
 EXTRAS = "extras"
-"""What pieces of `Neighbours.entries` are of that are no tokens: rows that all ranks have."""
+"""Source, in `Neighbours.entries`, of pieces that are no tokens: rows that all ranks have."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What each token's local row reads.
+    """The rows that each token's local row reads.
 
     Args:
         entries: all, of tokens and of `EXTRAS`.
@@ -67,13 +67,13 @@ SENT_ROWS = (
 )
 """Which rows go to the ranks that read them, and how their gradients are summed there and here, in order."""
 NEIGHBOURS = (PlanTensor("rows"), *SENT_ROWS)
-"""What `neighbour_rows` reads of the plan, in order."""
+"""Tensors that `neighbour_rows` reads of the plan, in order."""
 OUT_ROWS = PlanTensor("out_rows")
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What is run over.
+    """The line of tokens that a running operation runs over.
 
     Args:
         joined: all rows of the batch, one behind another, as one line.
@@ -91,12 +91,12 @@ SCAN = (
     PlanTensor("scan_ends"),
     PlanTensor("scan_before"),
 )
-"""What a running operation reads of the plan, in order; the first three have an entry for each local row."""
+"""Tensors that a running operation reads of the plan, in order; the first three have an entry for each local row."""
 
 
 @dataclass(frozen=True)
 class States:
-    """What a state passes through.
+    """The sequences that a state passes through.
 
     Args:
         resets: the tokens of one document; else those of a row of the batch.
@@ -123,7 +123,7 @@ STATES = (
     PlanTensor("run_chunks"),
     PlanTensor("run_states"),
 )
-"""What an op over states reads of the plan, in order. The reference reads chunks, kernels read runs."""
+"""Tensors that an op over states reads of the plan, in order. The reference reads chunks, kernels read runs."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,17 @@ class PlanInput:
 
     @staticmethod
     def of_scan(scan: Scan) -> tuple[PlanInput, ...]:
-        """What a running operation reads."""
+        """Inputs of a running operation."""
         return tuple(PlanInput(x, read=scan) for x in SCAN)
 
     @staticmethod
     def of_states(states: States) -> tuple[PlanInput, ...]:
-        """What a recurrence over pieces reads."""
+        """Inputs of a recurrence over pieces."""
         return tuple(PlanInput(x, read=states) for x in STATES)
 
     @staticmethod
     def of_neighbours(read: Neighbours) -> tuple[PlanInput, ...]:
-        """What `neighbour_rows` reads; where a token reads several rows, `out_rows` too."""
+        """Inputs of `neighbour_rows`; where a token reads several rows, `out_rows` too."""
         return tuple(PlanInput(x, read=read) for x in NEIGHBOURS + (OUT_ROWS,) * (read.span > 1))
 
 

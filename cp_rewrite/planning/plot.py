@@ -87,7 +87,7 @@ def _draw_runs(axes: Any, plan: Plan, runs: Any, place: tuple[float, float], alp
 
 
 def _received(plan: Plan) -> list[Any]:
-    """Of each rank the runs of tokens, (N, 2), whose keys it reads and does not own."""
+    """For each rank, the runs of tokens, (N, 2), whose keys it reads and does not own."""
     owner, found = plan.rank_of, list[Any]()
     pieces, starts, stops = plan.schedule.pieces.key_runs
     reader = plan.schedule.pieces.rank[pieces]
@@ -101,4 +101,4 @@ def _received(plan: Plan) -> list[Any]:
 
 
 _COLORS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2", "#f58518", "#439894", "#9d755d", "#d6616b", "#6b6ecf")
-"""Of documents, in turns: neighbours differ, and white text can be read on each."""
+"""Colors of documents, in turns: neighbours differ, and white text can be read on each."""

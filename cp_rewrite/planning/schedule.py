@@ -1,4 +1,4 @@
-"""What every rank's attention does, and where the rows it reads live: pieces, kernel tables, and runs of rows.
+"""The schedule of every rank's attention, and where the rows it reads live: pieces, kernel tables, and runs of rows.
 
 A rank's *local rows* are the rows of its tensors: its tokens, and fill. The keys of its pieces are gathered into one
 buffer of *expanded rows*, piece after piece; a key that two pieces need is there twice.

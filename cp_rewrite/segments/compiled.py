@@ -45,7 +45,7 @@ _UNREAD = frozenset(
     "example_value stack_trace nn_module_stack source_fn_stack torch_fn original_aten from_node seq_nr "
     "creation_timestamp cp_rewrite grapharg".split()
 )
-"""What nodes know of their values, of where they come from and why they are there: no compiler acts on it."""
+"""Notes on nodes that no compiler acts on: their values, where they come from and why they are there."""
 _CHECKPOINT = "ac_graph_id"
 """Which checkpoint a node is of: torch numbers all of a process."""
 _SMALL = 4096
@@ -93,7 +93,8 @@ def _node(node: fx.Node, place: dict[fx.Node, int], written: Collection[int], ch
 
 
 def _held(node: fx.Node, written: Collection[int], checkpoints: dict[int, int]) -> Hashable:
-    """What a get_attr node reads: nested graphs and small tensors that nothing writes by what they are."""
+    """The value that a get_attr node reads, as a key: nested graphs and small tensors that nothing writes by what they
+    are."""
     value = attribute_of(node)
     if isinstance(value, fx.GraphModule):
         return _graph(value.graph, written, checkpoints)
@@ -122,7 +123,7 @@ def _constant(value: Any, place: dict[fx.Node, int]) -> Hashable:
 
 
 def _input(value: Any) -> Hashable:
-    """What a compiler sees of an input."""
+    """A key of all that a compiler sees of an input."""
     if not isinstance(value, Tensor):
         return _constant(value, {})
     if not _is_plain(value):
@@ -154,7 +155,7 @@ class Described:
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """What runs a segment, given its inputs. `done`: those of them that nothing behind it reads."""
+    """A call of a segment's compiled unit. `done`: those of its inputs that nothing behind it reads."""
 
     unit: int
     inputs: tuple[fx.Node, ...]
@@ -197,7 +198,7 @@ def compile_once(
 
 
 def in_order(gm: fx.GraphModule, calls: Sequence[SegmentCall]) -> Callable[..., list[Any]]:
-    """What runs a graph call by call: it takes the graph's arguments, and gives its outputs."""
+    """A function that runs a graph call by call: it takes the graph's arguments, and gives its outputs."""
     outputs = outputs_of(gm)
     read = {node for call in calls for node in call.inputs} | {*outputs}
     places = [(i, node) for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in read]

@@ -170,7 +170,8 @@ def _segment(gm: fx.GraphModule, unit: int, run: Sequence[fx.Node], computed: Se
 
 
 def examples_of(segment: Segment, given: Mapping[fx.Node, Any], mode: Any) -> list[Any]:
-    """What a compiler gets as a segment's inputs: the graph's own where they are inputs of it, else fakes of `mode`."""
+    """Example inputs of a segment, for its compiler: the graph's own where they are inputs of it, else fakes of
+    `mode`."""
     return [given[node] if node in given else _like(value_of(node), mode) for node in segment.inputs]
 
 

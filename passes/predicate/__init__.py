@@ -1,1 +1,1 @@
-"""What a mask means: read symbolically, decided by cases. `decide` carries one mask through all steps."""
+"""The meaning of a mask: read symbolically, decided by cases. `decide` carries one mask through all steps."""

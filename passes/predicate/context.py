@@ -1,4 +1,4 @@
-"""What a rule is given: the ATen call whose meaning it says, the sizes and leaves around it, and common steps."""
+"""The context of a rule: the ATen call whose meaning it says, the sizes and leaves around it, and common steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RuleContext:
 
     @property
     def outputs(self) -> tuple[Ref | None, ...]:
-        """What the call returns: fake shapes and dtypes are known."""
+        """Results of the call: fake shapes and dtypes are known."""
         assert self.call is not None
         return self.call.outputs
 

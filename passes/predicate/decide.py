@@ -75,7 +75,7 @@ def prove(
     masks: Mapping[fx.Node, MaskArgument] | None = None,
     tables: Mapping[fx.Node, Table] | None = None,
 ) -> PackedMask | list[Refusal]:
-    """What the mask of an attention node means, for the row that the annotation describes.
+    """The meaning of an attention node's mask, for the row that the annotation describes.
 
     Args:
         canonical: the mask's computation.
@@ -175,7 +175,7 @@ def _odd_cell(kept: Kept, form: Form) -> str:
 
 
 def _expected_in(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
-    """What the mask does in a cell if it is of this form; None: no batch has such pairs."""
+    """Whether a mask of this form keeps a cell; None: no batch has such pairs."""
     for relation in cell.relations:
         expected = relation.expected(cell, form)
         if expected is not Relation:
@@ -194,7 +194,7 @@ def _why_undecided(reader: Reader, value: Value, first: str, mask: fx.Node) -> l
 
 
 def _padding_told(reader: Reader, value: Value, form: Form) -> str:
-    """What is wrong with a mask of the whole row that reads what tells documents from padding: the cells say nothing of
+    """The trouble with a mask of the whole row that reads what tells documents from padding: cells say nothing of
     queries that are padding, but of the whole row the next layer's queries see what these saw."""
     packing = reader.sharding.packing
     if form.packed or not isinstance(packing, CuSeqlens | DocumentIds | PaddingMask):
@@ -209,7 +209,7 @@ def _padding_told(reader: Reader, value: Value, form: Form) -> str:
 def _odd_padding(
     reader: Reader, value: Value, spans: Sequence[Span], kept: Kept, form: Form, groupings: Sequence[Grouping]
 ) -> str:
-    """What is wrong with padding that follows a query's document, where a numbering may give it that document's number:
+    """The trouble with padding behind a query's document, where a numbering may give it that document's number:
     a packed mask lets no query see it, one of the whole row sees it as any other token there."""
     numbered = reader.skips_end or any(o.with_padding for o in reader.ordinals.values())
     if not (isinstance(reader.sharding.packing, CuSeqlens) and numbered):

@@ -189,7 +189,7 @@ def given_mask(context: RuleContext, argument: MaskArgument, node: fx.Node, ref:
 
 
 def _dropped(context: RuleContext, argument: MaskArgument, node: fx.Node, dtype: torch.dtype) -> Value:
-    """What an additive mask holds where keys are not seen: any of `DROPPED`, so that no answer may hang on which."""
+    """The value of an additive mask where keys are not seen: any of `DROPPED`, so that no answer may hang on which."""
     trouble = f"the mask asks which number {argument.name!r} holds where a key is not seen"
     which = Leaf(trouble, node, (), sympy.Function(f"dropped by {argument.name}"), trouble=trouble)
     context.leaves[which.function] = which

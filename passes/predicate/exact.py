@@ -1,4 +1,4 @@
-"""What a tensor's dtype makes of a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
+"""Effects of a tensor's dtype on a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
 
 A constant becomes what the dtype holds of it. A value that varies over tokens must be one that the dtype holds as it
 is, in rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; any other is `Inexact`.

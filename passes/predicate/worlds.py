@@ -1,4 +1,4 @@
-"""What relations between two tokens of a row say, once it is known whether one document holds both.
+"""Worlds: relations between two tokens of a row, once it is known whether one document holds both.
 
 Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; WQ, WK the place
 behind the document's first token in the row, another one where the row begins inside of a document; IQ, IK the batch's
@@ -105,13 +105,13 @@ class Cell:
 
     @property
     def by_order(self) -> Span:
-        """Of what grows along the row, the query's less the key's."""
+        """Range of the query's less the key's value of anything that grows along the row."""
         low, high = self.span
         return ABOVE_0 if low > 0 else BELOW_0 if high < 0 else (0.0, 0.0) if low == high else EVERYTHING
 
     @property
     def never_falls(self) -> Span:
-        """Of what never falls along the row, the query's less the key's."""
+        """Range of the query's less the key's value of anything that never falls along the row."""
         low, high = self.span
         return FROM_0 if low >= 0 else UP_TO_0 if high <= 0 else EVERYTHING
 

@@ -40,7 +40,7 @@ def reasons(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 
 
 def _not_built(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
-    """What this build was made without."""
+    """Reasons why this build can't run an attention: what it was made without."""
     left_out = {name.removeprefix(_LEFT_OUT) for name in facts.features if name.startswith(_LEFT_OUT)}
     found = ["this build has no float16"] * (spec.dtype is torch.float16 and "FP16" in left_out)
     found += ["this build has no soft cap"] * (spec.softcap != 0.0 and "SOFTCAP" in left_out)
@@ -51,7 +51,7 @@ def _not_built(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 
 
 def features() -> set[str]:
-    """What this build has (`fa3_backward`), and what it was made without (`fa3_no_FP16`), as far as it tells."""
+    """Features of this build (`fa3_backward`), and what it was made without (`fa3_no_FP16`), as far as it tells."""
     found = {"fa3_backward"} if has_backward() else set[str]()
     try:
         flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]

@@ -87,8 +87,8 @@ def forward_call(calls: Sequence[FlashCall], tensors: Sequence[Tensor], lengths:
 
 @dataclass
 class BackwardCalls:
-    """What a backward called. calls: of the library's kernels, in order. writes: of ours in place of its rounding of dk
-    and dv: (sums, where they are written, overlap)."""
+    """Record of what a backward called. calls: of the library's kernels, in order. writes: of ours in place of its
+    rounding of dk and dv: (sums, where they are written, overlap)."""
 
     calls: list[FlashCall] = field(default_factory=list)
     writes: list[Callable[[Tensor, Tensor, BackwardOverlap | None], None]] = field(default_factory=list)

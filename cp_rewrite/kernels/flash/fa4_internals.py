@@ -1,4 +1,4 @@
-"""What FlashAttention 4 does inside, and we use, because it has no interface for it: all that relies on it is here.
+"""Insides of FlashAttention 4 that we use, because it has no interface for them: all that relies on them is here.
 
 Three things are used, of exactly the versions in `VERSIONS`, whose source was read; of others none is
 (`was_read`). `tests/kernels/test_flash_internals.py` has a test of each fact, to be run before a version is added.

@@ -1,4 +1,5 @@
-"""What variable-length flash kernels share: how the launches of a batch run, and what becomes of rows of no document.
+"""The part that variable-length flash kernels share: how the launches of a batch run, and what becomes of rows of no
+document.
 
 Rows of no document may hold NaN, and a kernel that loads whole tiles would spread it. Where such rows form the end of
 the local rows they are left out; where they lie in between, the backward reads copies with zeros there, and the

@@ -170,9 +170,9 @@ class Return:
         self._channel.signal_and_wait(stream, WRITTEN, signal=WRITTEN, ranks=self._receivers)
 
     def pull(self, dk_RHD: Tensor, dv_RHV: Tensor, here: slice, stream: torch.cuda.Stream, *, listed: int = -1) -> None:
-        """Fetch a peer's gradient, the first, of each row of `here`, while a kernel still works on dk and dv. Arguments
-        as of `sum_up`, which comes later; `written` came before, on the same stream. The memory of own copies is used;
-        where there are none, that of `rows`, which a rank without other keys does not write."""
+        """For each row in `here`, fetch the gradient of its first holder, while a kernel still works on dk and dv.
+        Arguments as of `sum_up`, which comes later; `written` came before, on the same stream. The memory of own copies
+        is used; where there are none, that of `rows`, which a rank without other keys does not write."""
         count = here.stop - here.start
         self._slots = (listed, count) if listed >= 0 else (0, min(count, self._capacity))
         self._launch(dk_RHD, dv_RHV, here, listed, (0, 1, 1), BESIDE, stream, pull=True)

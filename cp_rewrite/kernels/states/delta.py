@@ -37,7 +37,7 @@ class Delta:
     """
 
     per_log: float | None = RCP_LN2
-    """What a decay is multiplied by: kernels of fla take powers of 2."""
+    """Factor of decays: kernels of fla take powers of 2."""
 
     def __init__(
         self, inputs: Sequence[Tensor], runs: Runs, scale: float, l2norm: bool, kept: Sequence[Tensor] = ()
@@ -73,8 +73,9 @@ class Delta:
         self.u, self.asked = u, self.q
 
     def summarize(self, move: Tensor, add: Tensor) -> None:
-        """Write what pieces do that are cut at their end, in fp32: what moves the state that enters (N, H, K, K), and
-        what is added (N, H, K, V). Nothing enters the first piece of a sequence: there that is the state that leaves.
+        """Write the summaries of pieces that continue elsewhere, in fp32: what moves the state that enters (N, H, K,
+        K), and what is added (N, H, K, V). Nothing enters the first piece of a sequence: there that is the state that
+        leaves.
         """
         first, middle = self.runs.cut_at_ends
         if self.runs.all_at_once(first, self.runs.entered):
@@ -109,7 +110,7 @@ class Delta:
         return chunk_fwd_o(q=self.q, k=self.k, v=v, h=h, g=self.g, scale=self.scale, **self.runs.packed)
 
     def begin_backward(self, dout: Tensor, states: Tensor | None) -> None:
-        """What gradients need of what entered the runs."""
+        """Compute what gradients need of the states that entered the runs."""
         self.do = dout
         self.h, self.v_new, _ = self._pass(states, **self.runs.packed)
         self.dv = self.inside()
@@ -138,7 +139,7 @@ class Delta:
         )
 
     def gradients(self, ends: Tensor | None) -> list[Tensor]:
-        """Of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
+        """Gradients of the inputs. ends: (E, H, K, V) fp32, gradients of the states that leave the runs; None: 0."""
         dh, dv = self.passed_back or self._back(ends, None, **self.runs.packed)[::2]
         dq, dk, dv, db, dg = self.of_chunks(dh, dv)
         return self.of_inputs(dq, dk, dv, dg, db)

@@ -35,7 +35,7 @@ def _power(exponent, there):
 
 @triton.jit
 def _place(offsets, chunks, K: tl.constexpr, L: tl.constexpr, BK: tl.constexpr):
-    """Of this program: its first row, the row behind its run, and its channels."""
+    """The place of this program: its first row, the row behind its run, and its channels."""
     blocks: tl.constexpr = tl.cdiv(K, BK)
     chunk = (tl.program_id(0) // blocks).to(tl.int64)
     run, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -123,7 +123,7 @@ def _by_pairs(
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """What `_by_products`, in blocks of WIDE channels, leaves, in blocks of B rows."""
+    """Compute what `_by_products`, in blocks of WIDE channels, leaves over, in blocks of B rows."""
     blocks: tl.constexpr = tl.cdiv(K, BK)
     wide = tl.program_id(0) // blocks * tl.cdiv(K, WIDE) + tl.program_id(0) % blocks * BK // WIDE
     if tl.load(far + wide * H + tl.program_id(1)) == 0:

@@ -42,7 +42,7 @@ class Runs:
 
     @staticmethod
     def of_tables(runs: Tensor, offsets: Tensor, chunks: Tensor, states: Tensor) -> Runs:
-        """Of the tables of a plan. runs: on the host."""
+        """Runs by the tables of a plan. runs: on the host."""
         table: list[list[int]] = runs.tolist()
         bounds = [(first, stop) for first, stop, *_ in table]
         spans = [0, *accumulate(-(-(stop - first) // CHUNK) for first, stop in bounds)]
@@ -64,7 +64,7 @@ class Runs:
 
     @property
     def solved(self) -> dict[str, Any]:
-        """Those of functions that see the size of chunks in what was solved in them."""
+        """Arguments of functions that see the size of chunks in what was solved in them."""
         return {"cu_seqlens": self.offsets, "chunk_indices": self.chunks}
 
     def alone(self, run: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Runs:
         return self.numbers([bound for run in reversed(runs) for bound in self.bounds[run]])
 
     def numbers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """These on the device of the rows, int32, without waiting for it."""
+        """The values on the device of the rows, int32, without waiting for it."""
         cuda = self.offsets.is_cuda
         return torch.tensor(values, dtype=torch.int32, pin_memory=cuda).to(self.offsets.device, non_blocking=True)
 

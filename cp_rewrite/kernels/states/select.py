@@ -15,7 +15,7 @@ from cp_rewrite.kernels.select import DeviceFacts, device_facts
 _LIBRARIES = ("fla.ops.cp", "flash_qla")
 _FUSED = "fused.Fused"
 CLASSES = {"gated_delta_rule": (_FUSED, "delta.Delta"), "kimi_delta": ("delta.Kimi",), "ssd": ("ssd.Ssd",)}
-"""Of each recurrence that has kernels, the classes of this package that call them, best first."""
+"""Recurrence that has kernels -> the classes of this package that call them, best first."""
 SOLVED = {"gated_delta_rule": 1, "kimi_delta": 2}
 """How many tensors (B, T_l, H, 64) the forward of such a class solves and the backward reads, of those with any."""
 _LONG, _MANY = 256, 32
@@ -30,7 +30,7 @@ def runs_by_kernels(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | No
 
 
 def kernels_for(kind: str, inputs: Sequence[Tensor], runs: int) -> list[str]:
-    """Those of `CLASSES` that can run a recurrence of these inputs. runs: sequences that their rows are in."""
+    """The `CLASSES` that can run a recurrence of these inputs. runs: sequences that their rows are in."""
     found = _able(kind, inputs)
     if _FUSED in found:
         (rows, tokens), heads = inputs[0].shape[:2], inputs[2].shape[2]

@@ -47,7 +47,7 @@ class Ssd:
         return chunk_fwd_o(q=self.q, k=self.k, v=self.v, g=self.g, h=self.h, scale=1.0, **self.runs.packed)
 
     def begin_backward(self, dout: Tensor, states: Tensor | None) -> None:
-        """What gradients need of what entered the runs."""
+        """Compute what gradients need of the states that entered the runs."""
         self.do = dout.to(self.v.dtype)
         self.h, _ = self._pass(states, torch.float32)
 
@@ -106,7 +106,7 @@ class Ssd:
         }  # fmt: skip
 
     def gradients(self, ends: Tensor | None) -> list[Tensor]:
-        """Of the inputs. ends: (E, H, N, P) fp32, gradients of the states that leave the runs; None: 0."""
+        """Gradients of the inputs. ends: (E, H, N, P) fp32, gradients of the states that leave the runs; None: 0."""
         dh = self.dh
         self._decayed(dh, ends, self.runs.left, from_behind=True)
         dq, dk, _, dg = chunk_gradients(self.q, self.k, self.v, self.g, self.h, self.do, dh, None, self.runs, 1.0)

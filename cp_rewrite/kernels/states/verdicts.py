@@ -25,7 +25,7 @@ _COMPILER = ("TRITON_", "FLA_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_", "TILELAN
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of an earlier trial. folder: where it is kept; None: nowhere."""
+    """Outcome of an earlier trial. folder: where it is kept; None: nowhere."""
 
     folder: Path | None
 
@@ -41,7 +41,7 @@ class Verdict:
 
 @contextmanager
 def verdict_of(*facts: object) -> Generator[Verdict]:
-    """What is known of a trial with these facts. Inside, processes that ask for the same wait."""
+    """The verdict of a trial with these facts, if there was one. Inside, processes that ask for the same wait."""
     folder = _folder(facts)
     with ExitStack() as stack:
         if folder is not None:

@@ -41,7 +41,7 @@ def forward(
 
 
 def not_kept(kind: str, inputs: Sequence[Tensor], l2norm: bool) -> list[Tensor]:
-    """Of the shapes of what `forward` keeps, with queries and keys as they are."""
+    """Empty tensors in the shapes of what `forward` keeps, with queries and keys as they are."""
     if kind not in SOLVED or not runs_by_kernels(kind, inputs):
         return []
     q, k, v, *_ = inputs

@@ -1,4 +1,5 @@
-"""What enters the cut pieces of a rank: summaries of other pieces, exchanged and folded in the order of their sequence.
+"""States that enter the cut pieces of a rank: summaries of other pieces, exchanged and folded in the order of their
+sequence.
 
 Shapes: N, S, V, F as in `planning/token_reads/states.py`, which draws the tables.
 """

@@ -39,7 +39,7 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "u": "hidden_states", "x": "hi
 _SAME = frozenset({"chunk_size", "state_v_first", "use_mambapy", "use_associative_scan"})
 """Arguments that change how a function computes, but not what."""
 Given = Mapping[str, Any]
-"""What a function is called with and its defaults, by transformers' names, without what is None."""
+"""Arguments of a call, and defaults, by transformers' names, without those that are None."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def kimi_delta(given: Given) -> Any:
 
 
 def ssd(given: Given) -> Tensor:
-    """What `mamba2_chunk_scan` gives: step sizes, their limits and the skip D are done token by token."""
+    """Compute `mamba2_chunk_scan`: step sizes, their limits and the skip D are done token by token."""
     x, dt = given["hidden_states"], given["dt"]
     if "dt_bias" in given:
         dt = dt + given["dt_bias"].to(dt.dtype)
@@ -100,7 +100,7 @@ def ssd(given: Given) -> Tensor:
 
 
 def selective_scan(given: Given) -> Tensor:
-    """What `mamba_selective_scan` gives; its tokens are in the last dim."""
+    """Compute `mamba_selective_scan`; its tokens are in the last dim."""
     x, dt = given["hidden_states"], given["dt"]
     if "delta_bias" in given:
         dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
@@ -116,7 +116,7 @@ def selective_scan(given: Given) -> Tensor:
 
 @dataclass(frozen=True)
 class _Op:
-    """What stands for some functions.
+    """An op that stands for some functions.
 
     Args:
         names: the functions' names.
@@ -230,7 +230,7 @@ def _substitute(function: FunctionType) -> None:
 
 
 class _Arguments(NamedTuple):
-    """Of a function, by transformers' names. filtered: others do not reach it, by transformers' decorator; else it may
+    """Arguments of a function, by transformers' names. filtered: transformers' decorator drops others; else it may
     read them in its `**kwargs`."""
 
     names: tuple[str, ...]
@@ -245,7 +245,7 @@ class _Arguments(NamedTuple):
 
 
 def _given(args: Any, kwargs: dict[str, Any], arguments: _Arguments, read: tuple[str, ...]) -> dict[str, Any]:
-    """What a call means: `Given`, and what is not in `read` where it is not as by default."""
+    """Meaning of a call: `Given`, and arguments that are not in `read` where they differ from their default."""
     names, defaults, filtered = arguments
     named = {_NAMES.get(k, k): v for k, v in kwargs.items()}
     named = {k: v for k, v in named.items() if k in names} if filtered else named
@@ -272,7 +272,7 @@ def _register(function: FunctionType, call: Callable[[Any, Any], Any]) -> None:
 
 
 def _implementation(function: FunctionType) -> Any:
-    """What transformers' decorator chose to run; the function itself, where it has none."""
+    """The implementation that transformers' decorator chose; the function itself, where it has none."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     return cells["implementation"].cell_contents if "implementation" in cells else function
 

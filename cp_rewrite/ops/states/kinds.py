@@ -18,7 +18,7 @@ from .maps import Maps, Read, delta_maps, selective_maps, ssd_maps
 
 @dataclass(frozen=True)
 class Options:
-    """Of delta rules. scale: of queries. l2norm: queries and keys are divided by their norms."""
+    """Options of delta rules. scale: of queries. l2norm: queries and keys are divided by their norms."""
 
     scale: float = 1.0
     l2norm: bool = False
@@ -36,29 +36,29 @@ INPUTS = {"gated_delta_rule": _DELTA, "kimi_delta": _DELTA, "ssd": _SPACE, "sele
 
 
 def inputs_of(kind: str, known: SimpleNamespace) -> list[Tensor]:
-    """Those of `INPUTS`, of an op's arguments by name."""
+    """The inputs that `INPUTS` names, among an op's arguments by name."""
     return [getattr(known, name) for name in INPUTS[kind]]
 
 
 def options_of(known: SimpleNamespace) -> Options:
-    """Of an op's arguments by name."""
+    """The options among an op's arguments by name."""
     return Options(getattr(known, "scale", 1.0), getattr(known, "l2norm", False))
 
 
 def out_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Of results, by that of the first input."""
+    """The dtype of results, by that of the first input."""
     return wide(dtype) if kind == "ssd" else dtype
 
 
 def fake_out(kind: str, *inputs: Any) -> Tensor:
-    """What an op over rows gives, without its values."""
+    """The result of an op over rows, without its values."""
     first = inputs[0]
     shape = (inputs[2] if INPUTS[kind] is _DELTA else first).shape
     return first.new_empty(shape, dtype=out_dtype(kind, first.dtype))
 
 
 def state_shapes(kind: str, inputs: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Of one state, and of what moves it."""
+    """Shapes of one state, and of what moves it."""
     first, third, fourth = inputs[0], inputs[2], inputs[3]
     if kind == "selective_scan":
         return list(third.shape), list(third.shape)
@@ -69,7 +69,7 @@ def state_shapes(kind: str, inputs: Sequence[Tensor]) -> tuple[list[int], list[i
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What states of inputs of this dtype are held in."""
+    """The dtype that holds states of inputs of this dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""What a chunk of tokens makes of the state that enters it, and how states pass through chains of such maps.
+"""Maps of chunks: what a chunk of tokens makes of the state that enters it, and how states pass through chains of such
+maps.
 
 S_out = move · S_in + add. `move` is a matrix of each head, or numbers that broadcast with the state.
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Maps:
-    """Of C chunks or pieces.
+    """Maps of C chunks or pieces.
 
     Args:
         move: (C, H, K, K) with `dense`; else broadcasts with `add`.
@@ -29,7 +30,7 @@ class Maps:
     dense: bool
 
     def take(self, index: Tensor) -> Maps:
-        """Those at `index`."""
+        """The maps at `index`."""
         return Maps(self.move.index_select(0, index), self.add.index_select(0, index), self.dense)
 
     def zeros(self, count: int) -> Tensor:

@@ -104,7 +104,7 @@ def _named(tables: list[Tensor]) -> SimpleNamespace:
 
 
 def _summaries(maps: Maps, t: SimpleNamespace) -> Maps:
-    """Of N cut pieces; zeros of those that end their sequence, whose summaries nobody reads."""
+    """Summaries of N cut pieces; zeros for those that end their sequence, whose summaries nobody reads."""
     found = compose(maps.take(t.summed_chunks), t.summed_levels.tolist())
     missing = t.cut_pieces.numel() - found.add.shape[0]
     rest = [x.new_zeros(missing, *x.shape[1:]) for x in (found.move, found.add)]

@@ -1,1 +1,2 @@
-"""What attention costs: tiles of a kernel, speeds of a device, seconds under an exchange, and the cheapest exchange."""
+"""The cost of attention: tiles of a kernel, speeds of a device, seconds under an exchange, and the cheapest
+exchange."""

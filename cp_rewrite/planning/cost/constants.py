@@ -60,16 +60,16 @@ TOKENS_PER_RANK = 8192
 FEW_TOKENS = 1024
 """Tokens of a rank: a batch with fewer says little about those that training will see."""
 PACKED_SHARE, CAUSAL_SHARE = 0.2, 0.75
-"""Of remote rows: what packed documents need, below which `balanced` stays on usual mixes of lengths; what one causal
-document needs."""
+"""Shares of the remote rows that are read: by packed documents (on usual mixes of lengths `balanced` stays below), and
+by one causal document."""
 ROW_ACROSS = 1.0
 """Tenths of tiles that take as long as a row from another node: 64 and 8 heads, H200."""
 
 # Narrower rows in the place of keys and values. Measured by `torchrun --nproc-per-node 2 examples/bench/mla.py`.
 
 NARROW_GAIN = 0.97
-"""Of the time with keys and values: a cut is taken that is predicted to take no more. Of a whole layer 3 to 11 % were
-gained where 0.91 to 0.93 were predicted, 0.4 % lost where 1.02 was."""
+"""Share of the time with keys and values: a cut is taken that is predicted to take no more. Of a whole layer 3 to 11 %
+were gained where 0.91 to 0.93 were predicted, 0.4 % lost where 1.02 was."""
 NARROW_PASSES = 4
 """Over what is computed again of a row: a count of reads and writes, forward and backward."""
 
@@ -87,7 +87,7 @@ PUSH_BESIDE_LINK, PUSH_BESIDE_MEMORY = 0.7, 0.12
 PUSH_STAGE, PUSH_STAGE_BACK = 15e-6, 35e-6
 """Seconds that a stage more takes: launches, and a GPU that empties and fills."""
 PUSH_STAGES_GAIN = 0.97
-"""Of the time in one stage: several are taken where they are predicted to take less."""
+"""Share of the time in one stage: several are taken where they are predicted to take less."""
 PUSH_SHARES: tuple[tuple[int, ...], ...] = ((1, 1), (1, 3), (1, 7), (1, 3, 4), (1, 2, 2, 3), (1, 3, 6, 6), (2, 3, 3))
 PUSH_SHARES_BACK: tuple[tuple[int, ...], ...] = ((1, 1), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 2, 2, 1))
 """Shares of the heads that stages may have."""
@@ -103,8 +103,8 @@ STATE_COPIES = 86
 for 16,384 tokens of one document and 64 heads of 128 on an H200, by fla's gated delta rule; FlashQLA's takes 0.65 times
 as long, Kimi delta attention 1.7 times."""
 STATE_PASS = 0.08
-"""Of that time: one more pass over a piece. 14.1 ms where a rank has half of one document, cut on both sides, and 11.5
-where no piece is."""
+"""Share of that time that one more pass over a piece takes. 14.1 ms where a rank has half of one document, cut on both
+sides, and 11.5 where no piece is."""
 
 # Memory and tiles of rows. Measured by `torchrun --nproc-per-node 2 examples/bench/memory.py MODEL:TOKENS:tile`.
 

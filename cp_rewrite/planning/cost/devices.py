@@ -1,4 +1,5 @@
-"""What plans are made for: the speeds of a device and its links, and the sizes of the model's attention."""
+"""Machines and models that plans are made for: the speeds of a device and its links, and the sizes of the model's
+attention."""
 
 from __future__ import annotations
 

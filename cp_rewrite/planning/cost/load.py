@@ -1,4 +1,4 @@
-"""What a schedule puts on ranks, and what each part of that costs: kernels, transfers, copies of rows."""
+"""Load that a schedule puts on ranks, and what each part of it costs: kernels, transfers, copies of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tiles import Float, window_tiles
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """What a schedule puts on ranks, device and link.
+    """Load that a schedule puts on ranks, device and link.
 
     Args:
         local_rows: R, of each rank.
@@ -71,7 +71,7 @@ def transfer_seconds(inside: Int, across: Int, row_bytes: int, device: Device) -
 
 
 def copy_seconds(load: Load, device: Device, model: Model) -> float:
-    """Of the expanded rows."""
+    """Seconds to copy the expanded rows."""
     return expanded_seconds(load, device, model) + EXPANDED_LAUNCHES * device.launch
 
 

@@ -1,4 +1,4 @@
-"""What a training step takes of a GPU at its worst moment: docs/guides/memory.md shows it beside measurements.
+"""Memory of a GPU that a training step takes at its worst moment: docs/guides/memory.md shows it beside measurements.
 
 R local rows on a rank, weights sharded over F ranks, b bytes per element of an activation (2: bf16):
 
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model's training step needs, whatever the machine.
+    """Needs of a model's training step, whatever the machine.
 
     Args:
         layers: all of them. parameters, trained: of what is in no layer, embeddings and head.
@@ -90,7 +90,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank is given.
+    """The share of one rank.
 
     Args:
         rows: local rows. expanded: KV rows that its attention reads, copies included. cuts: cut pieces of its
@@ -224,8 +224,8 @@ def _in_layer(layer: Layer, share: Share) -> int:
 
 
 def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:
-    """What else could be done, from the cheapest on: (what, the memory that it leaves). More ranks come last, doubled
-    each time; each option stands beside those before it."""
+    """Ways to save memory, from the cheapest on: (what is done, the memory that it leaves). More ranks come last,
+    doubled each time; each option stands beside those before it."""
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield "gradient checkpointing of the layers", predict(needs, share)

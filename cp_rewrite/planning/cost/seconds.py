@@ -1,4 +1,4 @@
-"""What attention under a schedule costs on a device: kernel tiles, bytes on links, rows copied, launches.
+"""Seconds that attention under a schedule takes on a device: kernel tiles, bytes on links, rows copied, launches.
 
     forward   = slowest rank's exchange + slowest rank's kernel    (a phase ends when its last rank is done)
     backward  = the keys again, 2.5 x the FLOPs, and dK/dV back in fp32: 3 x the forward's bytes
@@ -52,7 +52,7 @@ def exchange_seconds(
 
 
 def _by_keys(load: Load, device: Device, model: Model, per_node: int) -> dict[str, float]:
-    """Of exchanges of keys and values."""
+    """Exchange of keys and values -> seconds."""
     packed = load.local_rows * model.kv_bytes / device.memory
     return {
         kind: cost.seconds(load, device, model, per_node) + cost.copies * packed
@@ -64,7 +64,7 @@ def _by_keys(load: Load, device: Device, model: Model, per_node: int) -> dict[st
 def _by_heads(
     load: Load, device: Device, model: Model, per_node: int, inner: int, outer: Load | None
 ) -> dict[str, float]:
-    """Of exchanges that scatter heads over `inner` ranks, and move keys between the `outer` places, if there are."""
+    """Seconds of exchanges that scatter heads over `inner` ranks and move keys between the `outer` places, if any."""
     scattered = all_to_all_seconds(load, device, model, per_node, inner)
     if outer is None:
         # Keys are copied as if there was an exchange behind it.

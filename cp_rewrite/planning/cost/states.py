@@ -1,4 +1,4 @@
-"""What layers that pass a state through tokens cost under a token order, forward and backward.
+"""Cost of layers that pass a state through tokens, under a token order, forward and backward.
 
 work       of the rank with most chunks of 64 tokens, full or not: the same for each
 passes     a delta rule needs what enters a piece before it can begin. What a piece does to it takes passes of their
@@ -61,7 +61,7 @@ class StateLayers:
         return 4 * self.heads * (moves + self.keys * self.values)
 
     def seconds(self, documents: Documents, order: TokenOrder, device: Device, ranks_per_node: int) -> float:
-        """Of `per_attention` layers."""
+        """Seconds of `per_attention` layers, forward and backward."""
         pieces = StatePieces.of(documents, order, self.resets)
         token = STATE_COPIES * 2 * self.heads * (self.keys + self.values) / device.memory
         work = np.bincount(pieces.owner, CHUNK * chunk_counts(pieces.length), order.world_size)
@@ -89,7 +89,7 @@ class StatePieces:
 
     @staticmethod
     def of(documents: Documents, order: TokenOrder, resets: bool) -> StatePieces:
-        """Of the sequences of a row, as `token_reads/states.py` has them."""
+        """Pieces of the sequences of a row, as `token_reads/states.py` has them."""
         real = documents.lengths > 0
         whole = np.zeros(1, dtype=np.int64), np.full(1, documents.total, dtype=np.int64)
         first, end = (documents.starts[real], documents.ends[real]) if resets else whole

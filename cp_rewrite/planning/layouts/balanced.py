@@ -248,7 +248,7 @@ def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidat
 
 
 def _trials(slices: Slices, quotas: list[int], judge: Judge, halves_first: bool) -> Iterator[list[Slices]]:
-    """What each rank gets: in every variant over the nodes, and once over two halves of the ranks. Made on demand."""
+    """Shares of all ranks: by every variant over the nodes, and once over two halves of the ranks. Made on demand."""
     unit = judge.options.chunk_size
     trials = [(replace(variant, unit=unit), judge.node_size) for variant in VARIANTS]
     if _can_halve(quotas, judge.node_size):
@@ -270,7 +270,7 @@ def _too_big(slices: Slices, quotas: list[int]) -> int:
 def _share_out_repeatedly(
     slices: Slices, quotas: list[int], mask: PackedMask, group: int, variant: Variant
 ) -> list[Slices]:
-    """What each rank gets, shared out over groups of `group` ranks first, then over each one's ranks.
+    """The share of each rank, dealt over groups of `group` ranks first, then over each one's ranks.
 
     Each round knows what cuts cost every rank in the round before; the round that balanced best counts.
     """

@@ -1,4 +1,4 @@
-"""What a token order costs at least, told without its schedule: most simple layouts need not be weighed any further."""
+"""Lower bounds of what a token order costs, without its schedule: most simple layouts need not be weighed further."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Bounds:
         sizes, before, exact, work_before, tokens_before = self._lines
 
         def part(s: Int, low: Int, high: Int) -> Float:
-            """Of tokens [low, high) of sections `s`, in tiles."""
+            """Least work of tokens [low, high) of sections `s`, in tiles."""
             length = before[s] + sizes[s]
             pairs = seen.of(length, before[s] + high) - seen.of(length, before[s] + low)
             least = pairs / TILE**2 + TILE_ROW_OVERHEAD * -(-(high - low) // TILE)

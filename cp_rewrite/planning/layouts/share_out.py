@@ -55,7 +55,7 @@ class Variant:
 def share_out(
     slices: Slices, quotas: Sequence[int], extra: Sequence[float], mask: PackedMask, variant: Variant
 ) -> list[Slices]:
-    """What each bin gets: its quota of tokens, and the same work per token as all others.
+    """The share of each bin: its quota of tokens, and the same work per token as all others.
 
     Args:
         slices: what there is to share.

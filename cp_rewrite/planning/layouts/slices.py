@@ -188,7 +188,7 @@ class SliceLine:
         return self.run(lo, hi), Slices.join([self.run(0, lo), self.run(hi, self.size)])
 
     def run(self, lo: int, hi: int) -> Slices:
-        """What lies on [lo, hi): slices, the first and the last of them cut."""
+        """The slices that lie on [lo, hi), the first and the last of them cut."""
         if lo == hi:
             return self.slices.cut(0, 0)
         i, j = self.index(lo), self.index(hi - 1)

@@ -30,7 +30,7 @@ _NEAR_TOKENS, _NEAR_WORK = 32, 0.004
 
 
 def share_out_whole(slices: Slices, quotas: Sequence[int]) -> list[Slices] | None:
-    """What each rank gets: whole slices, but for heads that are given away; work is as equal as it was found.
+    """The share of each rank: whole slices, but for heads that are given away; work is as equal as it was found.
 
     Args:
         slices: what there is to share.

@@ -20,8 +20,8 @@ ROUTES: dict[str, Route] = {
 """Kind of exchange -> its route. `ops/exchanges/KIND.py` moves rows along it; that of `p2p` is an attention op."""
 
 BETWEEN_GPUS = {"needed": "push"}
-"""What of that -> what carries it out where all ranks can map each other's memory (one NVLink domain): the same
-rows travel, by one-sided writes. Reports name what carries it out."""
+"""Kind of exchange -> the kind that carries it out where all ranks can map each other's memory (one NVLink domain): the
+same rows travel, by one-sided writes. Reports name what carries it out."""
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ class Exchange:
 
     @property
     def route(self) -> Route:
-        """What its ops read."""
+        """The route of this kind: the tables that its ops read."""
         return ROUTES[self.kind]

@@ -20,7 +20,7 @@ from cp_rewrite.planning.schedule import Schedule, build
 from .route import Arrays, Route, row_index
 
 ORDER = (PlanTensor("row_order"), PlanTensor("row_inverse"))
-"""What scattering heads adds to a route."""
+"""Tables that scattering heads adds to a route."""
 
 
 def grid_route(plan: BatchPlan, mask: PackedMask, route: Route, rank: int, inner: int) -> Arrays:

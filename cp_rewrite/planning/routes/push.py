@@ -43,7 +43,7 @@ def push_route(schedule: Schedule, rank: int, *, cut: bool = True, filling: int 
         cut: there may be two parts, and rows may be read in place; the same on all ranks.
         filling: so many rows after the expanded ones hold rows of this rank, if it has any.
     Returns:
-        expanded (E,), copied (E or 0,) int8: only their lengths count. Nothing is copied where all keys are read in
+        expanded (E,), copied (E or 0,) int8: dummies whose shapes carry E. Nothing is copied where all keys are read in
             place.
         sends (S,) int32, targets (S,) int64: local rows, and where they go: reader << 32 | expanded row of the reader.
             First those that stay on this rank, beginning with those that are read in place too; then those that a

@@ -37,7 +37,7 @@ _DEVICE = Device.named("h200")
 
 
 class StageLoad(NamedTuple):
-    """What one rank does in one call.
+    """Work of one rank in one call.
 
     Args:
         early, late: tiles per query head of the two parts of `choose_cut`, in the order in which they run.

@@ -53,8 +53,9 @@ class Entries:
 
 
 class _KeyRuns(NamedTuple):
-    """What each piece reads of each owner, (N,) int64 arrays, by piece, step, key: queries [q0, q1) see rows [source,
-    source + keys) of the step's owner under (left, right); `ahead` keys of the piece come after the run."""
+    """Runs of keys that each piece reads of each owner, (N,) int64 arrays, by piece, step, key: queries [q0, q1) see
+    rows [source, source + keys) of the step's owner under (left, right); `ahead` keys of the piece come after the
+    run."""
 
     piece: Int
     step: Int

@@ -1,4 +1,4 @@
-"""What a route is: the tensors that the ops of one exchange read, and the functions that make them of a schedule."""
+"""Routes: the tensors that the ops of one exchange read, and the functions that make them of a schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = dict[str, NDArray[np.integer[Any]]]
 
 @dataclass(frozen=True)
 class Cost:
-    """What attention takes with an exchange, for `auto` to choose by.
+    """Cost of attention with an exchange, for `auto` to choose by.
 
     Args:
         seconds: of one layer, forward and backward, by load, device, model and the ranks that share a node.

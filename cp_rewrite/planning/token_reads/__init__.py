@@ -1,1 +1,1 @@
-"""What ops over tokens read of other ranks' rows, as the tables that they take: shifts, convolutions, running sums."""
+"""Tables of the rows that ops over tokens read of other ranks: shifts, convolutions, running sums."""

@@ -88,8 +88,8 @@ def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int, capacity: Cap
 
 
 def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, Int, Int]:
-    """What a rank reads: (row of the batch, source, local row that is read as it is or -1) of each expanded row, and
-    `out_rows`."""
+    """The rows that a rank reads: (row of the batch, source, local row that is read as it is or -1) of each expanded
+    row, and `out_rows`."""
     tokens, own = plan.filled_indices(rank), plan.local_indices(rank) >= 0
     batch = np.repeat(np.arange(len(tokens)), tokens.shape[1])
     token, (start, end) = tokens.reshape(-1), _own_rows(plan, read, tokens)
@@ -111,7 +111,7 @@ def _expanded(plan: BatchPlan, read: Neighbours, rank: int) -> tuple[Int, Int, I
 
 
 def _sources(plan: BatchPlan, read: Neighbours, entries: Int, start: Int, end: Int) -> Int:
-    """What entries of tokens in [start, end) are: tokens of the row of the batch, behind these extras."""
+    """Source of each entry of tokens in [start, end): a token of the row of the batch, or, behind those, an extra."""
     source = read.entries.rows(entries - start, end - start)
     return start + np.where(source < end - start, source, source + plan.rows[0].total - end)
 
@@ -204,7 +204,7 @@ def _slots(plan: BatchPlan) -> Int:
 
 
 def _foreign_slots(plan: BatchPlan, read: Neighbours, slots: Int, reader: int, owner: int) -> Int:
-    """Of one rank's local rows those that another reads, ascending, among those of all ranks."""
+    """The local rows of `owner` that `reader` reads, ascending, among those that any rank reads."""
     if reader == owner:
         return np.zeros(0, dtype=np.int64)
     batch, source, kept, _ = _expanded(plan, read, reader)

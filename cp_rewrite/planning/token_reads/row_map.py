@@ -40,7 +40,7 @@ class Piece:
         return self.start + (self.length if self.step > 0 else TokenCount(1))
 
     def row(self, entry: TokenCount) -> TokenCount:
-        """Of an entry."""
+        """The source row of entry i."""
         return self.start + TokenCount(self.step * entry.plus, self.step * entry.times)
 
     def part(self, entry: TokenCount, length: TokenCount) -> Piece:
@@ -82,7 +82,7 @@ class RowMap:
         return RowMap((*self.pieces, *other.pieces))
 
     def then(self, after: RowMap) -> RowMap | None:
-        """What `after` reads of this map's entries; None: more than there are."""
+        """The composed map: `after`, read of this map's entries; None: it reads more than there are."""
         found: list[Piece] = []
         for piece in after.pieces:
             if piece.of is not None:

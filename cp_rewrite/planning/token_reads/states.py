@@ -140,7 +140,8 @@ def _sequences(plan: BatchPlan, read: States, b: int) -> tuple[Int, Int]:
 
 
 def _fold(pieces: _Pieces, number: Int, size: int, rank: int, world_size: int) -> Arrays:
-    """What a rank sends, receives and folds. number: of the rank's cut pieces among N, filled up to `size`."""
+    """Tables of what a rank sends, receives and folds. number: of the rank's cut pieces among N, filled up to
+    `size`."""
     needed = [_needed(pieces, reader) for reader in range(world_size)]
     mine = pieces.owner == rank
     sent = [np.flatnonzero(need & mine & (reader != rank)) for reader, need in enumerate(needed)]

@@ -24,7 +24,7 @@ class TokenCount:
         return self.times, self.plus
 
     def of(self, tokens: Any) -> Any:
-        """Of a row of so many tokens: a number, or one that a graph computes."""
+        """This count for a row of `tokens` tokens: a number, or one that a graph computes."""
         if not self.times:
             return self.plus
         count = tokens if self.times == 1 else tokens * self.times

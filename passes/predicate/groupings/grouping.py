@@ -1,4 +1,4 @@
-"""What a grouping of tokens is: what a mask may read beside documents, and how a cell's relation by it bounds terms.
+"""Groupings of tokens: what a mask may read beside documents, and how a cell's relation by it bounds terms.
 
 A grouping has a file here, with two classes, and a line in `table`:
 
@@ -25,7 +25,7 @@ Kept = Mapping[Cell, bool | str]
 
 @dataclass(frozen=True)
 class Form:
-    """What a mask's cells come to.
+    """The form that a mask's cells come to.
 
     Args:
         window: (left, right) inside of a document; None: there is none.
@@ -71,7 +71,7 @@ class Relation:
         return False
 
     def numbers(self, cell: Cell) -> tuple[Span, Span, Span]:
-        """Of a numbering of groups: the query's less the key's number, the query's, the key's."""
+        """Ranges of group numbers: the query's less the key's, the query's, the key's."""
         return cell.never_falls, FROM_0, FROM_0
 
     def impossible(self, cell: Cell) -> bool:
@@ -79,7 +79,8 @@ class Relation:
         return False
 
     def expected(self, cell: Cell, form: Form) -> bool | type[Relation] | None:
-        """What a mask of this form does in such a cell; None: no batch has such pairs; `Relation`: as in plain ones."""
+        """Whether a mask of this form keeps such a cell; None: no batch has such pairs; `Relation`: as in plain
+        cells."""
         return Relation
 
     def alike(self, cell: Cell, form: Form) -> Relation:
@@ -104,7 +105,7 @@ class Grouping:
 
     @classmethod
     def at_token(cls, reader: CellValues, side: tuple[Expr, ...], leaf: Leaf) -> Linear | None:
-        """What one of `arguments` holds at the token whose symbols are `side`; None: this grouping has no say."""
+        """The value of one of `arguments` at the token whose symbols are `side`; None: this grouping has no say."""
         return None
 
     @classmethod
@@ -141,7 +142,7 @@ class Grouping:
         return {}
 
     def odd(self, form: Form) -> str:
-        """What is wrong with a mask of this form that reads it."""
+        """The trouble with a mask of this form that reads the grouping; "": none."""
         return ""
 
 

@@ -245,8 +245,8 @@ class TreeNodes(Grouping):
         return query, None if level is None else level + 1
 
     def relations(self, cell: Cell) -> Sequence[Relation | None]:
-        """What is above a node comes before it; where a mask reads parents, by each of the levels that it reads, and
-        all further ones."""
+        """Nodes above come before those below; where a mask reads parents, by each of the levels that it reads, and all
+        further ones."""
         if not cell.same:
             return (self.unknown,)
         low, high = cell.span

@@ -126,8 +126,9 @@ class SpanRelation(Relation):
 
 @dataclass(frozen=True)
 class Marks(Grouping):
-    """What a mask reads spans by. base: taken off the argument's values. outside: what a bool argument holds, less
-    `base`, in no span; None: any other number than in spans. inside: what it holds in spans, less `base`."""
+    """The argument that a mask reads spans by. base: taken off the argument's values. outside: what a bool argument
+    holds, less `base`, in no span; None: any other number than in spans. inside: what it holds in spans, less
+    `base`."""
 
     kind: Literal["ids", "value", "prefix"]
     base: int
@@ -137,7 +138,7 @@ class Marks(Grouping):
 
     @classmethod
     def of(cls, spans: Spans, leaf: Leaf) -> Marks:
-        """What a mask reads spans by, if it reads `leaf`."""
+        """The marks of a mask that reads spans by `leaf`."""
         if spans.value is None:
             return cls("ids", spans.none)
         # A flag holds one other number in no span.
@@ -193,7 +194,8 @@ class Marks(Grouping):
         return True
 
     def types(self, held: Held) -> list[Types]:
-        """What query and key may hold where spans of several types hold them so; None: in no span, or of one type."""
+        """Values that query and key may hold where spans of several types hold them so; None: in no span, or of one
+        type."""
         if len(self.inside) < 2:
             return [(None, None)]
         query = self.inside if held in (Held.ONE, Held.TWO, Held.QUERY) else (None,)
@@ -214,7 +216,8 @@ class Marks(Grouping):
         return {"spans": differs(kept, plain, SpanRelation)}
 
     def odd(self, form: Form) -> str:
-        """What is known of spans here, batches are held to under masks with spans alone."""
+        """The trouble of a mask that reads spans and has none: batches are held to facts of spans under masks with
+        spans alone."""
         if form.fields.get("spans"):
             return ""
         return "the mask reads the annotation's spans, whose tokens do not see each other by it"

@@ -17,7 +17,7 @@ GROUPINGS: tuple[type[Grouping], ...] = (TreeNodes, Chunks, Marks)
 
 
 def groupings_of(reader: CellValues) -> list[Grouping]:
-    """Those of a mask, once all its relations were read."""
+    """The groupings of a mask, once all its relations were read."""
     found = [reader.groupings.get(kind) or kind.given(reader) for kind in GROUPINGS]
     return [each for each in found if each is not None]
 

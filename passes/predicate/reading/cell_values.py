@@ -1,4 +1,4 @@
-"""What a mask's symbolic value comes to in a cell, once its terms are read."""
+"""The value of a mask in a cell, once the terms of its symbolic value are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cp_rewrite.sharding import Sharding
 
 @dataclass
 class CellValues:
-    """What a mask's terms, read as sums over Q, K, PQ, … of `worlds`, come to in a cell.
+    """Values of a mask's terms in a cell; terms are read as sums over Q, K, PQ, … of `worlds`.
 
     Args:
         sharding: the annotation; its packing says which argument tells documents apart.

@@ -73,7 +73,7 @@ class Offsets:
         return sympy.expand(lengths - read(i + 1) + read(i)) == 0 and leaves[0].shape[0] - count == 1
 
     def counted(self, term: Any) -> Count | None:
-        """What a SumOver counts; None for one that counts no offsets, or not by the query's or the key's token."""
+        """The offsets that a SumOver counts; None: it counts none, or not by the query's or the key's token."""
         inner, i, count = term.args
         if not (isinstance(inner, Select) and isinstance(inner.args[0], Relational) and inner.args[1:] == (1, 0)):
             return None

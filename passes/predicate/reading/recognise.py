@@ -136,7 +136,7 @@ class Reader(Numberings):
         return named.union(*(grouping.arguments(self) for grouping in GROUPINGS))
 
     def _value_at(self, side: tuple[Expr, ...]) -> Linear:
-        """What the packing's argument holds at a token, one number per token."""
+        """The value of the packing's argument at a token, one number per token."""
         match self.sharding.packing:
             case DocumentIds(padding=padding):
                 return {side[2]: sympy.S.One, ONE: sympy.Integer(padding + 1)}

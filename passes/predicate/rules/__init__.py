@@ -1,1 +1,1 @@
-"""What each ATen op does to symbolic tensors."""
+"""Effects of ATen ops on symbolic tensors."""
