@@ -81,12 +81,15 @@ def halves(tokens: int, most: int, device: torch.device, seed: int = 0) -> tuple
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm; of whole numbers infinite, where one differs."""
+    """Norm of the difference over the norm. Infinite where whole numbers differ, and where only one of two is NaN;
+    entries that are equal, both NaN or both the same infinity, count as 0."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(actual, expected) else float("inf")
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = (torch.nan_to_num(x.detach().to(wide)) for x in (actual, expected))
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+    a, b = (x.detach().to(wide) for x in (actual, expected))
+    unlike = ~((a == b) & a.isinf() | a.isnan() & b.isnan())
+    error = float((a - b)[unlike].norm() / b[unlike].norm().clamp(min=1e-12))
+    return error if error == error else float("inf")
 
 
 def limit_of(tensors: Sequence[Tensor]) -> float:

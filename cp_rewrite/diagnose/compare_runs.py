@@ -8,9 +8,10 @@ thread of rank 1    rewritten(rank 1's tokens) ┴ joined   outputs, gradients
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ class CheckReport:
     Args:
         outputs: per tensor of the model's output, in global order. The loss is one of them, where there is one.
         gradients: per parameter. A gradient's norm counts as no less than a thousandth of the largest one's.
+        nan: output, or `gradient of` a parameter, that holds NaN -> who gave it: one process, the ranks, or both. Its
+            difference is infinite: nothing can be said of it.
     """
 
     outputs: Mapping[str, float]
     gradients: Mapping[str, float]
+    nan: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def largest(self) -> float:
@@ -54,6 +58,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [f"largest relative difference {self.largest:.1e}"]
+        lines += [f"NaN in    {name}, of {who}" for name, who in self.nan.items()]
         lines += [f"output    {name}: {error:.1e}" for name, error in self.outputs.items()]
         worst = sorted(self.gradients.items(), key=lambda item: -item[1])
         lines += [f"gradient  {name}: {error:.1e}" for name, error in worst[:5]]
@@ -109,17 +114,27 @@ class _Step:
 def _compare(expected: _Step, ranks: Sequence[_Step], dim: int) -> CheckReport:
     plan = ranks[0].plan
     assert plan is not None
-    outputs = {
-        name: difference(
-            joined([step.outputs[name] for step in ranks], value, plan, ranks[0].dims.get(name, dim)), value
-        )
+    pairs = {
+        name: (joined([step.outputs[name] for step in ranks], value, plan, ranks[0].dims.get(name, dim)), value)
         for name, value in expected.outputs.items()
         if all(name in step.outputs for step in ranks)
     }
-    total = {name: sum((step.gradients[name] for step in ranks), torch.zeros(())) for name in expected.gradients}
-    floor = 1e-3 * max((float(grad.norm()) for grad in expected.gradients.values()), default=0.0)
-    gradients = {name: difference(total[name], grad, floor) for name, grad in expected.gradients.items()}
-    return CheckReport(outputs, gradients)
+    grads = {
+        name: (sum((step.gradients[name] for step in ranks), torch.zeros(())), grad)
+        for name, grad in expected.gradients.items()
+    }
+    floor = floor_of(expected.gradients.values())
+    named = pairs | {f"gradient of {name}": pair for name, pair in grads.items()}
+    return CheckReport(
+        {name: difference(*pair) for name, pair in pairs.items()},
+        {name: difference(*pair, floor) for name, pair in grads.items()},
+        {name: who for name, pair in named.items() if (who := _who_has_nan(*pair))},
+    )
+
+
+def _who_has_nan(found: Tensor, expected: Tensor) -> str:
+    ranks, one = (bool(x.isnan().any()) for x in (found, expected))
+    return "one process and the ranks" if ranks and one else "the ranks" if ranks else "one process" if one else ""
 
 
 class _Runner:
@@ -235,9 +250,19 @@ def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> 
 
 
 def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of the expected; infinite for other shapes."""
+    """Norm of the difference over the norm of the expected. Infinite for other shapes, and for NaN in either; entries
+    that are equal and infinite count as 0 in both."""
     if actual.shape != expected.shape:
         return float("inf")
-    norm = max(float(expected.double().norm()), floor)
-    error = float((actual.double() - expected.double()).norm())
-    return error / norm if norm else error
+    a, b = actual.detach().double(), expected.detach().double()
+    same = (a == b) & a.isinf()
+    a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
+    norm, error = max(float(b.norm()), floor), float((a - b).norm())
+    found = error / norm if norm else error
+    return found if found == found else float("inf")
+
+
+def floor_of(gradients: Iterable[Tensor]) -> float:
+    """A thousandth of the largest norm: one that is zero in exact arithmetic is the rounding of terms that cancel."""
+    norms = [float(grad.double().norm()) for grad in gradients]
+    return 1e-3 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.choices import Inner
+from cp_rewrite.diagnose.compare_runs import difference, floor_of
 from tests.border.forks import HANG, Failure, Forks
 from tests.border.model import TOKENS
 
@@ -158,7 +159,7 @@ def compare(plain: Sequence[Step], ranks: Sequence[Sequence[Step]]) -> Outcome:
         steps = [rank[i] for rank in ranks]
         for name, value in expected.values.items():
             found.append((_joined(value, [s.values[name] for s in steps]), f"{name} of step {i}"))
-        floor = 1e-3 * max((float(g.norm()) for g in expected.gradients.values()), default=0.0)
+        floor = floor_of(expected.gradients.values())
         for name, grad in expected.gradients.items():
             for step in steps:
                 actual = step.gradients.get(name, torch.zeros_like(grad))
@@ -173,15 +174,6 @@ def _joined(value: Tensor, parts: Sequence[Tensor]) -> float:
     """Parts that add up, or one value that all have."""
     same = max(difference(part, value) for part in parts)
     return min(difference(torch.stack(list(parts)).sum(0), value), same)
-
-
-def difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of the expected; infinite where only one of them is a number."""
-    error = float((actual.double() - expected.double()).norm())
-    if error != error:
-        return float("inf")
-    norm = max(float(expected.double().norm()), floor)
-    return error / norm if norm else error
 
 
 def _finite(x: Tensor) -> bool:

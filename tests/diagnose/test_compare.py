@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.calls import compare_masks
+from cp_rewrite.calls import compare_masks, tokens_alone
+from cp_rewrite.diagnose import compare_runs
 from cp_rewrite.masks import MaskMismatch
 from tests.end_to_end.test_chunked_losses import Chunked
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
@@ -210,6 +211,44 @@ class Doubling(packed_model.PackedModel):
 def test_check_begins_each_run_with_the_same_buffers() -> None:
     sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
     assert cp.check(Doubling(), sharding, packed_model.packed_batch()).largest < 1e-5
+
+
+class NotANumber(packed_model.PackedModel):
+    """Gives NaN beside a loss that is right, `where` of: on one process, on the ranks, or on both."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> dict[str, Tensor]:
+        loss = super().loss(logits, labels, num_items)
+        compiled = torch.compiler.is_compiling()
+        bad = self.where == "both" or compiled == (self.where == "ranks")
+        return {"loss": loss, "beside": loss.detach() * (float("nan") if bad else 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("one", "of one process"), ("ranks", "of the ranks"), ("both", "of one process and the ranks")]
+)
+def test_check_says_where_it_is_given_nan(where: str, said: str) -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"))
+    report = cp.check(NotANumber(where), sharding, packed_model.packed_batch())
+    assert report.largest == float("inf")
+    assert f"NaN in    beside, {said}\n" in str(report)
+    assert max(report.gradients.values()) < 1e-5
+
+
+def test_nan_counts_as_infinite() -> None:
+    nan, inf = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("inf")])
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    for measure in (compare_runs.difference, tokens_alone.difference):
+        for actual, expected in ((nan, one), (one, nan), (inf, one), (one, inf), (inf, -inf), (nan, inf)):
+            assert measure(actual, expected) == float("inf")
+        assert measure(inf, inf) == 0
+        assert measure(two, one) == 1
+    assert compare_runs.difference(nan, nan) == float("inf")
+    assert tokens_alone.difference(nan, nan) == 0  # an op that is given values it has no number for
+    assert compare_runs.floor_of([nan, inf, one]) == pytest.approx(1e-3 * 2**0.5)
 
 
 def test_check_shows_what_differs() -> None:

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active.marks import is_part
+from cp_rewrite.diagnose import compare_runs
+from cp_rewrite.diagnose.compare_runs import floor_of
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool
@@ -147,10 +149,8 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: 
 
 
 def difference(actual: Tensor, expected: Tensor, grads: dict[str, Tensor]) -> float:
-    """Relative norm error. A gradient that is zero in exact arithmetic (the bias of keys) is the rounding of terms that
-    cancel, so the norm counts as no less than a thousandth of the largest gradient's."""
-    floor = 1e-3 * max(float(g.norm()) for g in grads.values())
-    return float((actual - expected).norm()) / max(float(expected.norm()), floor)
+    """Relative norm error of one of these gradients."""
+    return compare_runs.difference(actual, expected, floor_of(grads.values()))
 
 
 def row(name: str, outcome: Outcome) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.diagnose.compare_runs import floor_of
 from tests.end_to_end.test_end_to_end import make_batch
 from tests.helpers.pool import Pool
 
@@ -125,7 +126,7 @@ def on_ranks(mesh: DeviceMesh, name: str, resets: bool) -> Worst:
                 where = f"{layout} {rows}"
                 worst = replace(worst, steps=worst.steps + 1).seen(abs(total - loss) / max(abs(loss), 1e-12), where)
                 found = gradients(model)
-                floor = 1e-3 * max(float(grad.norm()) for grad in grads.values())
+                floor = floor_of(grads.values())
                 for key, grad in grads.items():
                     worst = worst.seen(difference(found.get(key), grad, floor), f"{where} {key}")
                 model.zero_grad()

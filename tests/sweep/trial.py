@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
+from cp_rewrite.diagnose import compare_runs
+from cp_rewrite.diagnose.compare_runs import floor_of
 from cp_rewrite.ops.tiles import REGIONS
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
@@ -133,7 +135,7 @@ class Trial:
         self, losses: tuple[float, float], grads: dict[str, Tensor], sharded: dict[str, Tensor], noise: dict[str, float]
     ) -> Outcome:
         out = self.outcome
-        floor = 1e-3 * max(float(g.norm()) for g in grads.values())
+        floor = floor_of(grads.values())
         errors = {key: difference(sharded.get(key), grad, floor) for key, grad in grads.items()}
         allowed = {key: max(LIMIT, 4 * noise[key]) for key in grads}
         out.worst = max(errors, key=lambda key: errors[key] / allowed[key])
@@ -217,7 +219,7 @@ def rounding(model: nn.Module, batch: dict[str, Tensor], grads: dict[str, Tensor
     except RuntimeError:  # it mixes dtypes
         exact = grads
     model.float().load_state_dict(before)
-    floor = 1e-3 * max(float(g.norm()) for g in grads.values())
+    floor = floor_of(grads.values())
     return {name: difference(exact[name].float(), grad, floor) for name, grad in grads.items()}
 
 
@@ -226,12 +228,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def difference(actual: Tensor | None, expected: Tensor, floor: float) -> float:
-    """Relative norm error; a gradient that is zero in exact arithmetic is rounding, so norms count as `floor` at least.
-    NaN counts as infinite."""
-    if actual is None:
-        actual = torch.zeros_like(expected)
-    error = float((actual - expected).norm()) / max(float(expected.norm()), floor)
-    return error if error == error else float("inf")
+    """Relative norm error; a gradient that is not there counts as 0."""
+    return compare_runs.difference(torch.zeros_like(expected) if actual is None else actual, expected, floor)
 
 
 def plain_capture(model: nn.Module, batch: dict[str, Tensor]) -> Exception | None:
