@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
@@ -62,8 +63,11 @@ def on_gradients(sharding: Sharding, shapes: Sequence[str]) -> None:
         turns.compare(sharding, "gradients", "\n".join(shapes))
 
 
-def on_weights(sharding: Sharding, weights: Mapping[str, Tensor]) -> None:
-    """Compare a sample of a model's weights and buffers. Raises as `on_graph`."""
+def on_weights(sharding: Sharding, weights: Mapping[str, Tensor], mesh: DeviceMesh | None = None) -> None:
+    """Compare a sample of a model's weights and buffers over the group, or over all ranks of `mesh`, of one dim.
+    Raises as `on_graph`."""
+    if mesh is not None:
+        sharding = Sharding(mesh, sharding.tokens, sharding.packing, check_batches=sharding.check_batches)
     if turns.talks(sharding):
         whole = whole_weights(weights)
         prints = _fingerprints(list(whole.values()))

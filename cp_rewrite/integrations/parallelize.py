@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -86,11 +87,11 @@ def parallelize(
     Returns:
         The model itself, changed in place; with `ddp` the wrapper.
     Raises:
-        TypeError, ValueError: arguments that do not fit; the message names them. RuntimeError: ranks of a group have
-            other weights.
+        TypeError, ValueError: arguments that do not fit; the message names them. RuntimeError: ranks of the mesh have
+            other weights or buffers.
     """
     _check(model, mesh, sharding, data_parallel, offload)
-    agree.on_weights(sharding, dict(model.named_parameters()))
+    agree.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
         if blocks or mp_policy is not None or offload:
@@ -201,6 +202,11 @@ def _check(model: Any, mesh: Any, sharding: Any, data_parallel: Any, offload: An
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
         raise ValueError("the model is sharded or copied already: call parallelize on the plain model, once")
+    if part := next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None):
+        raise ValueError(
+            f"{part} is a DTensor, a part of a weight or a copy on a mesh of its own, as of tensor parallelism: "
+            "parallelize shards whole weights over all ranks of mesh. Give it the plain model"
+        )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}")
     if isinstance(offload, str) or not set(offload) <= set(get_args(Offload)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import cp_rewrite as cp
 from tests.batch.test_steps import TOKENS, Model
@@ -34,6 +35,39 @@ def slips_on(mesh: DeviceMesh) -> None:
 
 def test_slips_around_parallelize_are_errors(pair: Pool) -> None:
     pair.run(2, slips_on)
+
+
+def other_models_on(mesh: DeviceMesh, kind: str) -> str:
+    """What is said where data-parallel groups of one rank begin with other weights, or with other buffers."""
+    groups = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "cp"))
+    sharding = cp.Sharding(groups["cp"], TOKENS, cp.PositionIds("position_ids"), inner="eager")
+    model = Model()
+    model.register_buffer("bias", torch.ones(3))
+    with torch.no_grad():
+        (model.get_buffer("bias") if kind == "buffer" else next(model.parameters())).add_(mesh.get_rank())
+    with pytest.raises(RuntimeError) as raised:
+        cp.parallelize(model, groups, sharding, data_parallel="ddp" if kind == "ddp" else "fsdp")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "buffer"])
+def test_groups_that_begin_with_other_models_are_errors(pair: Pool, kind: str) -> None:
+    """Nor are parts of weights, as of tensor parallelism, stitched into one model."""
+    for said in pair.run(2, other_models_on, kind):
+        assert "ranks [1] of the group have other weights or buffers than rank 0" in said
+        assert "data-parallel groups" in said
+
+
+def parts_on(mesh: DeviceMesh) -> None:
+    groups = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("cp", "tp"))
+    sharding = cp.Sharding(groups["cp"], TOKENS, cp.PositionIds("position_ids"), inner="eager")
+    model = parallelize_module(Model(), groups["tp"], {"*": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"weight is a DTensor.*tensor parallelism"):
+        cp.parallelize(model, groups, sharding)
+
+
+def test_tensor_parallel_weights_are_an_error(pair: Pool) -> None:
+    pair.run(2, parts_on)
 
 
 def odd_step(optimizer: torch.optim.Optimizer, odd: bool, slip: str) -> None:

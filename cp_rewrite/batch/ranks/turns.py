@@ -35,7 +35,8 @@ _ADVICE = {
     "same batch, layout and lengths",
     "masks": "found no mask among the batch's arguments. Give every rank of the group the same batch",
     "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
-    "rank the same seed or checkpoint",
+    "rank the same seed or checkpoint, those of other data-parallel groups too; and whole weights, not parts of them "
+    "as under tensor parallelism",
     "arguments": "call the model with other arguments than rank 0, and what tokens does not name is taken to be the "
     "same on all ranks. Compute it of the whole batch, before `shard`; or give it a value per token, and name it in "
     "tokens",

@@ -165,11 +165,11 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
-    agree.on_weights(forward.sharding, dict(model.named_parameters()))
     plugin, world = accelerator.state.fsdp_plugin, torch.distributed.get_world_size()
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, forward.model)
     forward.blocks = () if is_block is None else tuple(m for m in forward.model.modules() if is_block(m))
     mesh = init_device_mesh(device_of(forward.sharding).type, (world,), mesh_dim_names=("fsdp",))
+    agree.on_weights(forward.sharding, dict(model.named_parameters()), mesh)
     name = model._get_name()
     shard_weights(model, forward.blocks, mesh, _policy(accelerator), bool(plugin.reshard_after_forward), world)
     watch_steps(model, forward.sharding)
