@@ -352,7 +352,7 @@ class Sharding:
                 loss.backward()
 
         The thread takes up to `ahead` + 1 batches more than are trained on. Ranks compare batches in the loop, as
-        without it: the loader gives the same batches on the ranks of a group, and no one writes to a batch.
+        without it: the loader gives the same batches on the ranks of a group, and new tensors each time.
 
         Args:
             loader: gives global batches: a DataLoader, a StatefulDataLoader, a data set, a list.
@@ -363,7 +363,7 @@ class Sharding:
             `state_dict()` is that of the batch that was taken last, and `load_state_dict` resumes there.
         Raises:
             TypeError, ValueError: `ahead` is no whole number or below 1. The loader's errors come out of the loop, a
-            batch's out of its block.
+            batch's out of its block: also a RuntimeError where a batch was written to after it was planned.
         """
         from cp_rewrite.batch.given.ahead import Batches  # batch/ imports this file
 

@@ -81,7 +81,7 @@ def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
             name: value for name, value in values.items() if type(value) is Tensor and value.layout == torch.strided
         }
         prints = dict(zip(plain, _fingerprints(list(plain.values())), strict=True)) if plain else {}
-        others = {name: _fingerprint(value) for name, value in values.items() if name not in plain}
+        others = {name: fingerprint(value) for name, value in values.items() if name not in plain}
         turns.compare(sharding, "arguments", "\n".join(f"{name}: {text}" for name, text in (prints | others).items()))
 
 
@@ -110,10 +110,10 @@ def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> s
     ]
     for b, row in enumerate(plan.rows):
         lines += [f"row {b} document starts: {row.starts.tolist()}", f"row {b} lengths: {row.lengths.tolist()}"]
-    return "\n".join(lines + [f"{name}: {_fingerprint(value)}" for name, value in batch.items()])
+    return "\n".join(lines + [f"{name}: {fingerprint(value)}" for name, value in batch.items()])
 
 
-def _fingerprint(value: Any) -> str:
+def fingerprint(value: Any) -> str:
     """A plain value itself; of a tensor dtype and shape, and a hash of a sample if it is on the host; else the type."""
     if isinstance(value, bool | int | float | str):
         return repr(value)

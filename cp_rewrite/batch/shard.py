@@ -33,6 +33,7 @@ from .buffers import buffers_of, fixed_values
 from .cut_tokens import cut_tokens
 from .given.own_rows import Given, check_seams, join_rows
 from .given.shape import shape_of
+from .given.unchanged import check_unchanged
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .masks.find import replace_masks
 from .notes import noted, warn_if_nothing_ran
@@ -103,7 +104,8 @@ def shard(
             were cut before, lengths that do not fit, labels that can't hold -100, targets at tokens of no document,
             documents that can't be cut into whole chunks.
         MaskMismatch: a mask says another thing than the packing.
-        RuntimeError: inside another batch's block; and on every rank, when ranks were given different batches or
+        RuntimeError: inside another batch's block; a batch that `batches` planned was written to since; and on every
+            rank, when ranks were given different batches or
             layouts, or one of them could not cut its batch.
     """
     start = time.perf_counter()
@@ -119,6 +121,7 @@ def shard(
         fill = dict.fromkeys(drop, 0) | dict(_checked_fill(fill or {}, sharding))
         plan = planned or plan_of(sharding, given, site, lengths)
         active, values = _cut_batch(sharding, given, plan, label_arg, shift_labels, fill, arrays or {})
+        check_unchanged(batch, given.marks)
         if active.masks:
             agree.on_masks(sharding)
     except Exception as error:

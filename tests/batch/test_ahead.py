@@ -212,6 +212,40 @@ def test_a_bad_batch_raises_where_it_is_cut() -> None:
     blocks.close()  # type: ignore[attr-defined]
 
 
+def refilled(how: str) -> Iterator[dict[str, Tensor]]:
+    """A loader that fills the same memory again for each batch."""
+    batch = make_batch(PACKS[0])
+    for lengths in PACKS:
+        for name, value in make_batch(lengths).items():
+            if how == "copied":
+                batch[name].copy_(value)
+            elif how == "by numpy":
+                batch[name].numpy()[:] = value
+            else:  # new tensors of the old memory
+                batch = {n: x.view_as(x) for n, x in batch.items()}
+                batch[name].data.copy_(value)
+        yield batch
+
+
+@pytest.mark.parametrize("how", ["copied", "by numpy", "views"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_loader_that_fills_the_same_tensors_again_is_an_error(how: str, ahead: int) -> None:
+    blocks = iter(make_sharding().batches(refilled(how), ahead=ahead))
+    first = next(blocks)
+    time.sleep(0.3)  # so that the thread has taken all that it may
+    with pytest.raises(RuntimeError, match=r"input_ids.*written to after this batch was taken"), first:
+        pass
+    blocks.close()  # type: ignore[attr-defined]
+
+
+def test_a_batch_may_come_again() -> None:
+    batch = make_batch(PACKS[0])
+    with_same_positions = [{**make_batch((n,)), "position_ids": batch["position_ids"]} for n in (16, 16, 16)]
+    for block in make_sharding().batches([batch, batch, *with_same_positions, batch], ahead=2):
+        with block:
+            pass
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="ahead must be >= 1, got 0"):
         make_sharding().batches([], ahead=0)

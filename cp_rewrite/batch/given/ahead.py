@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cp_rewrite.arguments import whole_number
@@ -30,6 +30,7 @@ from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding
 
 from .own_rows import Given, hosts_of, join_rows
+from .unchanged import marks_of
 
 _SECONDS = 0.05
 """Between two looks at whether the loop has ended, where nothing else happens."""
@@ -166,6 +167,7 @@ class Batches:
         return join_rows(self._sharding, batch, self._hosts, failed)
 
     def _planned(self, given: Given, state: Any, site: SiteKind | None) -> Planned:
+        given = replace(given, marks=marks_of(given.batch))
         try:
             plan = plan_of(self._sharding, given, site)
             plan.local_indices(self._sharding.rank)  # made here, it is only read where the batch is cut

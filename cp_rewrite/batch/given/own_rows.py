@@ -31,6 +31,7 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import all_bytes, host_group
 
 from .shape import shape_of
+from .unchanged import Marks
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
 """Sharding's group -> the one by which hosts exchange rows in `shard`."""
@@ -45,10 +46,12 @@ class Given:
     Args:
         batch: argument name -> value, the same on every rank.
         seams: token of the joined row at which each row begins, but for the first; none where nothing was joined.
+        marks: of the batch's tensors when it was planned, where that was ahead of time.
     """
 
     batch: Mapping[str, Any]
     seams: tuple[int, ...] = ()
+    marks: Marks = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
