@@ -22,6 +22,7 @@ from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
+from cp_rewrite.calls.rope_by_length import check_rope
 from cp_rewrite.calls.tokens_alone import SpotCheck
 from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
@@ -112,6 +113,7 @@ class Backend:
         return state, number
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
+        check_rope(self.sharding)
         state = capture(gm, self.sharding, active_plan(self.sharding))
         for found in state.tokens.inputs:
             state.plan.check_tokens(found.name, found.value, found.dim, hint(found.tokens))

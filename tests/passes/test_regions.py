@@ -204,3 +204,30 @@ def test_a_wrongly_assumed_mask_raises_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(2, per_block, True)
     assert first == second
     assert "assumed to be 'same document & full'" in first
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
+        ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, "'longrope'"),
+        ({"type": "su"}, "'su'"),
+        ({"rope_type": "yarn", "factor": 2.0}, None),
+    ],
+)
+def test_a_rope_that_is_chosen_by_length_is_refused_outside_of_blocks(rope: Any, refused: str | None) -> None:
+    torch._dynamo.reset()
+    blocks = {"hidden_states": 1, "position_embeddings[0]": 1, "position_embeddings[1]": 1}
+    sharding = cp.Sharding(
+        1, TOKENS, cp.PositionIds("position_ids"), inner="eager", assume_mask=cp.PackedMask(), block_tokens=blocks
+    )
+    model: Any = build_model("llama")
+    model.config.rope_parameters = rope
+    for layer in model.model.layers:
+        layer.compile(backend=cp.backend(sharding), fullgraph=True, dynamic=True)
+    with sharding.shard(make_batch(LENGTHS), shift_labels=True) as local:
+        if refused is None:
+            model(**local)
+        else:
+            with pytest.raises(cp.RewriteRefused, match=f"TOKEN_COUNT.*rope_type {refused}"):
+                model(**local)
