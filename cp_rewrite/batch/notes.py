@@ -64,12 +64,19 @@ _USER_LINE = re.compile(r'File "([^"]+)", line (\d+), in .+\n +(.+)')
 
 
 class Block(AbstractContextManager[Any]):
-    """What `Sharding.shard` returns: to be entered by `with`."""
+    """What `Sharding.shard` returns: to be entered by `with`, once."""
 
     def __init__(self, cut: AbstractContextManager[Any]) -> None:
-        self._cut = cut
+        self._cut, self._entered = cut, False
 
     def __enter__(self) -> Any:
+        if self._entered:
+            raise RuntimeError(
+                "this block was entered before: a batch is cut once. Run all steps on it inside of one `with`, or call "
+                "sharding.shard(batch) for each; sharding.batches(loader) gives each block once, so a second epoch "
+                "iterates over it again"
+            )
+        self._entered = True
         return self._cut.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:

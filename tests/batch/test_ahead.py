@@ -212,6 +212,19 @@ def test_a_bad_batch_raises_where_it_is_cut() -> None:
     blocks.close()  # type: ignore[attr-defined]
 
 
+def test_a_block_is_entered_once() -> None:
+    sharding, batch = make_sharding(), make_batch(PACKS[0])
+    taken = list(sharding.batches([batch, batch]))
+    again = sharding.shard(batch)
+    for block in (*taken, again):
+        with block:
+            pass
+        with pytest.raises(RuntimeError, match="entered before: a batch is cut once"), block:
+            pass
+    with sharding.shard(batch) as local:  # nothing is left open
+        assert local["input_ids"].shape == (1, 8)
+
+
 def refilled(how: str) -> Iterator[dict[str, Tensor]]:
     """A loader that fills the same memory again for each batch."""
     batch = make_batch(PACKS[0])
