@@ -257,7 +257,8 @@ class _Moved:
         if not isinstance(old, _NUMBERS) or not isinstance(new, _NUMBERS):
             return type(old) is type(new) and (isinstance(old, Tensor) or old == new)
         moved = simplified(self.its_env, expression(old)).xreplace(self.sizes)
-        return sympy.expand(moved - simplified(self.mode.shape_env, expression(new))) == 0
+        row = simplified(self.mode.shape_env, expression(new))
+        return moved == row or (isinstance(moved, sympy.Expr) and sympy.expand(moved - row) == 0)
 
 
 _NUMBERS = int | float | torch.SymInt | torch.SymFloat

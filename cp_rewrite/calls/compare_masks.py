@@ -251,7 +251,8 @@ def evaluate(
 
     def number(size: Any) -> Any:
         value: Any = expression(size).subs(sizes)
-        return float(value) if isinstance(size, torch.SymFloat) else int(value)
+        kind = float if isinstance(size, torch.SymFloat) else bool if isinstance(size, torch.SymBool) else int
+        return kind(value)
 
     def tensor(ref: Ref) -> Tensor:
         if ref not in env:

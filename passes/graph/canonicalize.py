@@ -298,14 +298,17 @@ def _indexes_by_scalars(args: Any) -> bool:
 def fixed(value: Any, numbers: Sequence[Any]) -> Any:
     """A value of a mask's computation. What a caller passed is fixed by a guard: the `numbers`, of which Dynamo makes
     symbols where they change between calls, and floats (dynamic=True)."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return value
+    symbols = expression(value).free_symbols
+    for number in numbers:
+        if not symbols.isdisjoint(expression(number).free_symbols):
+            guard_number(number)
+    known = fixed_number(value)
     if isinstance(value, torch.SymInt):
-        symbols = expression(value).free_symbols
-        for number in numbers:
-            if not symbols.isdisjoint(expression(number).free_symbols):
-                guard_number(number)
-        known = fixed_number(value)
         return value if known is None else int(known)
-    return float(value) if isinstance(value, torch.SymFloat) and hint(value) is not None else value
+    counts = any(symbol.is_integer for symbol in symbols)  # T / 4 is another number for the row
+    return value if hint(value) is None or (known is None and counts) else float(value)
 
 
 def _storages(node: fx.Node) -> list[int]:

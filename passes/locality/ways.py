@@ -149,6 +149,7 @@ class Ways:
             call.check_numbers()
             return REPLICATED
         if Takes.UNCUT not in takes and all(state in (REPLICATED, WHOLE) for state in states):
+            call.check_numbers()
             check_gradients(call)
             return WHOLE
         if Takes.SUMS not in takes and any(isinstance(state, Partial) for state in states):

@@ -15,7 +15,7 @@ from cp_rewrite.passes.graph.canonicalize import Call, Ref
 from cp_rewrite.torch_internals import OpOverload, expression
 
 from .exact import as_element, compared
-from .symbolic import ONE, TOKENS, ZERO, Expr, Index, Select, SymTensor, Value, compare, number, numeric
+from .symbolic import ONE, TOKENS, ZERO, Expr, Index, Select, SymTensor, Value, compare, from_zero, number, numeric
 
 Rule = Callable[..., Any]
 """(context, *the call's arguments) -> SymTensor, or a tuple of them for calls of several results."""
@@ -109,7 +109,8 @@ class RuleContext:
                 return TOKENS
             swaps = {s: TOKENS for s in self.local_tokens if s.is_Symbol}
             renamed = {s: sympy.Symbol(s.name, integer=True, positive=True) for s in size.free_symbols}
-            return sympy.expand(size.xreplace({**renamed, **swaps}))
+            size = size.xreplace({**renamed, **swaps})
+            return from_zero(sympy.expand(size) if isinstance(size, sympy.Expr) else size)
         return number(value)
 
     def symbol(self, name: str, size: Expr) -> sympy.Symbol:

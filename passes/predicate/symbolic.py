@@ -189,6 +189,13 @@ def compare(op: str, left: Value, right: Value) -> Any:
     return _COMPARISONS[op](difference, ZERO, evaluate=False)
 
 
+def from_zero(value: Value) -> Value:
+    """An expression whose relations are as `compare` writes them: T > 10 becomes T - 10 > 0."""
+    names = {kind: name for name, kind in _COMPARISONS.items()}
+    relations = value.atoms(sympy.core.relational.Relational)
+    return value.xreplace({each: compare(names[each.func], each.lhs, each.rhs) for each in relations})
+
+
 def outer_select(expression: Expr) -> Any:
     """A Select that stands in `expression` outside any other function."""
     if isinstance(expression, Select):

@@ -62,6 +62,11 @@ REFUSED: dict[str, Factor] = {
     "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t, device=h.device), (1, 0)),
     "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2, device=h.device).log1p(),
     "cosine": lambda h, i, t: i * math.cos(t),
+    "one_of_two": lambda h, i, t: torch.where(torch.tensor(t > 10), i, i.cos()),
+    "filled": lambda h, i, t: i * torch.full((1,), t > 10),
+    "remainder_compared": lambda h, i, t: i * h.new_tensor(t % 64 == 13),
+    "both": lambda h, i, t: i * torch.tensor((t > 10) & (t < 20)),
+    "like_a_token": lambda h, i, t: i[:, None] * torch.full_like(h[0, 0], 1 / t),
 }
 
 
@@ -74,3 +79,35 @@ def test_numbers_of_tokens_are_the_rows(name: str, rows: int, tokens: int) -> No
 
 def test_some_are() -> None:
     assert check_or_refuse(Counting("from_one", "last", "sum_rounded")) is None
+
+
+@pytest.mark.parametrize("name", ["one_of_two", "like_a_token"])
+def test_a_comparison_is_no_number_of_the_row(name: str) -> None:
+    assert "number of tokens as a value" in str(check_or_refuse(Counting(name)))
+
+
+class Windowed(PackedModel):
+    def __init__(self, window: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.window = window
+
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor:
+        index = torch.arange(h.shape[1], device=h.device)
+        behind = index[:, None] - index
+        return torch.as_tensor(super().mask(h, doc_ids, position_ids, input_ids)) & self.window(behind, h.shape[1])
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        pytest.param(lambda behind, t: (behind < 3) | torch.tensor(t > 10), id="wide in long rows"),
+        pytest.param(lambda behind, t: (behind < 3) | torch.tensor((t > 10) & (t < 20)), id="wide between"),
+        pytest.param(lambda behind, t: behind < torch.tensor(t / 4), id="a share of the row"),
+    ],
+)
+def test_windows_by_the_number_of_tokens_are_refused(window: Callable[[Tensor, int], Tensor]) -> None:
+    assert "the mask depends on the number of tokens" in str(check_or_refuse(Windowed(window)))
+
+
+def test_what_holds_for_any_number_of_tokens_is_no_window() -> None:
+    assert check_or_refuse(Windowed(lambda behind, t: (behind < 3) | torch.tensor(t < 1))) is None

@@ -44,11 +44,11 @@ class Extents:
         return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
 
     def counts_tokens(self, value: Any) -> bool:
-        """Whether a number of the graph, or a size, was made from the token count."""
+        """Whether a number of the graph, a comparison, or a size, was made from the token count."""
         if not hasattr(value, "node"):
             return False
         expr = self.size(value)
-        return isinstance(expr, sympy.Expr) and self.tokens in expr.free_symbols
+        return isinstance(expr, sympy.Basic) and self.tokens in expr.free_symbols
 
     def token_count(self, value: Any) -> TokenCount | None:
         """A number of the graph as one of the whole row; None: it is made otherwise."""
