@@ -1,5 +1,5 @@
 """Refuse graphs that are parts of a function, for nothing is known of what runs between them; and a checkpointed block
-that reads an input which the model writes behind it.
+that reads an input which the model writes behind it, or which the block writes itself.
 
 y = checkpoint(route, x, bias)     one process computes the block again in the backward, with a bias that it has
 bias.add_(step)                    changed since: its gradients are none of its forward's
@@ -7,6 +7,7 @@ bias.add_(step)                    changed since: its gradients are none of its 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 import torch
@@ -51,9 +52,26 @@ def check_checkpoints(state: State) -> State:
             detail = f"{read[memory].name} is read in a checkpointed block, and changed behind it"
             found.append(Refusal(Reason.RECOMPUTED, detail, node))
         if call is not None and node.target.name() in _CHECKPOINTS and any(map(needs_gradient, node.users)):
+            found += [Refusal(Reason.RECOMPUTED, detail, node) for detail in _reads_own_writes(call, inputs)]
             used = [outside for inside, outside in call.filled.items() if inside.users and isinstance(outside, fx.Node)]
             read |= {memory: outside for outside in used if (memory := memory_of(outside)) in inputs and memory}
     return replace(state, refusals=(*state.refusals, *found))
+
+
+def _reads_own_writes(call: RegionCall, inputs: Container[int | None]) -> list[str]:
+    """A line for each of these inputs that a block writes, and whose numbers, before or after, are in its results."""
+    written, found = written_memory(call.body), list[str]()
+    for inside, outside in call.filled.items():
+        memory = memory_of(inside)
+        if memory not in written or not isinstance(outside, fx.Node) or memory_of(outside) not in inputs:
+            continue
+        reached = {inside}
+        for node in call.body.graph.nodes:
+            if not reached.isdisjoint(node.all_input_nodes):
+                reached |= {node, *written_nodes(node)}
+        if next(iter(call.body.graph.find_nodes(op="output"))) in reached:
+            found.append(f"{outside.name} is read in a checkpointed block, which changes it, too")
+    return found
 
 
 def _written(node: fx.Node, call: RegionCall | None) -> set[int | None]:

@@ -27,6 +27,8 @@ class Router(nn.Module):
     def block(self, h: Tensor, bias: Tensor) -> Tensor:
         def run(h: Tensor) -> Tensor:
             g = self.gate(h).sigmoid()
+            if self.how == "inside":
+                self.bias.add_(0.2)
             return (g + bias > 0.5).to(h.dtype) * g * g * (1 + bias)
 
         out: Any = checkpoint(run, h, use_reentrant=False)
@@ -51,6 +53,10 @@ class Router(nn.Module):
 @pytest.mark.parametrize("how", ["behind", "view", "weight", "block between"])
 def test_what_is_changed_behind_the_block_is_refused(how: str) -> None:
     assert "behind it, and is computed again" in (check_or_refuse(Router(how)) or "")
+
+
+def test_what_the_block_changes_itself_is_refused() -> None:
+    assert "in a checkpointed block, which changes it, too" in (check_or_refuse(Router("inside")) or "")
 
 
 @pytest.mark.parametrize("how", ["never", "before", "copy"])
