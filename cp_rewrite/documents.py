@@ -225,8 +225,7 @@ class Documents:
         if bad.size:
             raise ValueError(
                 f"position_ids jump to {pos[bad[0]]} at token {bad[0]}: positions must count 0, 1, 2, … "
-                "within each document and restart at 0 with the next"
-                + ("; numbers of documents are packing=DocumentIds(…)" if (np.diff(pos) == 0).any() else "")
+                f"within each document and restart at 0 with the next{_other_packing(pos, starts, int(bad[0]))}"
             )
         before = int(pos[0]) if pos.size else 0
         return cls(starts, np.diff(np.append(starts, pos.size)), pos.size, before=before)
@@ -279,6 +278,25 @@ class Documents:
         """Documents that tile the row. `later`: where all but the first one start."""
         starts = np.append(0, later).astype(np.int64)
         return cls(starts, np.diff(np.append(starts, total)), total)
+
+
+def _other_packing(pos: NDArray[np.int64], starts: NDArray[np.int64], bad: int) -> str:
+    """How position ids are packed that do not count from 0 in each document, with "; " in front, or "".
+
+    pos: (T,). starts: where they do not count on. bad: the first of these that is no beginning.
+    """
+    tail = pos[bad:]
+    if pos[0] == 0 and tail.size > 1 and (tail == tail[0]).all():
+        return (
+            f"; {tail[0]} from there to the end is padding: packing=PaddingMask('attention_mask'), or, of several "
+            "documents, position_ids that count 0, 1, 2, … there, too"
+        )
+    if pos[starts].min() == pos[starts].max() > 0:
+        return (
+            f"; they begin at {pos[0]} in each document: packing=DocumentIds(…) or CuSeqlens(…) tell documents apart, "
+            "WholeRows() says that a row is one"
+        )
+    return "; numbers of documents are packing=DocumentIds(…)" if (np.diff(pos) == 0).any() else ""
 
 
 def _cumulative(name: str, values: ArrayLike) -> Int:

@@ -27,8 +27,8 @@ class Reason(Enum):
     MASK_UNSUPPORTED_OP = "an op of the mask's computation has no rule"
     MASK_WRONG_SOURCE = "the mask tells documents apart by another tensor than the annotation's packing"
     DOCUMENTS_SEEN = (
-        "no mask keeps them apart here; in models of transformers pass use_cache=False, since a cache switches their "
-        "packed mask off; Sharding(across_documents=True) if it is meant"
+        "no mask keeps them apart here; causal models of transformers need use_cache=False, as a cache switches their "
+        "packed mask off, its encoders one document a row; Sharding(across_documents=True) if it is meant"
     )
     MASK_WRONG_DIM = "the mask does not run over query tokens and key tokens of one row"
     DROPOUT = "dropout and noise draw other random numbers on a shard; set dropout to 0 or call model.eval()"

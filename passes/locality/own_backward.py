@@ -83,10 +83,10 @@ class OwnBackward:
             return unknown_like(node)
         before = len(self.findings.refusals)
         results, saved = self._walk(call.forward, operands)
-        values: Sequence[Tensor] = value_of(node)
+        values: Sequence[Any] = value_of(node)
         sums = any(state is not REPLICATED for state in operands)
         results = [
-            WHOLE if sums and state is REPLICATED and value.requires_grad else state
+            WHOLE if sums and state is REPLICATED and isinstance(value, Tensor) and value.requires_grad else state
             for state, value in zip(results, values, strict=True)
         ]
         gradients = [] if UNKNOWN in results + saved else self._gradients(call, results, saved)

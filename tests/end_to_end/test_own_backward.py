@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -182,6 +183,41 @@ def test_all_backwards_of_their_own_are_right(pool: Pool, names: Sequence[str]) 
 def test_backwards_of_their_own_in_every_layout(pool: Pool, layout: str, ranks: int, rows: int, tokens: int) -> None:
     first = (sorted(LAYOUTS).index(layout) + ranks) % 3
     compare(pool, Functions, CASES[first::3], ranks, layout, rows, tokens)
+
+
+class Counted(torch.autograd.Function):
+    """Gives its operand doubled, and how many tokens it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:  # type: ignore[override]
+        return x * 2, x.shape[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+def test_a_function_that_gives_a_number_beside_tensors_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXES, "counted", lambda m, h: Counted.apply(h)[0])
+    assert check_or_refuse(Functions(["counted"])) is None
+
+
+def test_a_function_whose_results_have_no_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives none to what torchao's float8 product makes of its operands."""
+    explain: Any = importlib.import_module("cp_rewrite.diagnose.explain")
+    capture = explain.capture
+
+    def without_values(*given: Any) -> Any:
+        state = capture(*given)
+        for node in state.graph_module.graph.nodes:
+            if node.target in ("tanh", torch.tanh):
+                del node.meta["example_value"]
+        return state
+
+    monkeypatch.setattr(explain, "capture", without_values)
+    monkeypatch.setitem(MIXES, "hidden", lambda m, h: h.tanh() * 2)
+    report = cp.explain(Functions(["hidden"]), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
+    assert "NO_LOCALITY_RULE: tanh is not shown by the graph" in str(report)
 
 
 def decayed(saved: Any, g: Tensor) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -127,7 +128,17 @@ class NodeRunner:
         self.trace.start(node, (), ())
         if all(self.env.get(source, REPLICATED) is REPLICATED for source in node.all_input_nodes):
             return Outcome(REPLICATED, self.facts.events)
-        self.facts.refuse(Reason.TOKEN_MIXING, "tolist reads numbers off a tensor, which are others on a shard")
+        source = next(source for source in node.all_input_nodes if value_of(source) is None)
+        while source.target is operator.getitem and value_of(cast(fx.Node, source.args[0])) is None:
+            source = cast(fx.Node, source.args[0])
+        if source.target is operator.getitem:  # of a tensor, which Dynamo takes apart so for `tolist`
+            self.facts.refuse(Reason.TOKEN_MIXING, "tolist reads numbers off a tensor, which are others on a shard")
+        else:
+            detail = (
+                f"{_name(source.target)} is not shown by the graph, nor what it gives, as of a torch.autograd.Function "
+                "under allow_in_graph (torchao's float8 product is one)"
+            )
+            self.facts.refuse(Reason.NO_LOCALITY_RULE, detail)
         return Outcome(unknown_like(node), self.facts.events)
 
     def _steps(self, node: fx.Node, operands: Sequence[_Operand]) -> Steps:

@@ -14,7 +14,7 @@ from cp_rewrite.passes.locality.node.call import Call
 
 from .experts import added_in_order, put_by_order, read_in_order
 
-ROWS_HINT = "a shard holds other rows: index by values, not by place in the row"
+ROWS_HINT = "a shard holds other rows: index by places that all ranks have, as h[:, cu_seqlens[1:] - 1] does"
 
 
 def embedding(call: Call) -> TensorState:
@@ -108,12 +108,16 @@ def index(call: Call) -> TensorState:
     """x[i, :, j]: indices may come from tokens; token dims of x may only be walked in order (by arange over them).
 
     x · ·       i (B,) (T,)           x[i]       ->    (B,) (T,) ·
+    x (T,) ·    mask ·                x[:, mask] ->    (T,) ·                  features, the same on all ranks
     x (T,) ·    i = arange(T), j ·    x[i, j]    ->    (T,)
     """
     x: Tensor = call.arg("self")
     given: list[Tensor | None] = list(call.arg("indices"))
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in given):
-        raise Mixes("picks tokens by a mask, as many as there happen to be: multiply by the mask or use torch.where")
+    if any(i is not None and _picks_tokens(call, x, dim, i) for dim, i in enumerate(given)):
+        raise Mixes(
+            "picks tokens by a mask, as many as there happen to be: keep all of them (torch.where), or read no more "
+            "than sums, means and cross_entropy of those picked"
+        )
     used = [(dim, i) for dim, i in enumerate(given) if i is not None]
     call.use_positions(x)
     for dim, i in used:
@@ -127,6 +131,13 @@ def index(call: Call) -> TensorState:
     after = [entry for dim, entry in kept if dim >= where]
     dims = [*before, *picked, *after]
     return Rows(checked(dims)) if any(has(dim, T) for dim in dims) else REPLICATED
+
+
+def _picks_tokens(call: Call, x: Tensor, dim: int, i: Tensor) -> bool:
+    """Whether an index is a mask, and not one of the entries of a dim without tokens, which all ranks know."""
+    if i.dtype not in (torch.bool, torch.uint8):
+        return False
+    return i.ndim != 1 or call.state(i) is not REPLICATED or call.entries(x)[dim][0] is not None
 
 
 def _where(indexed: list[int]) -> int:
