@@ -46,12 +46,14 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "comptime",
     "disable_fake_tensor_cache",
     "enable_python_dispatcher",
     "matmul",
 ]
 """Handed on as they are. Composite ops fall apart under `enable_python_dispatcher` as Dynamo saw them do; without it
-their C++ code turns symbolic sizes into constants. `matmul` is the product written in Python, in bmm and views."""
+their C++ code turns symbolic sizes into constants. Dynamo runs what `comptime` is called with while it traces the
+call. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
 """A BlockMask of blocks of this size fits attention of any length."""
 # -- fake tensors and memory -------------------------------------------------------------------------------
@@ -223,6 +225,11 @@ def is_compiled_around() -> bool:
 _CAPTURING = "transformers.utils.output_capturing"
 
 
+def traced_object(context: Any, name: str) -> Any:
+    """The module that the traced code's local `name` is, inside of what `comptime` runs; None where it is no object."""
+    return getattr(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize(), "value", None)
+
+
 def trace_transformers() -> None:
     """Let a model of `transformers` that is traced before it was called install the hooks that capture its outputs (as
     those of experts' routers): it does so with a lock, which Dynamo does not know."""
@@ -245,7 +252,7 @@ def _install_hooks(context: Any) -> None:
     Dynamo refuses of any function, as the backward would do it once more. These find no list then.
     """
     module: Any = sys.modules[_CAPTURING]
-    model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+    model = traced_object(context, "model")
     module.maybe_install_capturing_hooks.__wrapped__(model)
     for part in model.modules():
         for key, hook in part._forward_hooks.items():

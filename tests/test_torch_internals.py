@@ -340,6 +340,23 @@ def test_hooks_inside_of_checkpoints_fill_lists_outside_of_them() -> None:
     assert torch.equal(y, part(x).sin())
 
 
+def _note_traced(context: Any) -> None:
+    ours.traced_object(context, "module").weight.requires_grad_(False)
+
+
+@canary("comptime", "ops.states.rope")
+def test_an_object_is_found_while_it_is_traced() -> None:
+    traced = nn.Linear(2, 2)
+
+    def model(module: nn.Module, x: Tensor) -> Tensor:
+        ours.comptime(_note_traced)
+        return module(x)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(traced, torch.ones(1, 2))
+    assert not traced.weight.requires_grad
+
+
 # -- process groups ----------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,9 @@ SMALL: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+_DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+                             "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,21 @@ RECIPES: dict[str, Recipe] = {
     "gpt2": Recipe("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "attn_pdrop": 0.0,
                             "embd_pdrop": 0.0, "resid_pdrop": 0.0}, head="LMHeadModel"),
 }  # fmt: skip
+_BY_LENGTH: dict[str, Recipe] = {
+    "phi3_longrope": Recipe("Phi3", {"rope_parameters": _LONGROPE}),
+    "llama_dynamic": Recipe("Llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
+    "qwen2_dynamic": Recipe("Qwen2", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
+    "hunyuan_dynamic": Recipe("HunYuanDenseV1", {"rope_parameters": {**_DYNAMIC, "alpha": 1000.0}, "head_dim": 8,
+                                                 "max_position_embeddings": 16}),
+    "gemma3_dynamic": Recipe("Gemma3", {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8,
+                                        "layer_types": ["sliding_attention", "full_attention"],
+                                        "max_position_embeddings": 16, "rope_parameters": {
+                                            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                                            "full_attention": _DYNAMIC}}),
+    "phimoe_longrope": Recipe("Phimoe", {"rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
+                                         "num_local_experts": 4}),
+}  # fmt: skip
+"""RoPE that changes beyond 16 positions."""
 
 
 def build_model(name: str, called: bool = True) -> nn.Module:
@@ -299,3 +317,4 @@ _OWN: dict[str, Callable[[], nn.Module]] = {
 }
 MODELS = (*RECIPES, *_OWN)
 _OWN["tiny"] = Tiny
+_OWN.update({name: functools.partial(_from_transformers, recipe, True) for name, recipe in _BY_LENGTH.items()})

@@ -87,9 +87,10 @@ class Twin:
         for mine, theirs in self._pairs:
             known = vars(theirs)
             for name, value in vars(mine).items():
-                # Most are the same objects as when the twin was made.
+                # Most are the same objects as when the twin was made; a buffer has taken the place of some.
                 if known.get(name, Twin) is not value and name not in _OF_MODULES and _is_plain(value):
-                    known[name] = value
+                    if name not in theirs._buffers:
+                        known[name] = value
 
 
 def _is_plain(value: Any) -> bool:

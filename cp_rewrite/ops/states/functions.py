@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .kinds import wide
 from .modules import Blocks, wrap_modules
+from .rope import wrap_ropes
 
 _ops: Any = torch.ops.cp_rewrite
 _PACKAGES = ("transformers.models.", "transformers_modules.", "fla.ops.", "mamba_ssm.ops.")
@@ -186,6 +187,7 @@ def substitute_loaded() -> None:
     if len(sys.modules) == _modules:
         return
     for name, module in [*sys.modules.items()]:
+        wrap_ropes(module)
         if name.startswith(_PACKAGES):
             wrap_modules(module)
             for function in [vars(module).get(known) for known in (*_BY_NAME, *_WHOLE_BLOCKS)]:
