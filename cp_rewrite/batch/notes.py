@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -155,13 +156,13 @@ def _beyond_share(said: str, own: int, total: int) -> Refusal | None:
     error, _, lines = said.partition("from user code:")
     frames, place = _USER_LINE.findall(lines), re.search(r"index (\d+)", error)
     numbers = [int(place[1]) + 1] if place else [int(n) for n in re.findall(r"(?<![\w.])\d+(?![\w.])", error)]
-    if (
-        re.search("multiplied|reduction dim", error)
-        or not frames
-        or not any(own < number <= total for number in numbers)
-    ):
+    numbers += [prod(map(int, sizes.split(", "))) for sizes in re.findall(r"[\[(](\d+(?:, \d+)+)[\])]", error)]
+    # Weights that do not fit are the model's mistake, where its width is not made of the tokens' number.
+    unfit = re.search("multiplied|reduction dim", error) and "*s" not in error
+    if unfit or not frames or not any(own < number <= total for number in numbers):
         return None
-    (file, number, code), failed = frames[-1], _FAILED.search(error)
+    own_lines = [frame for frame in frames if "/torch/" not in frame[0]]
+    (file, number, code), failed = (own_lines or frames)[-1], _FAILED.search(error)
     what = failed[1] if failed else error.strip().partition("\n")[0]
     return Refusal(Reason.TOKEN_COUNT, f"{what}: {_of_shares(own, total)}", line=f"{file}:{number}, `{code}`")
 

@@ -35,6 +35,14 @@ def viewed(model: Model, h: Tensor, b: Batch) -> Tensor:
     return h.view(1, 23, WIDTH)
 
 
+def parted(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h.unflatten(1, (23, 1)).flatten(1, 2)
+
+
+def widened(model: Model, h: Tensor, b: Batch) -> Tensor:
+    return h.view(1, 23, -1)
+
+
 def write(model: Model, h: Tensor, b: Batch) -> Tensor:
     h = h.clone()
     h[:, :14] = torch.ones(14, WIDTH)
@@ -84,6 +92,8 @@ def repeated(b: Batch) -> Tensor:
         (picked, document_mask, "give them as a tensor"),
         (split, document_mask, "share of the row's 23 tokens"),
         (viewed, document_mask, "share of the row's 23 tokens"),
+        (parted, document_mask, "share of the row's 23 tokens"),
+        (widened, document_mask, "share of the row's 23 tokens"),
         (write, document_mask, "make rows longer"),
         (largest, document_mask, "share of the row's 23 tokens, 12. "),
         (smallest, document_mask, "k of h.topk(k, 1) is at most a rank's share"),
