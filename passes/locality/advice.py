@@ -15,7 +15,10 @@ SHIFT_HINT = (
 )
 TABLE_HINT = "takes as many rows of a table as the shard has tokens: index the table by position_ids"
 MEAN_HINT = "return sums and use cp.token_mean(sum, count, sharding), or divide a sum by num_items_in_batch"
-COUNT_HINT = "make it of the whole row before the batch is cut, and pass it as an argument"
+COUNT_HINT = (
+    "make it of the whole row before the batch is cut, and pass it as an argument; the number of tokens alone is "
+    "torch.ones(T).sum()"
+)
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
 _SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"
 _CHUNKS = (

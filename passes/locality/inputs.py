@@ -97,6 +97,8 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
             why = "as a loop over a range of tokens does (cut them by `split`), or a chunk of one token"
             if "opt_einsum" in line:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
+            elif "math." in line:
+                why = "as functions of math do but sqrt: math.log(T) is torch.ones(T).sum().log()"
             detail = f"`{line}` fixes the number of tokens to the shard's {extents.tokens}, {why}"
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")

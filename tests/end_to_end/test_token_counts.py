@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,23 @@ def test_windows_by_the_number_of_tokens_are_refused(window: Callable[[Tensor, i
 
 def test_what_holds_for_any_number_of_tokens_is_no_window() -> None:
     assert check_or_refuse(Windowed(lambda behind, t: (behind < 3) | torch.tensor(t < 1))) is None
+
+
+class Logarithm(PackedModel):
+    """As YaRN scales by the length. by: makes a factor of hidden states (B, T, C)."""
+
+    def __init__(self, by: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.by = by
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h * self.by(h)
+
+
+@pytest.mark.parametrize("by", [lambda h: math.log(h.shape[1]), lambda h: 1 / torch.tensor(h.shape[1])])
+def test_counts_that_are_refused_are_told_how_to_count(by: Callable[[Tensor], Any]) -> None:
+    assert "torch.ones(T).sum()" in str(check_or_refuse(Logarithm(by)))
+
+
+def test_what_they_are_told_is_right() -> None:
+    assert check_or_refuse(Logarithm(lambda h: torch.ones(h.shape[1]).sum().log().to(h.dtype))) is None
