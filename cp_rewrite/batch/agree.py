@@ -7,7 +7,10 @@ per tensor on the host, of which a sample is hashed. A file store polls every 10
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +24,13 @@ from cp_rewrite.sharding import Sharding
 from .ranks import history, turns
 
 _WHOLE = (Tensor, nn.Parameter, nn.Buffer)
+_PACKAGES = ("triton", "flash-attn-4", "flash-attn", "flash-linear-attention", "flash-qla", "transformers")
 SAMPLE = 1024
 """Values that are compared of each tensor, evenly spread: another batch differs almost everywhere."""
 
 
 def on_graph(sharding: Sharding, text: str) -> int:
-    """Compare `text` (a normalised graph, a refusal), the annotation and the grad mode over the group.
+    """Compare `text` (a normalised graph, a refusal), versions, the annotation and the grad mode over the group.
 
     Returns: a number for this graph, the same on all ranks.
     Raises:
@@ -35,9 +39,30 @@ def on_graph(sharding: Sharding, text: str) -> int:
     """
     if turns.talks(sharding):
         options = [f"{name}: {value!r}" for name, value in sharding.graph_options.items()]
-        turns.compare(sharding, "graph", "\n".join([f"grad mode: {torch.is_grad_enabled()}", *options, text]))
+        turns.compare(
+            sharding, "graph", "\n".join([*_versions(), f"grad mode: {torch.is_grad_enabled()}", *options, text])
+        )
         return history.turns(sharding.group_name)
     return 0
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Of what makes a graph and runs it, a line each."""
+    installed = [f"{name}: {found}" for name in _PACKAGES if (found := version_of(name)) is not None]
+    return [
+        f"torch: {torch.__version__}",
+        f"cp_rewrite: {getattr(sys.modules['cp_rewrite'], '__version__', '')}",
+        *installed,
+    ]
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any], note: str = "") -> list[str]:

@@ -111,6 +111,8 @@ def shard(
     start = time.perf_counter()
     if get_worker_info() is not None:  # a fork, which must not touch the group
         raise RuntimeError("shard() was called in a DataLoader's worker: call it in the process that trains")
+    if sharding.check_batches and talks(sharding):
+        heartbeat.watch(sharding)
     site = site_now(sharding) if given is None else site
     given = given or given_to_all(sharding, batch, lengths)
     batch = given.batch
@@ -131,8 +133,7 @@ def shard(
     notes = later.due(sharding)
     later.compare(notes, agree.on_batch(sharding, plan, batch, later.text_of(notes)))
     trace_transformers()
-    if sharding.check_batches and talks(sharding):
-        heartbeat.watch(sharding)
+    heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start
     with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):

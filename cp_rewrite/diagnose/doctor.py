@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cp_rewrite.batch.agree import version_of
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.select import ORDER, PAIRS, AttentionSpec, DeviceFacts, device_facts, reasons
 
@@ -47,14 +47,6 @@ def _versions() -> Iterator[Finding]:
         version = version_of(name)
         fits = name != "torch" or (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 16)
         yield Finding(name, version or "not installed", "" if fits else "use torch 2.11 to 2.15 (docs/versions.md)")
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package; None: it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> Iterator[Finding]:

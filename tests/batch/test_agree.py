@@ -6,7 +6,7 @@ import dataclasses
 import io
 import time
 import warnings
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -93,7 +93,13 @@ def compile_on(mesh: DeviceMesh, differs: str) -> str:
     sharding = cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager", **options)
     compiled = torch.compile(Attention(2 + (odd and differs == "graph")), backend=cp.backend(sharding), fullgraph=True)
     torch.set_grad_enabled(not (odd and differs == "grad mode"))
-    with sharding.shard(batch_of([16, 16])) as local, pytest.raises(RuntimeError) as caught:
+    found = agree._versions()
+    versions = mock.patch.object(agree, "_versions", return_value=["torch: 9.9" if odd else found[0], *found[1:]])
+    with (
+        versions if differs == "version" else nullcontext(),
+        sharding.shard(batch_of([16, 16])) as local,
+        pytest.raises(RuntimeError) as caught,
+    ):
         compiled(**local)
     torch.set_grad_enabled(True)
     torch._dynamo.reset()
@@ -102,7 +108,7 @@ def compile_on(mesh: DeviceMesh, differs: str) -> str:
 
 @pytest.mark.parametrize(
     ("differs", "says"),
-    [("graph", "@@"), ("annotation", "strict: False"), ("grad mode", "grad mode: False")],
+    [("graph", "@@"), ("annotation", "strict: False"), ("grad mode", "grad mode: False"), ("version", "torch: 9.9")],
 )
 def test_another_graph_raises_on_every_rank(pool: Pool, differs: str, says: str) -> None:
     for error in pool.run(3, compile_on, differs):

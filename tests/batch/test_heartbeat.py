@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.ranks import heartbeat
+from cp_rewrite.batch.ranks import heartbeat, turns
 from tests.end_to_end.test_conformance_gpu import free_port
 
 pytestmark = pytest.mark.long
@@ -45,6 +46,8 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def step(model: Any, batch: dict[str, Tensor], sharding: cp.Sharding, stage: str | None) -> None:
+    if stage == "shard":
+        die()
     with sharding.shard(batch) as local:
         if stage == "forward":
             die()
@@ -110,6 +113,19 @@ def test_a_killed_rank_is_named_and_the_other_ends(stage: str) -> None:
     assert ") died; rank 0 can't go on without it" in errors, errors
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_another_waits_in_shard_is_named_in_seconds() -> None:
+    ranks = start("shard")
+    ranks[1].wait(timeout=240)
+    died = time.monotonic()
+    errors = ranks[0].communicate(timeout=60)[1]
+    assert time.monotonic() - died < 15  # 2 s to see it; the rest is the end of a process on a loaded machine
+    said = [line for line in errors.splitlines() if "RuntimeError: cp_rewrite: " in line]
+    assert len(said) == 1, errors
+    assert "rank 1 of the group brought no batch (rank 1 died)" in said[0], errors
+    assert "may be compiling" not in errors
+
+
 def end_of_rank_0(stage: str) -> tuple[int | None, str]:
     """(exit code, errors) of rank 0, beside a rank 1 that lives on."""
     ranks = start(stage)
@@ -150,7 +166,7 @@ if __name__ == "__main__":
 BUSY_AT_EXIT = """
 import datetime, sys, time
 import torch.distributed as dist
-from cp_rewrite.batch.ranks import heartbeat
+from cp_rewrite.batch.ranks import heartbeat, turns
 
 class Slow:
     def __init__(self, store): self.store, self.other = store, store.clone()  # a client takes one call at a time
@@ -208,6 +224,19 @@ def test_a_store_that_is_late_once_is_not_said_to_be_gone(
     time.sleep(0.5)
     watch._leave()
     assert ("store, most often rank 0, died" in capsys.readouterr().err) == (failing > 1)
+
+
+class Gone:
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_where_the_store_is_gone_the_users_error_stays_and_the_others_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "store_of", lambda group: Gone())
+    sharding: Any = SimpleNamespace(rank=1, world_size=2, group=None, group_name="of this test", check_batches=True)
+    turns.fail(sharding, "batch", "no batch: KeyError")  # what raises it goes on
+    with pytest.raises(RuntimeError, match=r"holds the group's store.*died; rank 1, which enters sharding.shard"):
+        turns.compare(sharding, "batch", "a batch")
 
 
 def test_a_rank_that_is_still_being_killed_is_named(

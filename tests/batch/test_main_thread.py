@@ -44,6 +44,15 @@ def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
     assert line.endswith("`time.sleep(1)  # the line that is seen`")
 
 
+def test_generated_code_is_not_the_users_line(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("x = " + "1 + " * 500 + "1\n")
+    frames = (("<eval_with_key>.7", 3), ("<frozen importlib._bootstrap>", 2), (str(file), 1))
+    line = MainThread().users_line(frames)
+    assert line.startswith(f"{file}:1, `x = 1 + ")
+    assert len(line) < len(str(file)) + 130
+
+
 def test_frames_are_the_main_threads_from_any_thread() -> None:
     main = MainThread()
     frames = seen_by_thread(main.frames, lambda: time.sleep(1))

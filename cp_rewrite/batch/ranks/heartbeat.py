@@ -4,7 +4,9 @@ One daemon thread per process looks at the others every few seconds, over a conn
 nothing is added to a step.
 
     same machine     the process is there, or it is not
-    other machine    its counter in the store moves, or has stood still for `SILENT_S`
+    other machine    its kernel keeps a line open, or closed it (`line.py`)
+
+Neither asks the other's Python: a rank whose interpreter is held up for minutes is slow, and alive.
 
 A process that ends says how: `done`, or the error that ended it. One that leaves a batch with an error says so at once,
 and takes it back when it cuts the next: it may live on, and others would wait for it inside a collective. That says
@@ -32,14 +34,14 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import store_of
 
 from . import history
+from .line import Door, Line
 from .main_thread import MainThread, Stillness
 
 PERIOD_S = 2.0
-SILENT_S = 25.0
 GRACE_S = 25.0
 _DONE = "done"
 _LEFT = "left a batch: "
-_STORE = "the process that holds the group's store, most often rank 0, died"
+STORE = "the process that holds the group's store, most often rank 0, died"
 
 _watched: dict[str, Heartbeat] = {}
 
@@ -50,7 +52,24 @@ def watch(sharding: Sharding) -> None:
     if name not in _watched:
         _watched[name] = Heartbeat(store_of(sharding.group).clone(), sharding.rank, sharding.world_size, name)
         _watched[name].start()
-    _watched[name].leave_batch(None)
+
+
+def enter_batch(sharding: Sharding) -> None:
+    """Take back that this rank left a batch with an error, if it is watched: it is in the next one."""
+    if sharding.group_name in _watched:
+        _watched[sharding.group_name].leave_batch(None)
+
+
+def gone(sharding: Sharding) -> frozenset[int]:
+    """Ranks whose process is not there any more, as of the last beat; none where the group is not watched."""
+    watched = _watched.get(sharding.group_name)
+    return frozenset() if watched is None else watched.gone
+
+
+def reason(sharding: Sharding) -> str:
+    """Why the group's store can't be reached: what is known of a rank, or that the store's own is gone."""
+    watched = _watched.get(sharding.group_name)
+    return (watched and watched.soon()) or STORE
 
 
 @contextmanager
@@ -86,9 +105,11 @@ class Heartbeat:
         self.store, self.rank = store, rank
         self.others = {other: "" for other in range(world_size) if other != rank}
         """Rank -> `machine:process`, once it is known."""
-        self.beats: dict[int, tuple[str, float]] = dict.fromkeys(self.others, ("", time.monotonic()))
-        """Rank -> its counter, and when it last moved."""
         self.me = f"{socket.gethostname()}:{os.getpid()}"
+        self.gone: frozenset[int] = frozenset()
+        """Ranks that were found not to live, though they did not say that they end."""
+        self._door: Door | None = None
+        self._lines: dict[int, Line] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cp_rewrite heartbeat", daemon=True)
         self._told = False
@@ -97,6 +118,9 @@ class Heartbeat:
         """How this rank left its last batch, if with an error."""
 
     def start(self) -> None:
+        with suppress(OSError):  # none is to be had: ranks on other machines live as far as is known
+            self._door = Door(self.me)
+            self.store.set(_key("door", self.rank), self._door.places)
         self.store.set(_key("who", self.rank), self.me)
         self._thread.start()
         atexit.register(self._leave)
@@ -115,9 +139,11 @@ class Heartbeat:
             ended = _read(self.store, "end", other)
             if self._left and ended.startswith(_LEFT):
                 continue
+            lives = ended == _DONE or self._lives(other)
+            self.gone = self.gone if lives else self.gone | {other}
             if ended == _DONE:
                 del self.others[other]
-            elif ended or not self._lives(other):
+            elif ended or not lives:
                 where = self.others[other] or "not seen yet"
                 return f"rank {other} of the group ({where}) {ended or 'died'}"
         return None
@@ -134,7 +160,7 @@ class Heartbeat:
                 if found := self.apart() or self.dead():
                     return found
             except Exception:
-                return _STORE
+                return STORE
             time.sleep(0.1)
         return None
 
@@ -145,10 +171,9 @@ class Heartbeat:
             return True  # it has cut no batch yet
         if host == self.me.rpartition(":")[0]:
             return _runs(int(process))
-        beat, seen = _read(self.store, "beat", other), self.beats[other]
-        if beat != seen[0]:
-            self.beats[other] = seen = (beat, time.monotonic())
-        return time.monotonic() - seen[1] < SILENT_S
+        if other not in self._lines and (places := _read(self.store, "door", other)):
+            self._lines[other] = Line(places, self.others[other])
+        return other not in self._lines or self._lines[other].stands() is not False
 
     def _run(self) -> None:
         beat, main = 0, MainThread()
@@ -156,15 +181,17 @@ class Heartbeat:
         while not self._stop.wait(PERIOD_S):
             beat += 1
             parted, frames, did = None, main.frames(), history.text(self._group)
+            if self._door is not None:
+                self._door.answer()
             try:
                 self.store.set(_key("beat", self.rank), f"{beat} {did} {main.users_line(frames)}")
                 found = self.dead() or (parted := self.apart())
             except Exception:  # its server is a rank's process, which may be only slow
-                found = _STORE
+                found = STORE
             if found is None:  # or a machine that was only slow is back
                 still = Stillness(frames)
                 continue
-            live = parted or found == _STORE or f" {_LEFT}" in found
+            live = parted or found == STORE or f" {_LEFT}" in found
             seconds = still.seconds(frames, did)
             if not live or seconds > 2 * PERIOD_S:  # or this rank may be about to leave the batch too
                 self._tell(found)

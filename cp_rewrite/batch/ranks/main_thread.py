@@ -21,6 +21,9 @@ import torch
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 """The second is a folder of the first, and no part of it."""
+_GENERATED = "<eval_with_key", "<frozen "
+"""How files are called that no one wrote: code of graphs, and Python's own."""
+_LONGEST_LINE = 120
 _LIBRARIES = tuple(str(Path(file).parent) for file in (str(torch.__file__), Path(__file__).parent.parent, os.__file__))
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
 
@@ -52,10 +55,10 @@ class MainThread:
 
     def users_line(self, frames: Frames) -> str:
         """Where it is by these frames, or was last seen, outside of torch and of this package."""
-        found = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
+        found = next((frame for frame in frames if not frame[0].startswith((*_LIBRARIES, *_GENERATED))), None)
         if found is not None:
             file, line = found
-            self._users_line = f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
+            self._users_line = f"{file}:{line}, `{linecache.getline(file, line).strip()[:_LONGEST_LINE]}`"
         return self._users_line
 
 

@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ from .history import CALLS, OTHER_CALL
 PATIENCE_S = 20.0
 _ADVICE = {
     "graph": "compiled another graph than rank 0, so collectives would not match. Give every rank the same model, "
-    "annotation and batch shapes",
+    "annotation and batch shapes, and the same versions of packages",
     "batch": "cut another batch than rank 0, so rows would go to the wrong places. Give every rank of the group the "
     "same batch, layout and lengths",
     "masks": "found no mask among the batch's arguments. Give every rank of the group the same batch",
@@ -58,10 +59,12 @@ def talks(sharding: Sharding) -> bool:
 
 
 def fail(sharding: Sharding, kind: str, text: str) -> None:
-    """Take this rank's next turn with an error's text instead of one of this kind: the others raise it."""
+    """Take this rank's next turn with an error's text instead of one of this kind: the others raise it. Where the store
+    is gone there is no one to tell, and the error itself is what the user must see."""
     prefix, store = _next_turn(sharding, kind)[0], store_of(sharding.group)
-    store.set(f"{prefix}/text/{sharding.rank}", text)
-    store.set(f"{prefix}/hash/{sharding.rank}", f"{_FAILED}  ")
+    with suppress(dist.DistError):
+        store.set(f"{prefix}/text/{sharding.rank}", text)
+        store.set(f"{prefix}/hash/{sharding.rank}", f"{_FAILED}  ")
 
 
 def _next_turn(sharding: Sharding, kind: str) -> tuple[str, str]:
@@ -73,6 +76,14 @@ def _next_turn(sharding: Sharding, kind: str) -> tuple[str, str]:
 def compare(sharding: Sharding, kind: str, text: str, note: str = "") -> list[str]:
     """Raise unless all ranks come with this kind and this text, having done the same before. Returns the notes that
     they bring beside it."""
+    try:
+        return _compared(sharding, kind, text, note)
+    except dist.DistError as error:
+        why = heartbeat.reason(sharding)
+        raise RuntimeError(f"cp_rewrite: {why}; rank {sharding.rank}, which {CALLS[kind]}, can't reach it") from error
+
+
+def _compared(sharding: Sharding, kind: str, text: str, note: str) -> list[str]:
     rank, store = sharding.rank, store_of(sharding.group)
     prefix, before = _next_turn(sharding, kind)
     # A text that all ranks turn out to share is never read: it is written only when digests differ.
@@ -159,7 +170,9 @@ def _wait_on(sharding: Sharding, keys: list[str], kind: str, start: float) -> No
     store, group, told, met = store_of(sharding.group), sharding.group_name, False, time.monotonic()
     while missing := [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]:
         now = time.monotonic()
-        ended = [f"rank {r} {how}" for r in missing if (how := heartbeat.end_of(store, r))]
+        gone = heartbeat.gone(sharding)
+        ends = {r: heartbeat.end_of(store, r) or ("died" if r in gone else "") for r in missing}
+        ended = [f"rank {r} {how}" for r, how in ends.items() if how]
         if ended or now > start + timeout_of(sharding.group).total_seconds():
             raise RuntimeError(_absent(missing, ended, kind))
         apart = [how for r in missing if (how := heartbeat.apart(store, group, sharding.rank, r))]

@@ -1,7 +1,8 @@
 """Weights and buffers are the same on all ranks: compared at a graph's first call, a sample of them at each later one.
 
-What drives ranks apart shows there one batch later, whatever it is: a sum of gradients that was forgotten or left out
-some of them, a step that one rank skips, a rate or a checkpoint that one rank alone has.
+What drives all weights of a rank apart shows there one batch later: a sum of gradients that was forgotten, a step that
+one rank skips, a rate or a checkpoint that one rank alone has. A batch looks at `_AT_ONCE` weights and buffers, by
+turns: what drives one of n apart shows within n / `_AT_ONCE` batches.
 """
 
 from __future__ import annotations
