@@ -22,7 +22,7 @@ from cp_rewrite.passes.graph.nodes import bind, op_name, value_of
 from cp_rewrite.torch_internals import FakeTensorMode, expression
 
 _OF_EACH = frozenset(
-    "add sub mul neg square sin cos exp tanh sigmoid logsigmoid softplus relu gelu silu elu leaky_relu mish eq ne "
+    "add sub mul neg square sin cos tanh sigmoid logsigmoid softplus relu gelu silu elu leaky_relu mish eq ne "
     "gt lt float double half bfloat16 long int to type_as clone contiguous detach".split()
 )
 """Of each number; of finite numbers they are finite, and so are their gradients."""
@@ -33,6 +33,14 @@ _BY_NUMBER: dict[str, Callable[[Any], bool]] = {
 }
 """The same, by a second operand that is such a number."""
 _OF_LAST = frozenset({"linear", "layer_norm", "rms_norm"})
+_OF_NORMS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+_SMALLEST_EPS = 1e-20
+"""Of norms: with less, or none, a row of 0 gives 0 / 0, or so does its gradient, which has eps ** -1.5 in it."""
+_LARGEST_EXPONENT = 16.0
+"""What may be added in front of `exp`, which must not overflow where 0 stands for tokens that are not picked."""
 _OVER_DIM = frozenset({"softmax", "log_softmax", "logsumexp", "sum", "mean", "amax", "argmax", "squeeze"})
 _SAME = frozenset({"view", "reshape", "flatten"})
 
@@ -96,17 +104,38 @@ def _treats_each_alone(node: fx.Node, known: Collection[fx.Node]) -> bool:
     first, *more = [n for n in node.all_input_nodes if n in known]
     if not isinstance(value, Tensor) or _shape(value)[:1] != _shape(value_of(first))[:1]:
         return False
-    if name in _OF_EACH or (name in _BY_NUMBER and _BY_NUMBER[name](bind(node, ("input", "other")).get("other"))):
+    if name == "exp" and not _small_at_zero(first, known):
+        return False
+    if (
+        name == "exp"
+        or name in _OF_EACH
+        or (name in _BY_NUMBER and _BY_NUMBER[name](bind(node, ("input", "other")).get("other")))
+    ):
         return _alike(value, [first, *more], node)
     if more or node.args[:1] != (first,):
         return False
     if name in _OF_LAST:
-        return value_of(first).ndim > 1
+        return value_of(first).ndim > 1 and (name == "linear" or _finite_norm(node))
     if name in _SAME:
         return _shape(value) == _shape(value_of(first))
     if name in _OVER_DIM:
         return _from_behind(node) is not None
     return name == "getitem" and node.all_input_nodes == [first] and _of_features(node.args[1])
+
+
+def _finite_norm(node: fx.Node) -> bool:
+    """True if a norm of a row of 0, and its gradient, are finite."""
+    eps = bind(node, _OF_NORMS[op_name(node)]).get("eps")
+    return eps is None or (isinstance(eps, float) and eps >= _SMALLEST_EPS)
+
+
+def _small_at_zero(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    """True if nothing is added to what follows from picks, up to a node, but small numbers."""
+    if op_name(node) in ("add", "sub"):
+        terms = [x for x in (*node.args[:2], *node.kwargs.values()) if x not in known]
+        if not all(isinstance(x, int | float) and abs(x) <= _LARGEST_EXPONENT for x in terms):
+            return False
+    return all(_small_at_zero(n, known) for n in node.all_input_nodes if n in known)
 
 
 def _alike(value: Tensor, operands: Sequence[fx.Node], node: fx.Node) -> bool:

@@ -37,9 +37,11 @@ class _Pick:
     """x[mask], where all reads of it are known.
 
     Args:
-        sums: reductions that read it. losses: cross entropies. sizes: nodes that only assert that it has some size.
+        node: the pick. sums: reductions that read it. losses: cross entropies.
+        sizes: nodes that only assert that it has some size.
     """
 
+    node: fx.Node
     x: fx.Node
     mask: fx.Node
     sums: Sequence[fx.Node]
@@ -122,7 +124,7 @@ def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
     losses = [user for user in node.users if user.target is F.cross_entropy]
     if None in asserted or len(sums) + len(losses) + len(sizes) < len(node.users):
         return None
-    return _Pick(*picked, sums, losses, [each for chain in asserted for each in chain or ()])
+    return _Pick(node, *picked, sums, losses, [each for chain in asserted for each in chain or ()])
 
 
 def _asserts(node: fx.Node) -> list[fx.Node] | None:
@@ -199,6 +201,7 @@ def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
 def _over_all_tokens(loss: fx.Node, scores: _Pick, targets: _Pick, mode: FakeTensorMode) -> None:
     new, ndim = maker(loss, mode), value_of(scores.mask).ndim
     labels = new(torch.where, targets.mask, targets.x, bind(loss)["ignore_index"])
-    whole = scores.x if ndim == 1 else new("flatten", scores.x, 0, ndim - 1)
+    finite = chosen(scores.x, scores.mask, maker(scores.node, mode))  # those not picked may be infinite or nan
+    whole = finite if ndim == 1 else new("flatten", finite, 0, ndim - 1)
     loss.kwargs = {name: value for name, value in loss.kwargs.items() if name not in ("input", "target")}
     loss.args = whole, new("flatten", labels), *loss.args[2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from tests.border.model import TOKENS, VOCAB, Model
 from tests.helpers.one_process import step_of_losses
+from tests.helpers.packed_model import TOKENS as PACKED
+from tests.helpers.packed_model import VOCAB as WORDS
+from tests.helpers.packed_model import PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
 Batch = Mapping[str, Any]
@@ -345,3 +349,40 @@ def test_places_that_differ_from_rank_to_rank_are_refused(name: str) -> None:
 )
 def test_picked_tokens_are_whole_on_more_ranks(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
     compare(pool, [*LOSSES], ranks, layout, rows, tokens)
+
+
+class PicksFinite(PackedModel):
+    """Its loss is of picked tokens, where all others may be nan."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
+        return self.how(logits, labels.clamp(min=0), labels > 4)
+
+
+def nan_elsewhere(x: Tensor, m: Tensor) -> Tensor:
+    return x.masked_fill(~m[..., None], torch.nan)
+
+
+HOWS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "nan": (lambda x, y, m: F.cross_entropy(nan_elsewhere(x, m)[m], y[m]), True),
+    "scaled": (lambda x, y, m: F.cross_entropy(nan_elsewhere(x, m)[m] / 3, y[m]), True),
+    "norm without eps": (lambda x, y, m: F.cross_entropy(F.layer_norm(x[m], (WORDS,), eps=0.0), y[m]), False),
+    "rms norm without eps": (lambda x, y, m: F.cross_entropy(F.rms_norm(x[m], (WORDS,), eps=0.0), y[m]), False),
+    "exp": (lambda x, y, m: (x[m] / 9 + 1).exp().sum(), True),
+    "exp of what overflows at 0": (lambda x, y, m: (800 - (x[m] * 0 + 800)).exp().sum() * x.sum(), False),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_tokens_that_are_not_picked_reach_no_gradient(how: str) -> None:
+    function, right = HOWS[how]
+    model = PicksFinite(function).double()
+    sharding = cp.Sharding(2, PACKED, cp.DocumentIds("doc_ids"), "head_tail")
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if right else pytest.raises(cp.RewriteRefused):
+        report = cp.check(model, sharding, packed_batch(1, 13))
+        assert report.largest <= 1e-9
+        assert not any(error != error for error in report.gradients.values())
