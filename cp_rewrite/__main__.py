@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--tokens", type=int, help="tokens of a row, taken as one document")
     m.add_argument("--lengths", help="document lengths of a row instead: 3104,3200,… or a file of them")
     m.add_argument("--checkpointed", action="store_true", help="every layer under gradient checkpointing")
-    m.add_argument("--tile", action="store_true", help="Sharding(tile='auto'), in a model that returns its loss alone")
-    m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits, as --tile implies")
+    m.add_argument("--tile", action="store_true", help="Sharding(tile='auto')")
+    m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits")
     m.add_argument("--offload", nargs="+", default=(), choices=["checkpoints", "weights"], help="what lies on the host")
     m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
     m.add_argument("--json", action="store_true", help="print JSON")
@@ -158,7 +158,8 @@ def _memory(arguments: argparse.Namespace) -> int:
         raise ValueError("pass either --tokens or --lengths")
     whole_number("--data-parallel", arguments.data_parallel)
     lengths = [arguments.tokens] if arguments.lengths is None else _lengths(arguments.lengths)
-    report = explain_config(arguments.model, lengths, arguments.world_size, nodes=arguments.nodes, speeds=arguments.gpu)
+    ranks, nodes, tile = arguments.world_size, arguments.nodes, "auto" if arguments.tile else None
+    report = explain_config(arguments.model, lengths, ranks, nodes=nodes, speeds=arguments.gpu, tile=tile)
     if report.target is None:
         print(report)
         return 1
@@ -166,7 +167,6 @@ def _memory(arguments: argparse.Namespace) -> int:
         report.target,
         arguments.checkpointed,
         arguments.data_parallel,
-        tiled=arguments.tile,
         loss_alone=arguments.loss_alone,
         offload=arguments.offload,
     )

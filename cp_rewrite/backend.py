@@ -22,6 +22,7 @@ from cp_rewrite.batch.steps.weights import WeightWatch
 from cp_rewrite.batch.unshard import gathered, map_tensors
 from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
+from cp_rewrite.calls.left_out import Input, LeftOutputs
 from cp_rewrite.calls.rope_by_length import check_rope
 from cp_rewrite.calls.tokens_alone import SpotCheck
 from cp_rewrite.passes.capture.capture import capture, for_eager
@@ -46,17 +47,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Backend:
-    """A torch.compile backend for one Sharding. Equal for equal annotations, so that calls do not recompile."""
+    """A torch.compile backend for one Sharding. Equal for equal annotations, so that calls do not recompile.
 
-    def __init__(self, sharding: Sharding) -> None:
-        self.sharding = sharding
+    `loss_alone`: the caller reads no output beside a loss, so that wide ones are left out whatever the annotation says.
+    """
+
+    def __init__(self, sharding: Sharding, loss_alone: bool = False) -> None:
+        self.sharding, self.loss_alone = sharding, loss_alone
         observe.listen()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and self.sharding.graph_key == other.sharding.graph_key
+        return isinstance(other, Backend) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self.sharding.graph_key)
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return (self.loss_alone, *self.sharding.graph_key)
 
     def __call__(
         self,
@@ -82,7 +90,12 @@ class Backend:
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
         compiled = self._inner(state.graph_module, [*example_inputs, *extra], patches)
-        return _checked(state, number, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added))
+        left_out = LeftOutputs(state, self._weight)
+        return _checked(state, number, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added), left_out)
+
+    def _weight(self, node: fx.Node) -> Input | None:
+        """How an input of a graph is read once the call is over, where it is none of the call's arguments."""
+        return None
 
     def _agreed(self, gm: fx.GraphModule) -> tuple[passes.State, int]:
         """What the passes made of a graph, or found against it, and the graph's number: the same on all ranks."""
@@ -114,7 +127,7 @@ class Backend:
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         check_rope(self.sharding)
-        state = capture(gm, self.sharding, active_plan(self.sharding))
+        state = capture(gm, self.sharding, active_plan(self.sharding), self.loss_alone)
         for found in state.tokens.inputs:
             state.plan.check_tokens(found.name, found.value, found.dim, hint(found.tokens))
         return passes.run_passes(state)
@@ -243,7 +256,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 
 
 def _checked(
-    state: passes.State, number: int, compiled: Callable[..., Any], sizes: PlanConditions
+    state: passes.State, number: int, compiled: Callable[..., Any], sizes: PlanConditions, left_out: LeftOutputs
 ) -> Callable[..., Any]:
     """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
@@ -266,10 +279,12 @@ def _checked(
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
         call = history.note_call(sharding.group_name, number)
-        out = checks.results(plan, vouched.call(compiled, args))
+        given = vouched.call(compiled, args)
+        out = checks.results(plan, left_out.graphs_own(given))
         weights.after()
         end_with_batch(sharding, plan.number, out)
         watch_backward(sharding, call, trained, out)
+        left_out.put(out, given, args)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:

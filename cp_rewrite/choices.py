@@ -33,7 +33,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": get_args(Rows),
 }
 _OPTIONAL = {"assume_mask": PackedMask, "balance_for": PackedMask, "capacity": Capacity, "states": StateLayers}
-_FLAGS = ("strict", "resolve", "keep_kv", "deterministic", "check_batches", "across_documents", "reset_states")
+_FLAGS = (
+    "strict",
+    "resolve",
+    "keep_kv",
+    "keep_outputs",
+    "deterministic",
+    "check_batches",
+    "across_documents",
+    "reset_states",
+)
 
 
 def check_choices(fields: Mapping[str, Any]) -> None:

@@ -84,6 +84,9 @@ class Sharding:
             head with its loss, so that no tensor has all rows and the whole vocabulary. `auto`: as many as give a
             tile's widest tensor 2 GiB. None: only loops over chunks of tokens
             that the model has itself, in as many tiles as they have chunks.
+        keep_outputs: with `tile`, keep what a model returns beside its loss and is as wide, its logits. False: they
+            come back as stand-ins, tensors without memory that are computed at the first access (with FSDP before the
+            backward) and that no gradient comes back from: see docs/guides/memory.md.
     Safety:
         strict: raise RewriteRefused where a site can't be proven right. False leaves such a graph as it is,
             with a warning: its attention then sees the shard only.
@@ -148,6 +151,7 @@ class Sharding:
     inner: Inner = "inductor"
     # Memory
     tile: int | Literal["auto"] | None = None
+    keep_outputs: bool = False
     # Safety
     strict: bool = True
     resolve: bool = True

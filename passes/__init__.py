@@ -19,7 +19,8 @@
     guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
                                                      not the same on a shard is made so
-    tile_rows              rewrite/tile_rows.py     what is wide for each token runs over some of the rows at a time
+    tile_rows              rewrite/tile_rows.py     what is wide for each token runs over some of the rows at a time;
+                                                     wide outputs beside a loss are left out (rewrite/leave_out.py)
     verify_graph           verify.py                 the new graph is whole
 
 The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in

@@ -27,6 +27,7 @@ from cp_rewrite.batch.cut_tokens import cut_tokens, join_tokens
 from cp_rewrite.batch.steps.token_mean import group_of_threads
 from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
+from cp_rewrite.calls.left_out import LeftOutputs
 from cp_rewrite.packing import untaken_args
 from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.planning.batch_plan import BatchPlan
@@ -157,7 +158,7 @@ class _Runner:
         """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
         unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
-        graph = for_eager(state.graph_module)
+        graph, left_out = for_eager(state.graph_module), LeftOutputs(state)
 
         def run(*args: Any) -> Any:
             if checks is None:
@@ -169,7 +170,11 @@ class _Runner:
             args = tuple(self.buffers[id(x)].clone() if id(x) in self.buffers else x for x in args)
             checks.check(plan, args)
             plan_tensors = (plan.tensor(key) for key in state.inputs)
-            return checks.results(plan, graph(*checks.arguments(plan, args), *plan_tensors))
+            args = tuple(checks.arguments(plan, args))
+            given = graph(*args, *plan_tensors)
+            out = checks.results(plan, left_out.graphs_own(given))
+            left_out.put(out, given, args)
+            return out
 
         return run
 

@@ -19,13 +19,14 @@ from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.regions import graph_modules
 from cp_rewrite.passes.locality.rules.over_ranks.recurrences import OnPieces
 from cp_rewrite.passes.values.resolution import Converted, OfSums
+from cp_rewrite.planning.cost.memory import Needs
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
 from .forecast import page
-from .forecast.needs import needs_of
+from .forecast.needs import logits_of, needs_of
 from .forecast.target import Target, facts_of, target_of
 from .forecast.weights import weights_on_cpu
 
@@ -195,8 +196,6 @@ def _report(state: passes.State, model: Any) -> Report:
     target = facts_of(state)
     facts = target[1] if target else None
     needs = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
-    if needs is not None and state.sharding.tile is not None:
-        needs = replace(needs, logits=0.0)  # a tile's are few
     state = passes.run_passes(replace(state, target=facts))
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
@@ -215,8 +214,16 @@ def _report(state: passes.State, model: Any) -> Report:
         *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
     ]
     notes = (_KERNELS.format(target[0]),) if target and target[1].capability and sites else ()
-    forecast = None if state.refusals else target_of(state, needs)
+    forecast = None if state.refusals else _forecast(state, needs, rows)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
+
+
+def _forecast(state: passes.State, needs: Needs | None, rows: int) -> Target:
+    """What the rewritten graph takes: of its logits, all that it still gives or has."""
+    if needs is None or state.sharding.tile is None:
+        return target_of(state, needs)
+    has, returns = logits_of(needs, state.graph_module, rows)
+    return target_of(state, replace(needs, returned=returns), tiled=not has)
 
 
 _KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is installed (pip install 'cp_rewrite[fa4]')"

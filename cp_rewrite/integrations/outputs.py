@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.batch.active.marks import is_part
+from cp_rewrite.batch.stand_in import StandIn
 from cp_rewrite.batch.steps.token_mean import summed
 from cp_rewrite.sharding import Sharding
 
@@ -27,7 +28,7 @@ def scaled(value: Tensor, factor: int) -> Tensor:
     op can pass by: an op in place on a small output (`loss *= weight`) follows it; on a large one, which shares the
     memory of the given tensor, it is an error of torch.
     """
-    if factor == 1 or not value.requires_grad:
+    if factor == 1 or not value.requires_grad or isinstance(value, StandIn):  # whose gradient is an error
         return value
     out: Tensor = _Scale.apply(value, factor)  # type: ignore[assignment]
     vars(out).update(vars(value))  # what is known of its tokens

@@ -37,7 +37,7 @@ class FusedForward(GlobalForward):
         def inner(**kwargs: Any) -> Any:
             return of_backbone(**kwargs)
 
-        run = self.compile(inner, sharding)
+        run = self.compile(inner, sharding, loss_only)
 
         def forward(**local: Any) -> Any:
             with patch.object(backbone, "forward", run):

@@ -1,10 +1,12 @@
 """Peak memory and speed of training steps beside what `python -m cp_rewrite memory` predicts.
 
-    torchrun --nproc-per-node 2 examples/bench/memory.py llama-1.1b:131072:checkpointed,tile
+    torchrun --nproc-per-node 2 examples/bench/memory.py llama-1.1b:131072:checkpointed,tile \\
+        llama-1.1b:131072:checkpointed,tile,wrapped
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
-(checkpoints there) and `host-weights`. Each is a Llama or a Qwen3-MoE under FSDP2, bf16 over fp32 weights, AdamW, one
-row of packed documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A
+(checkpoints there), `host-weights` and `wrapped` (in a module that returns the loss alone). Each is a Llama or a
+Qwen3-MoE of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed
+documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A
 setting that runs out of memory says so; put it last.
 """
 
@@ -21,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,7 +49,7 @@ MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabu
     "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
     "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
-OPTIONS = ("checkpointed", "tile", "host", "host-weights")
+OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped")
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,24 @@ class Found:
         return max(self.forward, self.backward, self.optimizer)
 
 
-class WithLoss(nn.Module):
+class LossAlone(nn.Module):
     """A language model that returns its loss, and not its logits."""
 
-    def __init__(self, config: PretrainedConfig, checkpointed: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        lm = AutoModelForCausalLM.from_config(config)
-        if checkpointed:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model, self.lm_head = lm.model, lm.lm_head
+        self.model = model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
-        h = self.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
-        logits = self.lm_head(h).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    def forward(self, **batch: Any) -> Any:
+        return {"loss": self.model(**batch).loss}
+
+
+def make_model(setting: Setting) -> nn.Module:
+    """On `meta`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(setting.config())
+    if "checkpointed" in setting.options:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return LossAlone(model) if "wrapped" in setting.options else model
 
 
 def main() -> None:
@@ -166,10 +171,7 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
     tile = "auto" if "tile" in setting.options else None
     sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
-    with torch.device("meta"):
-        plain = WithLoss(setting.config(), "checkpointed" in setting.options)
-    blocks = list(plain.model.layers)
-    model = cp.parallelize(plain, mesh, sharding, mp_policy=half, blocks=blocks, offload=setting.offload)
+    model = cp.parallelize(make_model(setting), mesh, sharding, mp_policy=half, offload=setting.offload)
     fill(model, setting, torch.device("cpu") if "host-weights" in setting.options else device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for weight in model.parameters():
@@ -180,8 +182,8 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
     for step in range(args.steps):
         start = time.perf_counter()
         moments: list[float] = [peak(device)]
-        with sharding.shard(batch) as local:
-            loss = model(**local)
+        with sharding.shard(batch, shift_labels=True) as local:
+            loss = model(**local)["loss"]
             moments.append(peak(device))
             loss.backward()
         moments.append(peak(device))
@@ -217,7 +219,9 @@ def fill(model: Any, setting: Setting, where: torch.device) -> None:
             local.fill_(1.0) if weight.ndim == 1 else local.normal_(std=0.02)
         rotary = LlamaRotaryEmbedding(setting.config())
         for name, buffer in rotary.named_buffers():
-            model.model.rotary_emb._buffers[name] = buffer.to("cuda" if torch.cuda.is_available() else "cpu")
+            for module in model.modules():
+                if name in module._buffers:
+                    module._buffers[name] = buffer.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_batch(setting: Setting) -> dict[str, Tensor]:
@@ -228,8 +232,8 @@ def make_batch(setting: Setting) -> dict[str, Tensor]:
         length = min(left, int(torch.randint(min(2000, tokens), min(16000, tokens) + 1, (), generator=generator)))
         positions.append(torch.arange(length))
         left -= length
-    ids = torch.randint(0, setting.config().vocab_size, (1, tokens + 1), generator=generator)
-    return {"input_ids": ids[:, :-1], "position_ids": torch.cat(positions)[None], "labels": ids[:, 1:]}
+    ids = torch.randint(0, setting.config().vocab_size, (1, tokens), generator=generator)
+    return {"input_ids": ids, "position_ids": torch.cat(positions)[None], "labels": ids.clone()}
 
 
 def show(lines: list[tuple[Setting, Found | str]], world: int, predicts: bool) -> None:
@@ -254,13 +258,13 @@ def forecast(setting: Setting, world: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         setting.config().save_pretrained(folder)
         lengths = [*map(len, documents(setting))]
-        target: Target | None = explain_config(folder, lengths, world, speeds="h200").target
+        tile = "auto" if "tile" in setting.options else None
+        target: Target | None = explain_config(folder, lengths, world, speeds="h200", tile=tile).target
     assert target is not None
     assert target.needs is not None
-    needs = target.needs.of_loss()
+    needs = target.needs.of_loss() if "wrapped" in setting.options else target.needs
     needs = needs.checkpointed() if "checkpointed" in setting.options else needs
-    tiled, offload = "tile" in setting.options, setting.offload
-    memory = predict(needs, replace(target.share(), tiled=tiled, on_host=offload, accumulated=False))
+    memory = predict(needs, replace(target.share(), on_host=setting.offload, accumulated=False))
     print(json.dumps({"setting": setting.name, "at": memory.at, **memory.parts}))
     return memory.peak / GIB
 

@@ -38,7 +38,7 @@ _PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
 """What `torch._check_tensor_all` calls -> its usual name."""
 
 
-def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
+def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone: bool = False) -> State:
     """A copy of Dynamo's graph, ready for the passes: adding placeholders to Dynamo's own graph would break it."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = copied(gm, copies)
@@ -66,8 +66,8 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan) -> State:
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
-    frame = Frame(kept, break_reason(gm), is_resumed(), partial(results_of, gm))
-    return State(copy, sharding, tokens, device, plan, frame, chunked=chunked)
+    frame = Frame(kept, frozenset(places.values()), break_reason(gm), is_resumed(), partial(results_of, gm))
+    return State(copy, sharding, tokens, device, plan, frame, loss_alone, chunked=chunked)
 
 
 def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:

@@ -48,6 +48,8 @@ class TileRegion:
     chunks: int = 0
 
 
+_FINE = 1 << 24
+"""More than the places of nodes in a cut add up to."""
 _networkx: Any = importlib.import_module("networkx")  # torch needs it too; it has no types
 _Edge = tuple[Any, Any, int | None]
 
@@ -70,6 +72,19 @@ def find_regions(found: Rowwise, loops: bool) -> list[TileRegion]:
     return regions
 
 
+def way_to(node: fx.Node, found: Rowwise) -> TileRegion | None:
+    """What makes a node's rows of narrow ones, the nearest to it of the cheapest, without gradients; None: nothing
+    does, or the rows that it is made of are not much narrower."""
+    if node not in found.alone or not found.row_bytes(node):
+        return None
+    mode = found.modes[node]
+    able = _able(found.alone, mode, found)
+    region = _made({node} | _before({node}, able, found, late=True), found, mode)
+    if region is None or (found.row_bytes(node) or 0) < TILE_GAIN * sum(found.row_bytes(n) or 0 for n in region.rows):
+        return None
+    return replace(region, results=(node,), mode=(mode[0], False))
+
+
 def _chunks(node: fx.Node) -> int:
     """How many chunks a loop of the model computed a node in; 0: none did."""
     return node.meta.get(CHUNKS, 0)
@@ -77,8 +92,7 @@ def _chunks(node: fx.Node) -> int:
 
 def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise, loops: bool) -> TileRegion | None:
     mode = found.modes[seed]
-    able = {n for n in free if found.modes[n] == mode and (found.row_bytes(n) is not None or _is_tuple(n, found))}
-    able = {n for n in able if not loops or _chunks(n) == _chunks(seed)}
+    able = {n for n in _able(free, mode, found) if not loops or _chunks(n) == _chunks(seed)}
     behind = _behind({seed}, able, found)
     inside = behind | _before(behind, able, found)
     region = _made(inside, found, mode)
@@ -97,6 +111,11 @@ def _region(seed: fx.Node, free: set[fx.Node], found: Rowwise, loops: bool) -> T
         return region if once and region.widest >= across and _is_one_place(region, found) else None
     worth = TILE_GAIN_AGAIN if found.again else TILE_GAIN
     return region if region.widest >= worth * across and _is_one_place(region, found) else None
+
+
+def _able(free: Iterable[fx.Node], mode: Mode, found: Rowwise) -> set[fx.Node]:
+    """Nodes that may stand in one region, of those that are free."""
+    return {n for n in free if found.modes[n] == mode and (found.row_bytes(n) is not None or _is_tuple(n, found))}
 
 
 def _is_tuple(node: fx.Node, found: Rowwise) -> bool:
@@ -152,8 +171,9 @@ def _side_of_first(edges: Iterable[_Edge]) -> list[Any]:
     return [x for x in first if isinstance(x, tuple)]
 
 
-def _before(inside: set[fx.Node], able: set[fx.Node], found: Rowwise) -> set[fx.Node]:
-    """What is computed once more for each tile on the way to the inside, from the cheapest cut on."""
+def _before(inside: set[fx.Node], able: set[fx.Node], found: Rowwise, late: bool = False) -> set[fx.Node]:
+    """What is computed once more for each tile on the way to the inside, from the cheapest cut on. `late`: the one
+    nearest to the inside, of several."""
     edges: list[_Edge] = []
     pending, seen = [n for node in inside for n in node.all_input_nodes], set[fx.Node]()
     while pending:
@@ -161,7 +181,10 @@ def _before(inside: set[fx.Node], able: set[fx.Node], found: Rowwise) -> set[fx.
         if node in seen or node in inside or not _has_rows(node, found):
             continue
         seen.add(node)
-        edges.append((("in", node), ("out", node), _cost(node, found)))
+        cost = _cost(node, found)
+        if late and cost is not None:
+            cost = cost * _FINE + len(found.place) - found.place[node]
+        edges.append((("in", node), ("out", node), cost))
         if any(user in inside for user in node.users):
             edges.append((("out", node), "last", None))
         if node in able:

@@ -19,6 +19,7 @@ from cp_rewrite.refusal import Refusal
 from cp_rewrite.sharding import Sharding
 
 from .cut import Cut
+from .left_out import LeftOut
 from .locality import Locality
 from .recorded_mask import RecordedMask
 from .site import Site
@@ -68,10 +69,12 @@ class Frame:
         kept: nodes whose values outlive the call by another way than its result -> what keeps them (`L['self'].load`).
         breaks: the line where the graph ends before the function does, and why; None: it does not.
         resumed: the graph begins in the middle of the function.
+        places: of `kept` among the graph's outputs.
         results: what the function returns and keeps, to be asked for while it is compiled; None: that can't be told.
     """
 
     kept: Mapping[fx.Node, str]
+    places: frozenset[int]
     breaks: str | None
     resumed: bool
     results: Callable[[], Results | None]
@@ -87,7 +90,7 @@ class State:
         tokens: which inputs carry tokens, and the names of all.
         device: where the graph runs. target: of a dry run what is known of the GPUs that it is for.
         plan: of the batch in flight; the extra inputs take their sizes from it.
-        frame: what Dynamo says of the function.
+        frame: what Dynamo says of the function. loss_alone: its caller reads none of its outputs beside a loss.
         chunked: loops over chunks of tokens were made one run over all of them.
         size_conditions: what the graph decided by token counts.
         sites, locality, refusals: what was found. refused: other attention nodes -> the Site that each would be, but
@@ -95,6 +98,7 @@ class State:
         tables: buffers whose numbers masks were proven by. offsets: arguments that must hold what the packing's
             cu_seqlens do.
         decisions: what was decided. inputs: what was added, in order. masks: what will be compared on the first call.
+        left_out: outputs that the graph no longer gives.
     """
 
     graph_module: fx.GraphModule
@@ -103,6 +107,7 @@ class State:
     device: torch.device
     plan: ActivePlan
     frame: Frame
+    loss_alone: bool = False
     target: DeviceFacts | None = None
     chunked: bool = False
     size_conditions: SizeConditions | None = None
@@ -115,3 +120,4 @@ class State:
     decisions: tuple[Decision, ...] = ()
     inputs: tuple[PlanInput, ...] = ()
     masks: tuple[RecordedMask, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()

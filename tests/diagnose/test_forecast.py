@@ -232,7 +232,7 @@ def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:
 
 
 def test_logits_that_are_returned_weigh_three_times(plain: Report, tmp_path: Path) -> None:
-    """They are read off the graph; the first advice is to return the loss alone."""
+    """They are read off the graph; the first advice is to tile, which leaves them out."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=4096, architectures=["LlamaForCausalLM"])
@@ -242,8 +242,28 @@ def test_logits_that_are_returned_weigh_three_times(plain: Report, tmp_path: Pat
     share = Share(2**20, 2**20, 2)
     assert predict(found, share).logits - predict(found.of_loss(), share).logits == 4 * 2**20 * 4096
     names = [what for what, _ in options(found.checkpointed(), share)]
-    assert "loss alone" in names[0]
-    assert "tile" in names[1]
+    assert "tile" in names[0]
+
+
+@pytest.mark.long
+def test_a_forecast_counts_the_logits_that_the_rewritten_graph_keeps(tmp_path: Path) -> None:
+    """With `tile` an unmodified model's are left out; kept, all rows of them are there, in no tile."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, vocab_size=4096, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    options: list[dict[str, Any]] = [{}, {"tile": "auto"}, {"tile": "auto", "keep_outputs": True}]
+    plain, tiled, kept = (explain_config(str(tmp_path), [64], 2, **how).target for how in options)
+    assert plain is not None
+    assert tiled is not None
+    assert kept is not None
+    assert [(x.tiled, x.needs and x.needs.returned) for x in (plain, tiled, kept)] == [
+        (False, True), (True, False), (False, True)
+    ]  # fmt: skip
+    assert kept.memory == plain.memory
+    assert tiled.needs is not None
+    long = replace(tiled.share(), rows=2**20)
+    of_all = predict(tiled.needs, replace(long, tiled=False)).logits
+    assert predict(tiled.needs, long).logits < of_all / 4
 
 
 @pytest.mark.long

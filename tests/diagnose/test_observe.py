@@ -134,6 +134,7 @@ def test_the_hash_covers_all_sources() -> None:
 OTHERS: dict[str, Any] = {
     "tokens": {"x": 1, "pos": 1, "labels": 1}, "packing": cp.DocumentIds("pos"), "exchange": "all_gather",
     "kernel": "reference", "exchange_at": "attention", "keep_kv": True, "ranks_per_node": 1, "speeds": "h200",
+    "keep_outputs": True,
     "capacity": cp.Capacity(documents=8, pieces=8, rows=64), "deterministic": True, "inner": "aot_eager", "tile": 64,
     "strict": False, "resolve": False, "random": "per_rank", "assume_mask": cp.PackedMask(), "across_documents": True,
     "reset_states": True,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_rewrite as cp
 from cp_rewrite.ops.tiles import REGIONS
 from tests.helpers.one_process import check_or_refuse, compare
-from tests.helpers.packed_model import VOCAB, WIDTH, PackedModel
+from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
 
 WIDE = 40 * VOCAB
@@ -220,15 +220,77 @@ def test_narrow_models_are_left_alone() -> None:
 
 
 class Returned(Wide):
-    """Logits that come back are there for all rows, whatever the loss does."""
+    """Logits that come back beside the loss."""
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
         return super().loss(logits, labels, num_items), logits
 
 
-def test_what_is_returned_is_not_tiled() -> None:
+class ReturnedCopy(Wide):
+    """In a dict, as a copy that nothing else reads and as they are, from a head with a soft cap."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        logits = 30 * torch.tanh(logits / 30)
+        return {"loss": super().loss(logits, labels, num_items), "wide": logits.to(torch.float32), "logits": logits}
+
+
+class ReturnedTied(Tied):
+    """Tokens first, log-probabilities and states of the last layer too; the head is the table of embeddings."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return super().loss(logits, labels, num_items), logits.log_softmax(-1), logits.transpose(0, 1).contiguous()
+
+
+class ReturnedMean(ReturnedTied):
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        _, *others = super().loss(logits, labels, num_items)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), *others
+
+
+class ReturnedTurned(Returned):
+    """States and the weight of the head lie in memory the other way around."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDE) / 5)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return F.linear(h, self.weight.t())
+
+    def extra(self) -> None:
+        self.head = self.Head()
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+SLOW = [(ReturnedCopy, 2), (ReturnedMean, 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [(Returned, 1), (ReturnedTied, 1), (ReturnedTurned, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
+)
+def test_what_is_returned_beside_a_loss_is_left_out(model: type[PackedModel], rows: int) -> None:
+    """What stands in its place has the values of one process, and the loss runs in tiles."""
     REGIONS.clear()
-    assert check_or_refuse(Returned(), tile=3) is None
+    assert check_or_refuse(model(), rows=rows, tile=3) is None
+    assert REGIONS
+
+
+class LossOutside(Wide):
+    """A scalar beside logits that is no loss of theirs: what trains on them stands outside."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        return logits, self.embed.weight.square().sum()
+
+
+@pytest.mark.parametrize(("model", "how"), [(Returned, {"keep_outputs": True}), (LossOutside, {})])
+def test_what_is_kept_is_not_tiled(model: type[PackedModel], how: dict[str, Any]) -> None:
+    REGIONS.clear()
+    report = cp.explain(model(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), tile=3, **how))(**packed_batch())
+    assert report.ok
     assert not REGIONS
 
 

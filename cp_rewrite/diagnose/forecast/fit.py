@@ -53,12 +53,11 @@ def fit_of(
     checkpointed: bool = False,
     data_parallel: int = 1,
     *,
-    tiled: bool = False,
     loss_alone: bool = False,
     offload: Collection[str] = (),
 ) -> Fit:
-    """The peak on a target, with every layer checkpointed or as the model has them. `tiled`, `offload`: as `Share` has
-    them. `loss_alone`: the model will return no logits, though the one that was looked at does.
+    """The peak on a target, with every layer checkpointed or as the model has them. `offload`: what lies on the host.
+    `loss_alone`: the model will return no logits, though the one that was looked at does.
 
     Raises:
         ValueError: the target is of a function, which has no weights.
@@ -66,8 +65,8 @@ def fit_of(
     if target.needs is None:
         raise ValueError("memory is predicted of a module, whose weights are known")
     needs = target.needs.checkpointed() if checkpointed else target.needs
-    needs = needs.of_loss() if tiled or loss_alone else needs
-    share = replace(target.share(data_parallel), tiled=tiled, on_host=offload)
+    needs = needs.of_loss() if loss_alone else needs
+    share = replace(target.share(data_parallel), on_host=offload)
     room = target.room
     tried: list[tuple[str, Memory]] = []
     for what, memory in options(needs, share):

@@ -27,7 +27,7 @@ from cp_rewrite.ops.states.kinds import inputs_of, state_shapes, wide
 from cp_rewrite.passes.graph.nodes import bind, needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.regions import graph_modules, is_checkpoint, region_call
 from cp_rewrite.passes.locality.rules.over_ranks.recurrences import kind_of
-from cp_rewrite.planning.cost.constants import TILE_GAIN_AGAIN
+from cp_rewrite.planning.cost.constants import TILE_GAIN, TILE_GAIN_AGAIN
 from cp_rewrite.planning.cost.memory import Layer, Needs
 from cp_rewrite.planning.token_reads.chunks import CHUNK
 from cp_rewrite.torch_internals import hint
@@ -62,6 +62,16 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     outside = graph.layer("")["kept"] - logits
     returned = logits > 0 and any(graph.size(n) >= logits for n in gm.graph.output_node().all_input_nodes)
     return Needs(tuple(found), *weights[""], outside, logits, returned)
+
+
+def logits_of(needs: Needs, gm: fx.GraphModule, tokens: int) -> tuple[bool, bool]:
+    """Of a graph that passes rewrote: (has it logits of all rows that tiles would spare, does it return them)."""
+    graph = _Graph(gm, tokens, None)
+    widest = max((layer.enters for layer in needs.layers), default=0.0)
+    if needs.logits < TILE_GAIN * widest or not needs.logits:
+        return False, needs.returned
+    has = any(graph.size(node) >= needs.logits for node in gm.graph.nodes if node.op != "output")
+    return has, any(graph.size(node) >= needs.logits for node in gm.graph.output_node().all_input_nodes)
 
 
 @dataclass

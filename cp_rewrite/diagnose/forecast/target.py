@@ -51,6 +51,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
+        tiled: heads and MLPs run in tiles, by `Sharding(tile=…)`.
         cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
@@ -64,6 +65,7 @@ class Target:
     needs: Needs | None
     planned_for: str = ""
     cuts: int = 0
+    tiled: bool = False
 
     @property
     def room(self) -> int:
@@ -78,7 +80,7 @@ class Target:
     def share(self, data_parallel: int = 1) -> Share:
         """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
         expanded = max((site.expanded for site in self.attention), default=0)
-        return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts)
+        return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts, tiled=self.tiled)
 
     @property
     def memory(self) -> Memory | None:
@@ -153,7 +155,7 @@ def facts_of(state: State) -> tuple[str, DeviceFacts] | None:
     return None
 
 
-def target_of(state: State, needs: Needs | None) -> Target:
+def target_of(state: State, needs: Needs | None, tiled: bool = False) -> Target:
     """The target of a graph whose sites are decided."""
     speeds, ranks = target_speeds(state.sharding, state.device), state.sharding.world_size
     per_node = state.sharding.node_size or ranks
@@ -189,7 +191,9 @@ def target_of(state: State, needs: Needs | None) -> Target:
     rows = plan.local_size * len(plan.rows)
     steps = (step.run for lowered in state.locality.lowered for step in lowered.steps)
     cuts = max((state.plan.most_cut(run.states) for run in steps if isinstance(run, OnPieces)), default=0)
-    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts)
+    return Target(
+        speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts, tiled
+    )
 
 
 def _planned_for(state: State) -> str:

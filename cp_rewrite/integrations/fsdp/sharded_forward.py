@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from cp_rewrite.backend import Backend
+from cp_rewrite.batch.stand_in import gone
+from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.passes.graph.dynamo_internals import input_value
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.graph.writes import written_memory
@@ -76,19 +79,22 @@ def compile_segments(
     blocks: Sequence[nn.Module],
     sharding: Sharding,
     store: HostStore | None = None,
+    loss_alone: bool = False,
 ) -> Callable[..., Any]:
     """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of.
-    `store`: where what blocks keep of their inputs goes."""
+    `store`: where what blocks keep of their inputs goes. `loss_alone` as of `Backend`."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     # What Dynamo compiles hangs on the code, and is counted there: each model has code of its own.
     traced.__code__ = traced.__code__.replace()
-    compiled = torch.compile(traced, backend=SegmentBackend(sharding, twin, blocks, store), fullgraph=True)
+    made_by = SegmentBackend(sharding, twin, blocks, store, loss_alone)
+    compiled = torch.compile(traced, backend=made_by, fullgraph=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         twin.follow()
+        made_by.calls += 1
         return compiled(*args, **kwargs)
 
     return run
@@ -105,10 +111,15 @@ class SegmentBackend(Backend):
     """
 
     def __init__(
-        self, sharding: Sharding, twin: Twin, blocks: Sequence[nn.Module], store: HostStore | None = None
+        self,
+        sharding: Sharding,
+        twin: Twin,
+        blocks: Sequence[nn.Module],
+        store: HostStore | None = None,
+        loss_alone: bool = False,
     ) -> None:
-        super().__init__(sharding)
-        self.blocks, self.store = [*map(weakref.ref, blocks)], store
+        super().__init__(sharding, loss_alone)
+        self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
         units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
         self._owners: dict[int, tuple[_Owner, int]] = {
@@ -143,6 +154,27 @@ class SegmentBackend(Backend):
         inputs, done = ((tuple(n for n in nodes if n not in owners)) for nodes in (call.inputs, call.done))
         return replace(call, inputs=inputs, done=done, run=run)
 
+    def _weight(self, node: fx.Node) -> Input | None:
+        """A weight of the model: it is whole between the forward and the backward, where it is in no block."""
+        if not isinstance(value_of(node), nn.Parameter):
+            return None
+        (module, name), _ = self._owner(node)
+
+        def of_call(_: Sequence[Any]) -> Read:
+            call, held = self.calls, _held(module, name)
+            as_it_was = None if isinstance(held, DTensor) else as_given(held)
+
+            def read() -> Tensor:
+                if self.calls != call:
+                    raise gone("the model was called again since")
+                if as_it_was is None or isinstance(_held(module, name), DTensor):
+                    raise gone(SHARDS_AGAIN)
+                return as_it_was()
+
+            return read
+
+        return of_call
+
     def _owner(self, node: fx.Node) -> tuple[_Owner, int]:
         """Who holds a weight of the twin in the model, and the number of its block."""
         value = input_value(node)
@@ -156,6 +188,12 @@ class SegmentBackend(Backend):
 
 def _call(block: weakref.ref[nn.Module], *args: Any) -> Any:
     return _alive(block)(*args)
+
+
+def _held(module: weakref.ref[nn.Module], name: str) -> Tensor:
+    found = _alive(module)._parameters[name]
+    assert found is not None, "a weight that was traced is there"
+    return found
 
 
 def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
@@ -176,7 +214,7 @@ class _Segment:
 
     def __call__(self, *inputs: Any) -> Any:
         rest = iter(inputs)
-        operands = [_alive(w[0])._parameters[w[1]] if w is not None else next(rest) for w in self._weights]
+        operands = [_held(*w) if w is not None else next(rest) for w in self._weights]
         with nullcontext() if self._store is None else self._store.holding(inputs):
             return self._run(*operands)
 

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
+from cp_rewrite.backend import Backend
 from cp_rewrite.batch.active.marks import batch_number, is_part
 from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments
@@ -88,10 +90,6 @@ def _positions(batch: Mapping[str, Any], arg: str, mask: Tensor | None) -> Tenso
     return torch.where(mask, index, index - lengths)
 
 
-LARGE = ("logits", "hidden_states", "attentions")
-"""Outputs that a step which reads the loss alone does not need in full on every rank."""
-
-
 @dataclass
 class Switch:
     """What the forwards of one trainer do at the moment. Outside of its steps its models are what they were."""
@@ -156,14 +154,13 @@ class GlobalForward:
 
     def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
         """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
-        `loss_only`: of its outputs those that are not `LARGE`: logits that nothing returns are made tile by tile."""
-        call = self.plain if self.twin is None else self.twin.module.forward
-        return self.compile(_without_large(call) if loss_only else call, sharding)
+        `loss_only`: nobody reads what it returns beside its loss."""
+        return self.compile(self.plain if self.twin is None else self.twin.module.forward, sharding, loss_only)
 
-    def compile(self, call: Callable[..., Any], sharding: cp.Sharding) -> Callable[..., Any]:
+    def compile(self, call: Callable[..., Any], sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
         if self.twin is not None:
-            return compile_segments(call, self.twin, self.blocks, sharding)
-        return torch.compile(call, backend=cp.backend(sharding), fullgraph=True)
+            return compile_segments(call, self.twin, self.blocks, sharding, loss_alone=loss_only)
+        return torch.compile(call, backend=Backend(sharding, loss_only), fullgraph=True)
 
     def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
         """Outputs of `size` local tokens, made global. What is neither the loss nor one value per token is left out."""
@@ -175,7 +172,7 @@ class GlobalForward:
                 # Each rank's loss is its part: their sum, counted as one; or, of a mean, the whole.
                 part = is_part(value) or batch_number(value) is None
                 fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding) if part else value
-            elif not (self.switch.loss_only and "loss" in outputs and name in LARGE):
+            elif not (self.switch.loss_only and "loss" in outputs and _is_wide(value, sharding)):
                 fields[name] = _in_order(value, sharding, size)
         fields = {name: value for name, value in fields.items() if value is not None}
         return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
@@ -200,17 +197,10 @@ def shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
 
 
-def _without_large(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's call whose outputs beside a loss are not `LARGE`."""
-
-    def run(**kwargs: Any) -> Any:
-        outputs = call(**kwargs)
-        if not isinstance(outputs, Mapping) or "loss" not in outputs:
-            return outputs
-        found = cast(Mapping[str, Any], outputs)
-        return type(outputs)(**{name: value for name, value in found.items() if name not in LARGE})
-
-    return run
+def _is_wide(value: Any, sharding: cp.Sharding) -> bool:
+    """More than one value per token, as of logits and hidden states: much to put together for nobody."""
+    dim = next(iter(sharding.tokens.values()))
+    return any(isinstance(leaf, Tensor) and leaf.ndim > dim + 1 for leaf in tree_leaves(value))
 
 
 def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:

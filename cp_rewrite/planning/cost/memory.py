@@ -98,7 +98,7 @@ class Share:
         ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
         item_bytes: of an element of activations and gathered weights.
         on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
-        tiled: `Sharding(tile="auto")`, and a model that returns its loss alone.
+        tiled: `Sharding(tile="auto")`: of logits and of wide MLPs that are checkpointed there are a tile's.
         accumulated: gradients of an earlier micro-batch are there.
     """
 
@@ -229,11 +229,9 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield "gradient checkpointing of the layers", predict(needs, share)
-    if needs.returned and not share.tiled:
-        needs = needs.of_loss()
-        yield "a model that returns its loss alone, not the logits", predict(needs, share)
-    if not share.tiled and predict(needs, replace(share, tiled=True)).peak < predict(needs, share).peak:
-        share = replace(share, tiled=True)
+    tiled = replace(share, tiled=True)
+    if not share.tiled and predict(needs.of_loss(), tiled).peak < predict(needs, share).peak:
+        needs, share = needs.of_loss(), tiled
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
         if len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host:
