@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.graph.regions import is_function, nested_graphs, region_call
+from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, region_call, region_calls
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.claims.extents import Extents
 
@@ -36,6 +36,31 @@ def live_nodes(gm: fx.GraphModule, sites: Sequence[Reader], refused: Collection[
     walk.enter(gm)
     walk.run()
     return walk.live
+
+
+def sources_of(nodes: Iterable[fx.Node], gm: fx.GraphModule, sites: Iterable[Reader]) -> set[fx.Node]:
+    """Nodes, and all that they are made of in the graph and its nested regions, masks of `sites` left out."""
+    reads, calls = {site.node: site.operands for site in sites}, region_calls(gm)
+    writers: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in (node for module in graph_modules(gm) for node in module.graph.nodes):
+        for target in written_nodes(node):
+            writers[memory_of(target)].append(node)
+    found, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        made_of = reads[node] if node in reads else node.all_input_nodes
+        pending += made_of
+        written = [writer for source in made_of for writer in writers[memory_of(source)]]
+        pending += [writer for writer in written if writer.graph is not node.graph or writer < node]
+        if node.op == "placeholder":
+            filled = [call.filled[node] for caller in calls.get(node.graph, ()) if (call := region_call(caller))]
+            pending += [operand for operand in filled if isinstance(operand, fx.Node)]
+        if (call := region_call(node)) is not None:
+            pending += call.body.graph.find_nodes(op="output")
+    return found
 
 
 def scores_of(attention: Sequence[fx.Node], extents: Extents) -> set[fx.Node]:

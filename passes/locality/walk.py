@@ -26,8 +26,8 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.capture.join_regions import JOINED
-from cp_rewrite.passes.graph.nodes import collective_group, draws_random_numbers, is_transformed, value_of
-from cp_rewrite.passes.graph.regions import is_function, region_call
+from cp_rewrite.passes.graph.nodes import bind, collective_group, draws_random_numbers, is_transformed, value_of
+from cp_rewrite.passes.graph.regions import graph_modules, is_function, region_call
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.values.locality import Locality
 from cp_rewrite.passes.values.site import Site
@@ -40,8 +40,8 @@ from .claims.extents import Extents
 from .claims.tensor_state import REPLICATED, UNKNOWN, Moved, Partial, Rows
 from .findings import Findings
 from .inputs import input_state, read_extents, why_static
-from .liveness import live_nodes, scores_of
-from .neighbours.reads import Reads, fewer_of, why_not_kept
+from .liveness import live_nodes, scores_of, sources_of
+from .neighbours.reads import Reads, fewer_of, moves_between_documents, why_not_kept
 from .node.offsets import Offsets
 from .node.run import NodeRunner, Outcome, States, unknown_like
 from .node.trace import Trace
@@ -50,6 +50,7 @@ from .own_backward import OwnBackward
 from .resolver import Resolver
 from .row_positions import shared_by_rows
 from .rules.over_ranks.counted import Counted
+from .rules.over_ranks.recurrences import kind_of
 
 
 def check_locality(
@@ -131,6 +132,8 @@ class _Walk:
                 self.found.refusals += [refusal] if refusal else []
         returned = self.walk_graph(gm)
         self.outputs.check(gm, returned)
+        if self.sharding.reset_states:
+            self.check_states(gm)
 
     def walk_graph(self, gm: fx.GraphModule) -> fx.Node:
         """Walk the nodes of one graph whose placeholders are known; returns its output node."""
@@ -144,6 +147,16 @@ class _Walk:
                 self.env[node] = self.reads.visit(node, self.visit)
                 self.check_joined(node)
         raise AssertionError("a graph has an output")
+
+    def check_states(self, gm: fx.GraphModule) -> None:
+        """Refuse to move rows that a state reads which begins anew at documents' places."""
+        moves = [node for node, read in self.reads.found.items() if moves_between_documents(read)]
+        nodes = (node for module in graph_modules(gm) if moves for node in module.graph.nodes)
+        states = [node for node in nodes if kind_of(node) is not None and bind(node).get("offsets") is None]
+        sources = sources_of(states, gm, self.sites.values()) if states else ()
+        for node in moves:
+            if node in sources:
+                self.found.refuse(node, Reason.TOKEN_MIXING, _MOVED)
 
     def check_joined(self, node: fx.Node) -> None:
         """What ran chunk by chunk must give rows, each made of its token, or sums over them and over nothing else."""
@@ -290,6 +303,11 @@ def _fits(dims: Dims, wanted: Dims) -> bool:
     return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
 
 
+_MOVED = (
+    "moves tokens over the ends of documents on the way to a recurrent state, which under reset_states=True begins "
+    "anew where documents begin in the row: write a short convolution as conv1d, which is reset too; pass the "
+    "packing's offsets to the recurrence; or reset in the model, and leave reset_states out"
+)
 _LENGTHS = "a nested region is called with all tokens and with fewer: call it with one kind"
 _TOGGLES = frozenset({"_set_grad_enabled", "_log_api_usage_once", "_enter_autocast", "_exit_autocast", "_sdpa_kernel"})
 """Functions that switch something on or off for the nodes behind them; they make no tensor."""

@@ -162,6 +162,112 @@ def test_with_resets_each_document_is_as_alone(pool: Pool, ranks: int, layouts: 
             assert error <= 1e-9 * grad.norm(), f"{key}: {error}, of {lengths}"
 
 
+class Moving(RecurrentModel):
+    """Two layers, of what `before` makes of their tokens, and what `after` makes of the last one's. On one process each
+    document goes through the layers by itself."""
+
+    def __init__(
+        self, before: Callable[[Any, Tensor], Tensor], after: Callable[[Tensor], Tensor] = torch.clone
+    ) -> None:
+        super().__init__(KINDS[:2])
+        self.before, self.after = before, after
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
+        self.own_offsets: Tensor | None = None
+
+    def layers(self, h: Tensor) -> Tensor:
+        for number, kind in enumerate(self.kinds):
+            h = h + self.layer(kind, number, self.before(self, h), self.own_offsets)
+        return h
+
+    def forward(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+        self.own_offsets, h = cu_seqlens if self.resets else None, self.embed(input_ids)
+        whole = torch.compiler.is_compiling() or self.resets
+        h = self.layers(h) if whole else torch.cat([self.layers(x) for x in h.split(cu_seqlens.diff().tolist(), 1)], 1)
+        return F.cross_entropy(self.head(self.after(h)).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def convolved(m: Moving, h: Tensor) -> Tensor:
+    return m.convolution(h.mT)[..., : h.shape[1]].mT
+
+
+def of_pads(m: Moving, h: Tensor) -> Tensor:
+    weight = m.convolution.weight
+    return sum((weight[:, 0, 3 - i] * F.pad(h, (0, 0, i, -i)) for i in range(4)), torch.zeros(()))
+
+
+def of_slices(m: Moving, h: Tensor) -> Tensor:
+    return torch.cat([0 * h[:, :1], h[:, :-1]], 1) + h
+
+
+def unfolded(m: Moving, h: Tensor) -> Tensor:
+    return (F.pad(h, (0, 0, 3, 0)).unfold(1, 4, 1) * m.convolution.weight[:, 0]).sum(-1)
+
+
+def checkpointed_flip(m: Moving, h: Tensor) -> Tensor:
+    return checkpoint(lambda x: x.flip(1).tanh(), h, use_reentrant=False)  # type: ignore[return-value]
+
+
+def copied(m: Moving, h: Tensor) -> Tensor:
+    return torch.zeros_like(h).copy_(h.flip(1))
+
+
+def added_to_view(m: Moving, h: Tensor) -> Tensor:
+    x = h * 1
+    x.view(-1, WIDTH).add_(F.pad(h, (0, 0, 1, -1))[0])
+    return x
+
+
+MOVES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "flip": lambda m, h: h.flip(1),
+    "flip, convolved": lambda m, h: convolved(m, h.flip(1)),
+    "flip, checkpointed": checkpointed_flip,
+    "flip, copied": copied,
+    "pads": of_pads,
+    "slices": of_slices,
+    "unfold": unfolded,
+    "roll": lambda m, h: h.roll(1, 1),
+    "next": lambda m, h: h + F.pad(h[:, 1:], (0, 0, 0, 1)),
+    "added to a view": added_to_view,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_tokens_that_are_moved_into_a_state_that_is_reset_are_refused(move: str) -> None:
+    refusals = explained(Moving(MOVES[move]), reset_states=True).refusals
+    assert {refusal.reason for refusal in refusals} == {cp.Reason.TOKEN_MIXING}
+    for refusal in refusals:
+        assert "test_recurrences.py" in str(refusal)
+        assert all(
+            way in refusal.detail for way in ("as conv1d", "pass the packing's offsets", "leave reset_states out")
+        )
+
+
+IN_ORDER: dict[str, Moving] = {
+    "plain": Moving(lambda m, h: h),
+    "convolution": Moving(convolved),
+    "convolution of a roll": Moving(
+        lambda m, h: F.conv1d(h.mT.roll(1, -1), m.convolution.weight, None, 1, 3, 1, WIDTH).mT[:, :-3]
+    ),
+    "features": Moving(lambda m, h: h.flip(2).roll(1, 2)),
+    "behind all states": Moving(convolved, lambda h: h + h.flip(1) + F.pad(h, (0, 0, 1, -1))),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_tokens_that_no_state_reads_may_be_moved(name: str) -> None:
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, TOKENS, PACKING, "balanced", reset_states=True)
+    assert cp.check(IN_ORDER[name].double(), sharding, packed((5, 4, 20))).largest <= 1e-9
+
+
+def test_states_with_offsets_read_moved_tokens_as_on_one_process() -> None:
+    torch._dynamo.reset()
+    model = Moving(MOVES["flip"])
+    model.resets = True
+    sharding = cp.Sharding(2, TOKENS, PACKING, "balanced", reset_states=True)
+    assert cp.check(model.double(), sharding, packed((5, 4, 20))).largest <= 1e-9
+
+
 def test_states_do_not_begin_anew_at_documents_of_trees() -> None:
     with pytest.raises(ValueError, match="one completion of a tree into the next"):
         cp.Sharding(2, {**TOKENS, "tree": 1}, cp.Tree("tree"), reset_states=True)

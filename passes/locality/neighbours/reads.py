@@ -159,6 +159,13 @@ class Reads:
         return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
 
 
+def moves_between_documents(read: NeighbourRead) -> bool:
+    """True of rows in other places. Convolutions of rows in order are not: documents have entries of their own."""
+    if read.read is None:
+        return False
+    return read.conv is None or any(piece.step < 0 for piece in read.read.entries.pieces)
+
+
 def _missing(entries: RowMap) -> int | None:
     """How many tokens fewer than the row there are; None: that depends on the row's length."""
     found = ROW - entries.length
