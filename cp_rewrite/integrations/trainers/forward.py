@@ -1,13 +1,14 @@
 """A model's forward that takes whole rows and returns what one process would, computed by a whole group. What a trainer
-calls it with becomes a batch as `Sharding.shard` takes it: one argument tells documents apart, no mask."""
+calls it with becomes a batch as `Sharding.shard` takes it: documents are told apart by one argument, or by rows."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +22,36 @@ from cp_rewrite.batch.unshard import map_tensors
 from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments
 from cp_rewrite.integrations.fsdp.twin import Twin
 from cp_rewrite.integrations.outputs import scaled
+from cp_rewrite.packing import Packing, packing_args
 
+MASK = "attention_mask"
 DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What padding-free collators add for other kernels. It says what `position_ids` say."""
 
 
-def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, causal: bool) -> dict[str, Any]:
-    """The arguments without an attention mask, and the argument that tells documents apart on the host.
+class GlobalBatch(NamedTuple):
+    """`values` to call the model with, the annotation of this batch, and `lengths`, one list per row, where it is
+    padded: what stands behind them is in no document."""
 
-    Where position ids do that and are missing, they are made: a row is a document, and so is the padding at its end.
+    values: dict[str, Any]
+    sharding: cp.Sharding
+    lengths: list[list[int]] | None = None
+
+
+def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, places: bool) -> GlobalBatch:
+    """A trainer's arguments as `Sharding.shard` takes them. What tells documents apart is on the host.
+
+    places: a causal model whose positions, where it gets none, are tokens' places in the row. It needs no mask for what
+    stands before padding, and positions are made for it: a row is a document.
 
         attention_mask  1 1 1 0 0
-        position_ids    0 1 2 0 1
+        position_ids    0 1 2 0 1    lengths 3
+
+    Any other model gets its mask, or neither mask nor positions, and says itself what they mean:
+
+        position_ids, no mask        documents by them, as the sharding says
+        attention_mask               a row is one document, without its padding
+        neither                      a row is one document
 
     Raises:
         ValueError: a mask that is no padding at the end of rows, or that the documents contradict; a cache of keys.
@@ -43,51 +62,70 @@ def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, causal: bo
             "in a callback; prefixes of PEFT are not supported"
         )
     packing, batch = sharding.packing, {name: value for name, value in values.items() if value is not None}
-    packed_by = (packing.arg, packing.padded_arg) if isinstance(packing, cp.CuSeqlens) else (packing.arg,)
-    kept = {*sharding.tokens, *packed_by}
+    kept = {*sharding.tokens, *packing_args(packing)}
     for name in DERIVED:
         if name not in kept:
             batch.pop(name, None)
-    mask = None if "attention_mask" in kept else batch.pop("attention_mask", None)
-    if mask is not None:
-        mask = _padding(mask, causal)
-    if isinstance(packing, cp.PositionIds):
+    lengths = None
+    mask = _padding(batch.pop(MASK)) if MASK in batch and MASK not in kept else None
+    if not isinstance(packing, cp.PositionIds):
+        if mask is not None and not mask.all():
+            raise ValueError(f"{MASK} marks padding: let {packing.arg!r}, which tells documents apart, do that")
+    elif places and (mask is not None or packing.arg not in batch):
         batch[packing.arg] = _positions(batch, packing.arg, mask)
-    elif mask is not None and not mask.all():
-        raise ValueError(f"attention_mask marks padding: let {packing.arg!r}, which tells documents apart, do that")
+        if mask is not None and not mask.all():
+            lengths = [[count] for count in mask.sum(1).tolist()]
+    elif mask is not None or packing.arg not in batch:
+        sharding = _by_rows(batch, sharding, mask)
     # Trainers have put it on the device. Documents are read on the host; this waits, as the Trainer does in every step.
-    batch |= {name: value.cpu() for name in packed_by if name and isinstance(value := batch.get(name), Tensor)}
-    return batch
+    named = [name for name in packing_args(sharding.packing) if isinstance(batch.get(name), Tensor)]
+    batch |= {name: batch[name].cpu() for name in named}
+    return GlobalBatch(batch, sharding, lengths)
 
 
-def _padding(mask: Any, causal: bool) -> Tensor:
+def _by_rows(batch: dict[str, Any], sharding: cp.Sharding, mask: Tensor | None) -> cp.Sharding:
+    """The annotation of a batch whose rows are documents. A mask is put back into the batch."""
+    arg = sharding.packing.arg
+    tokens = {name: dim for name, dim in sharding.tokens.items() if name != arg or name in batch}
+    if mask is None:
+        return replace(sharding, tokens=tokens, packing=cp.WholeRows())
+    _check_positions(batch, arg, mask)
+    batch[MASK] = mask.long()
+    return replace(sharding, tokens={**tokens, MASK: 1}, packing=cp.PaddingMask(MASK))
+
+
+def _padding(mask: Any) -> Tensor:
     """(B, T) bool on the host, true for tokens that are no padding."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise ValueError(f"attention_mask must be (B, T), got {tuple(getattr(mask, 'shape', ()))}: leave it out")
+        raise ValueError(f"{MASK} must be (B, T), got {tuple(getattr(mask, 'shape', ()))}: leave it out")
     mask = mask.cpu().bool()
     if not (mask == (torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True))).all():
-        raise ValueError("attention_mask marks padding before tokens: pad rows at their end, padding_side='right'")
-    if not causal and not mask.all():
-        raise ValueError("attention_mask marks padding, and a model that is not causal attends to it: pack the rows")
+        raise ValueError(f"{MASK} marks padding before tokens: pad rows at their end, padding_side='right'")
     return mask
 
 
 def _positions(batch: Mapping[str, Any], arg: str, mask: Tensor | None) -> Tensor:
-    """(B, T) position ids on the host: the batch's own, or made from the mask."""
-    given = batch.get(arg)
-    if given is not None and mask is None:
-        return given.cpu()
+    """(B, T) position ids on the host, made from the mask, or from the tokens' number."""
     rows, total = batch["input_ids"].shape if mask is None else mask.shape
     index = torch.arange(total).expand(rows, total)
     if mask is None:
         return index
-    if given is not None and not ((given.cpu() == index) | ~mask).all():
-        raise ValueError(
-            f"{arg!r} start again inside of rows, and transformers ignores that beside an attention_mask: leave the "
-            "mask out, as padding-free collators do"
-        )
+    _check_positions(batch, arg, mask)
     lengths = mask.sum(1, keepdim=True)
     return torch.where(mask, index, index - lengths)
+
+
+def _check_positions(batch: Mapping[str, Any], arg: str, mask: Tensor) -> None:
+    """Raise unless positions, if any, count the tokens of a row from 0 where a mask shows them."""
+    if arg in batch and not ((batch[arg].cpu() == torch.arange(mask.shape[1])) | ~mask).all():
+        raise ValueError(
+            f"{arg!r} start again inside of rows, and transformers ignores that beside an {MASK}: leave the mask out, "
+            "as padding-free collators do"
+        )
+
+
+Variant = tuple[Packing, tuple[str, ...], bool]
+"""What tells documents apart, the arguments that are cut, and whether the loss alone is wanted."""
 
 
 @dataclass
@@ -123,7 +161,8 @@ class GlobalForward:
         self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward
         self.shifts = shifts_labels(model)
-        self._variants: dict[tuple[bool, bool], tuple[cp.Sharding, Callable[..., Any]]] = {}
+        self.places = self.shifts and not counts_tokens(model)
+        self._variants: dict[Variant, tuple[cp.Sharding, Callable[..., Any]]] = {}
 
     def install(self) -> None:
         """Put this into the model's place for `forward`, under the same signature."""
@@ -143,12 +182,12 @@ class GlobalForward:
         self.sharding, self.switch = sharding, switch
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        batch = global_batch(values, self.sharding, causal=self.shifts)
+        batch, sharding, lengths = global_batch(values, self.sharding, places=self.places)
         labelled = "labels" in batch
-        sharding, run = self._variant(labelled)
+        sharding, run = self._variant(sharding, labelled)
         if labelled and not self.shifts and "num_items_in_batch" not in batch:
             batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
-        with sharding.shard(batch, shift_labels=labelled and self.shifts) as local:
+        with sharding.shard(batch, lengths=lengths, shift_labels=labelled and self.shifts) as local:
             outputs = run(**local)
             return self.joined(outputs, sharding, local.plan.local_size)
 
@@ -177,14 +216,15 @@ class GlobalForward:
         fields = {name: value for name, value in fields.items() if value is not None}
         return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
 
-    def _variant(self, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
+    def _variant(self, sharding: cp.Sharding, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
         """The annotation of calls with or without labels, and what is compiled for it."""
         loss_only = labelled and self.switch.loss_only
-        if (labelled, loss_only) not in self._variants:
-            tokens = {name: dim for name, dim in self.sharding.tokens.items() if labelled or name != "labels"}
-            sharding = replace(self.sharding, tokens=tokens)
-            self._variants[labelled, loss_only] = sharding, self.compiled(sharding, loss_only)
-        return self._variants[labelled, loss_only]
+        tokens = {name: dim for name, dim in sharding.tokens.items() if labelled or name != "labels"}
+        key = sharding.packing, tuple(tokens), loss_only
+        if key not in self._variants:
+            sharding = replace(sharding, tokens=tokens)
+            self._variants[key] = sharding, self.compiled(sharding, loss_only)
+        return self._variants[key]
 
 
 def forward_of(model: nn.Module) -> GlobalForward | None:
@@ -195,6 +235,13 @@ def forward_of(model: nn.Module) -> GlobalForward | None:
 def shifts_labels(model: nn.Module) -> bool:
     """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
     return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Does a model that gets no positions count its tokens, as those of RoBERTa's kind do, from `padding_idx` on?"""
+    name = "create_position_ids_from_input_ids"
+    kinds = {type(module) for module in model.modules()}
+    return any(hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name) for kind in kinds)
 
 
 def _is_wide(value: Any, sharding: cp.Sharding) -> bool:
