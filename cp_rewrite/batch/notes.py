@@ -125,13 +125,15 @@ def noted(
                 if any(said in str(error) for said in words):
                     error.add_note(f"cp_rewrite: {note}")
             total = batch[first].shape[dim]
-            for name in _whole(sharding, local, total):
+            whole = _whole(sharding, local, total)
+            for name in whole:
                 error.add_note(
                     f"cp_rewrite: local[{name!r}] has the {total} tokens of the whole row, not a rank's: put it into "
                     "the batch before shard, which cuts it"
                 )
             if _SIZES.search(str(error)):
-                if (beyond := _beyond_share(str(error), local[first].shape[dim], total)) is not None:
+                beyond = None if whole else _beyond_share(str(error), local[first].shape[dim], total)
+                if beyond is not None:
                     raise RewriteRefused([beyond]) from error
                 error.add_note(f"cp_rewrite: {_of_shares(local[first].shape[dim], total)}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}

@@ -306,7 +306,7 @@ def test_branches_on_the_token_count_must_hold_for_the_whole_row() -> None:
     assert cp.explain(model, sharding)(**make_batch(16)).ok
     assert cp.explain(model, sharding)(**make_batch(40)).ok  # the row's branch, in the place of the shard's
     report = cp.explain(lambda ids, pos: (model(ids, pos), ids.shape[1] <= 16), sharding)(**make_batch(40))
-    assert [r.reason for r in report.refusals] == [Reason.TOKEN_COUNT]
+    assert [r.reason for r in report.refusals] == [Reason.TOKEN_COUNT, Reason.POSITION_GENERATOR]
     assert "ids.shape[1] <= 16" in str(report)
     assert cp.explain(model, sharding)(**make_batch(80)).ok
 
@@ -318,7 +318,8 @@ def test_divisions_of_the_token_count_are_one_refusal() -> None:
             x = x * 2.0 if chunks > 2 else x * 3.0
         return x + pos, ids.shape[1] // 4 > 2
 
-    (refusal,) = cp.explain(model, make_sharding(4))(**make_batch(40)).refusals
+    refusal, returned = cp.explain(model, make_sharding(4))(**make_batch(40)).refusals
+    assert returned.reason is Reason.POSITION_GENERATOR
     assert refusal.reason is Reason.TOKEN_COUNT
     assert ", and 1 more line, divides the number of tokens" in refusal.detail
 
