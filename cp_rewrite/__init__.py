@@ -1,10 +1,9 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
-from cp_rewrite.batch.steps.gradients import sum_gradients
-from cp_rewrite.batch.steps.token_mean import token_mean
-from cp_rewrite.batch.steps.trace import Trace, trace
+from cp_rewrite.batch.gradients import sum_gradients, token_mean
+from cp_rewrite.batch.trace import Trace, trace
+from cp_rewrite.diagnose.check import CheckReport, check
 from cp_rewrite.diagnose.check_op import OpReport, check_op
-from cp_rewrite.diagnose.compare_runs import CheckReport, check
 from cp_rewrite.diagnose.explain import explain
 from cp_rewrite.integrations.parallelize import parallelize
 from cp_rewrite.ops.max_logits import max_logits

@@ -133,7 +133,7 @@ def _ranks_per_node(arguments: argparse.Namespace) -> int | None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Print the report. Returns 1 where the model is refused."""
-    from cp_rewrite.diagnose.explain_config import explain_config  # late: plan needs no torch compiler
+    from cp_rewrite.diagnose.config import explain_config  # late: plan needs no torch compiler
 
     lengths = _lengths(arguments.lengths)
     ranks, per_node = arguments.world_size, arguments.world_size // arguments.nodes
@@ -151,8 +151,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _memory(arguments: argparse.Namespace) -> int:
     """Print the peak of one GPU, and what would make it fit. Returns 1 where it does not, or the model is refused."""
-    from cp_rewrite.diagnose.explain_config import explain_config  # late: plan needs no torch compiler
-    from cp_rewrite.diagnose.forecast.fit import fit_of
+    from cp_rewrite.diagnose.config import explain_config, fit_of  # late: plan needs no torch compiler
 
     if (arguments.tokens is None) == (arguments.lengths is None):
         raise ValueError("pass either --tokens or --lengths")

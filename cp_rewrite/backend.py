@@ -13,29 +13,26 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend, register_backend
 
-from cp_rewrite.batch.active.current import active_plan, check_not_traced
-from cp_rewrite.batch.active.marks import number_tokens
-from cp_rewrite.batch.active.sites import note_sites
-from cp_rewrite.batch.ranks import history
-from cp_rewrite.batch.steps.backward import end_with_batch, watch_backward
-from cp_rewrite.batch.steps.weights import WeightWatch
-from cp_rewrite.batch.unshard import gathered, map_tensors
-from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks
+from cp_rewrite.agree import heartbeat
+from cp_rewrite.batch.active import active_plan, check_not_traced, note_sites
+from cp_rewrite.batch.marks import number_tokens
+from cp_rewrite.batch.steps import WeightWatch, end_with_batch, watch_backward
+from cp_rewrite.batch.tokens import gathered, map_tensors
+from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks, check_rope
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.left_out import Input, LeftOutputs
-from cp_rewrite.calls.rope_by_length import check_rope
-from cp_rewrite.calls.tokens_alone import SpotCheck
+from cp_rewrite.diagnose.check_op import SpotCheck
 from cp_rewrite.passes.capture.capture import capture, for_eager
 from cp_rewrite.passes.graph.diff import graph_lines
-from cp_rewrite.passes.graph.dynamo_internals import unwrapped
+from cp_rewrite.passes.graph.dynamo import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.passes.plan_sites import most_of, traffic_of
-from cp_rewrite.passes.rewrite.snapshots import take_snapshots
+from cp_rewrite.passes.rewrite.inputs import take_snapshots
 from cp_rewrite.passes.values.sizes import PlanConditions
 from cp_rewrite.segments.compiled import compile_once, equal_blocks, in_order
 
 from . import passes
-from .batch import agree
+from .agree import turns
 from .calls import observe
 from .packing import untaken_args
 from .refusal import RewriteRefused
@@ -105,7 +102,7 @@ class Backend:
             with observe.progress("proof"):
                 state = self._rewritten(gm)
         except Exception as error:
-            agree.on_failure(sharding, "graph", error)
+            turns.on_failure(sharding, "graph", error)
             raise
         observe.count(state)
         if state.decisions and not state.refusals and sharding.world_size > 1:
@@ -114,13 +111,13 @@ class Backend:
             refused = RewriteRefused(state.refusals)
             observe.trace("refused", lambda: [str(refused)])
             if sharding.strict:
-                agree.on_failure(sharding, "graph", refused)
+                turns.on_failure(sharding, "graph", refused)
             else:
-                agree.on_graph(sharding, "refused")  # ranks may refuse in other words: counts differ
+                turns.on_graph(sharding, "refused")  # ranks may refuse in other words: counts differ
             return state, 0
         text = graph_lines(state.graph_module)
         observe.trace("after", lambda: text)
-        number = agree.on_graph(sharding, "\n".join(text))
+        number = turns.on_graph(sharding, "\n".join(text))
         if (most := most_of(state.decisions, sharding.balanced_mask)) is not None:
             note_sites(sharding, *most)
         return state, number
@@ -278,7 +275,7 @@ def _checked(
                 unchecked.clear()
         args = (*checks.arguments(plan, args), *(plan.tensor(key) for key in keys))
         sizes.check(args)
-        call = history.note_call(sharding.group_name, number)
+        call = heartbeat.note_call(sharding.group_name, number)
         given = vouched.call(compiled, args)
         out = checks.results(plan, left_out.graphs_own(given))
         weights.after()

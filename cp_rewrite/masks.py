@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import flag, whole_number
-from .documents import Documents, SpanRuns
-from .trees import Nodes
+from .documents import Documents, Nodes, SpanRuns
 
 Window = tuple[int | None, int | None]
 DROPPED_AT = -65504.0

@@ -2,26 +2,26 @@
 
 `capture` (capture/) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
 
-    check_frame            check_frame.py            the graph begins and ends where the compiled function does
-    check_size_conditions  check_size_conditions.py  what was decided by token counts must hold for the whole row, and
+    check_frame            checks.py            the graph begins and ends where the compiled function does
+    check_size_conditions  whole_row.py  what was decided by token counts must hold for the whole row, and
                                                      how many chunks of tokens there are; else the row's
                                                      own graph is taken (whole_row.py)
-    check_checkpoints      check_frame.py            blocks that are computed again read what they read before
+    check_checkpoints      checks.py            blocks that are computed again read what they read before
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
-    fix_module_numbers     graph/argument_names.py   numbers that modules hold are constants
+    fix_module_numbers     graph/tokens.py   numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
-    check_documents        check_documents.py        attention over whole rows, where the packing names documents
+    check_documents        checks.py        attention over whole rows, where the packing names documents
     check_token_locality   locality/walk.py          nothing but attention mixes tokens; nor are filled offsets
-                                                     taken for the batch's (locality/check_token_locality.py)
+                                                     taken for the batch's (locality/walk.py)
     plan_sites             plan_sites.py             exchange and kernel of each site
-    move_exchanges         narrow/move_exchanges.py  what keys and values are computed from travels, where that pays
-    record_masks           match/record_masks.py     masks that the first call compares, as they were
-    guard_size_conditions  check_size_conditions.py  a batch for which they turn out otherwise is compiled anew
+    move_exchanges         narrow.py  what keys and values are computed from travels, where that pays
+    record_masks           match/find_sites.py     masks that the first call compares, as they were
+    guard_size_conditions  whole_row.py  a batch for which they turn out otherwise is compiled anew
     rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
                                                      not the same on a shard is made so
     tile_rows              rewrite/tile_rows.py     what is wide for each token runs over some of the rows at a time;
-                                                     wide outputs beside a loss are left out (rewrite/leave_out.py)
-    verify_graph           verify.py                 the new graph is whole
+                                                     wide outputs beside a loss are left out (rewrite/tile_rows.py)
+    verify_graph           checks.py                 the new graph is whole
 
 The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
 `values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
@@ -39,20 +39,17 @@ from dataclasses import replace
 
 from cp_rewrite.torch_internals import disable_fake_tensor_cache, fake_mode_of, hint
 
-from .check_documents import check_documents
-from .check_frame import check_checkpoints, check_frame
-from .check_size_conditions import check_size_conditions, guard_size_conditions
-from .graph.argument_names import module_numbers
+from .checks import check_checkpoints, check_documents, check_frame, verify_graph
 from .graph.nodes import guard_number
-from .locality.check_token_locality import check_token_locality
-from .match.find_sites import match_attention
-from .match.record_masks import record_masks
-from .narrow.move_exchanges import move_exchanges
+from .graph.tokens import module_numbers
+from .locality.walk import check_token_locality
+from .match.find_sites import match_attention, record_masks
+from .narrow import move_exchanges
 from .plan_sites import plan_sites
 from .rewrite.rewrite_sites import rewrite_sites
 from .rewrite.tile_rows import tile_rows
 from .values.state import State
-from .verify import verify_graph
+from .whole_row import check_size_conditions, guard_size_conditions
 
 log = logging.getLogger(__name__)
 

@@ -10,25 +10,23 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.steps.trace import Traffic
-from cp_rewrite.kernels.peers.reasons import group_reasons, row_reasons
+from cp_rewrite.batch.trace import Traffic
+from cp_rewrite.kernels.peers import group_reasons, row_reasons
 from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import travels_beside
 from cp_rewrite.ops.scatter_heads import HeadScatter
-from cp_rewrite.passes.graph.nodes import guard_number
-from cp_rewrite.passes.graph.regions import graph_modules, region_calls
-from cp_rewrite.passes.values.site import Site
-from cp_rewrite.passes.values.state import Decision, State
-from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
+from cp_rewrite.passes.graph.nodes import graph_modules, guard_number, region_calls
+from cp_rewrite.passes.values.state import Decision, Site, State
+from cp_rewrite.planning.choose_exchange import ExchangeChoice, choose_exchange, typical_load
 from cp_rewrite.planning.cost.constants import FEW_TOKENS, TOKENS_PER_RANK
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model, SiteKind
 from cp_rewrite.planning.cost.load import Load, load_of
 from cp_rewrite.planning.names import ExchangeName, over_part, split_exchange
 from cp_rewrite.planning.routes.by_exchange import BETWEEN_GPUS, ROUTES, Exchange
-from cp_rewrite.planning.routes.fixed import fits
 from cp_rewrite.planning.routes.grid import inner_sizes, outer_schedule
 from cp_rewrite.planning.routes.head_deal import HeadDeal
+from cp_rewrite.planning.routes.route import fits
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding, speeds_of
 

@@ -10,14 +10,14 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"arguments", "csrc", "refusal", "torch_internals"},
-    {"capacity", "trees"},
+    {"capacity"},
     {"documents"},
     {"masks", "packing"},
     {"planning"},
-    {"choices"},
     {"sharding"},
     {"kernels"},
     {"ops"},
+    {"agree"},
     {"batch"},
     {"passes.graph"},
     {"passes.values"},

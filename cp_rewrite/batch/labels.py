@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.arguments import IGNORE_INDEX, LABELS
-from cp_rewrite.batch.active.plan import ActivePlan
+from cp_rewrite.batch.active import ActivePlan
 
 COUNT, SHIFTED = "num_items_in_batch", "shift_labels"
 

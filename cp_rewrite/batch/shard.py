@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from cp_rewrite.agree import heartbeat, turns
+from cp_rewrite.agree.turns import talks
 from cp_rewrite.arguments import IGNORE_INDEX, flag, named_values
-from cp_rewrite.batch.active.current import activate, check_no_batch
-from cp_rewrite.batch.active.marks import mark_token_dim, number_tokens, version_of
-from cp_rewrite.batch.active.packing_values import PackingValues
-from cp_rewrite.batch.active.plan import ActivePlan, to_device
-from cp_rewrite.batch.active.sites import site_now
+from cp_rewrite.batch.active import ActivePlan, PackingValues, activate, check_no_batch, site_now, to_device
+from cp_rewrite.batch.marks import mark_token_dim, number_tokens, version_of
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
 from cp_rewrite.ops.states.functions import state_ops
@@ -27,22 +26,18 @@ from cp_rewrite.planning.routes.route import Arrays
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import trace_transformers
 
-from . import agree
-from .active.plan import Place
+from . import steps
+from .active import Place
 from .buffers import buffers_of, fixed_values
-from .cut_tokens import cut_tokens
-from .given.own_rows import Given, check_seams, join_rows
-from .given.shape import shape_of
-from .given.unchanged import check_unchanged
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
-from .masks.find import replace_masks
+from .marks import check_unchanged
+from .masks import replace_masks
 from .notes import noted, warn_if_nothing_ran
+from .own_rows import Given, check_seams, join_rows
 from .padding import check_labels, padding_tokens
-from .ranks import heartbeat
-from .ranks.turns import talks
-from .read_documents import documents_of
-from .steps import later
-from .steps.trace import note_batch
+from .read_documents import documents_of, shape_of
+from .tokens import cut_tokens
+from .trace import note_batch
 
 
 class LocalBatch(dict[str, Any]):
@@ -125,13 +120,13 @@ def shard(
         active, values = _cut_batch(sharding, given, plan, label_arg, shift_labels, fill, arrays or {})
         check_unchanged(batch, given.marks)
         if active.masks:
-            agree.on_masks(sharding)
+            turns.on_masks(sharding)
     except Exception as error:
         by_mask = isinstance(error, MaskMismatch) and not sharding.check_batches
-        agree.on_failure(sharding, "masks" if by_mask else "batch", error)
+        turns.on_failure(sharding, "masks" if by_mask else "batch", error)
         raise
-    notes = later.due(sharding)
-    later.compare(notes, agree.on_batch(sharding, plan, batch, later.text_of(notes)))
+    notes = steps.due(sharding)
+    steps.compare(notes, turns.on_batch(sharding, plan, batch, steps.text_of(notes)))
     trace_transformers()
     heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)

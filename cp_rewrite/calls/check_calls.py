@@ -3,20 +3,28 @@
 What calls bring beside tokens, weights, buffers and other arguments, must be the same on all ranks. What `shard` hands
 over was compared there. What a caller makes himself, `(local["y"] > 5).float()` for an argument that `tokens` does not
 name, is this rank's own, and the graph takes it for everyone's.
+
+Rotary embeddings whose factor is chosen by length, in models whose blocks are compiled one by one.
+
+    the whole row    max(position_ids) of all tokens        long factor on every rank
+    outside          max(position_ids) of a rank's tokens   long on the rank with the row's end, short on the others
+
+`position_embeddings` are made outside of the blocks, where nothing is proven: a block is judged by its model's config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.fx as fx
 from torch import Tensor, nn
 
-from cp_rewrite.batch import agree
-from cp_rewrite.batch.active.current import is_captured
-from cp_rewrite.batch.active.marks import (
+from cp_rewrite.agree import turns
+from cp_rewrite.batch.active import ActivePlan, is_captured, packing_names
+from cp_rewrite.batch.labels import check_shifts, with_true_count
+from cp_rewrite.batch.marks import (
     is_part,
     known_part,
     mark_part,
@@ -25,19 +33,50 @@ from cp_rewrite.batch.active.marks import (
     token_axes_of,
     token_dim_of,
 )
-from cp_rewrite.batch.active.packing_values import packing_names
-from cp_rewrite.batch.active.plan import ActivePlan
-from cp_rewrite.batch.labels import check_shifts, with_true_count
 from cp_rewrite.batch.padding import PaddingReaders
-from cp_rewrite.passes.check_documents import Unmasked
-from cp_rewrite.passes.graph.argument_names import number_places, weight_places
-from cp_rewrite.passes.graph.dynamo_internals import input_value, source_name, source_of
-from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import outputs_of, region_call, region_calls
+from cp_rewrite.passes.checks import Unmasked
+from cp_rewrite.passes.graph.dynamo import frame_call, input_value, source_name, source_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, outputs_of, region_call, region_calls, value_of
+from cp_rewrite.passes.graph.tokens import number_places, weight_places
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.refusal import RewriteRefused, source_line
+from cp_rewrite.refusal import Reason, Refusal, RewriteRefused, source_line
 from cp_rewrite.sharding import Sharding
+
+
+def check_rope(sharding: Sharding) -> None:
+    """Raise RewriteRefused where the block that is compiled now is of a model that chooses so."""
+    call = frame_call(lambda values: values) if sharding.block_tokens else None
+    if call is None:
+        return
+    function, args, kwargs = call
+    values = [*args, *kwargs.values(), *(cell.cell_contents for cell in function.__closure__ or ())]
+    for module in (part for value in values if isinstance(value, nn.Module) for part in value.modules()):
+        for rope_type in _types(module):
+            if "dynamic" in rope_type or rope_type in ("longrope", "su"):
+                raise RewriteRefused([Refusal(Reason.TOKEN_COUNT, _SAID.format(rope_type))])
+
+
+def _types(module: nn.Module) -> Iterator[str]:
+    config = getattr(module, "config", None)
+    for holder in ("rope_parameters", "rope_scaling"):
+        yield from _named(getattr(config, holder, None))
+
+
+def _named(parameters: Any) -> Iterator[str]:
+    """Names of kinds; of models with several there is one for each kind of layer."""
+    if isinstance(parameters, Mapping):
+        yield from (str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key) is not None)
+        for of_layers in parameters.values():
+            yield from _named(of_layers)
+
+
+_SAID = (
+    "the model's config has rope_type {!r}: its rotary embeddings are scaled by the largest position that they are "
+    "given. They are made outside of the blocks (block_tokens), on each rank of its own tokens, so ranks would choose "
+    "other factors. Set a rope_type that does not depend on length (for rows within max_position_embeddings 'default' "
+    "gives what 'dynamic' does), or compile the model as a whole"
+)
 
 
 class CallChecks:
@@ -173,7 +212,7 @@ class AgreedInputs:
             yield
         except Exception as error:
             if not self._calls and (self.weights or self._arguments):
-                agree.on_failure(sharding, "weights" if self.weights else "arguments", error)
+                turns.on_failure(sharding, "weights" if self.weights else "arguments", error)
             raise
 
     def compare(self, plan: ActivePlan, args: Sequence[Any]) -> None:
@@ -189,12 +228,12 @@ class AgreedInputs:
         calls, sharding = self._calls + 1, plan.sharding
         first = calls == 1
         if first and self.weights:
-            agree.on_weights(sharding, {name: args[place] for name, place in self.weights.items()})
+            turns.on_weights(sharding, {name: args[place] for name, place in self.weights.items()})
         given = {name: args[place] for name, place in self._arguments.items()}
         made = {name: value for name, value in given.items() if not plan.is_as_handed(name, value)}
         often = sharding.check_batches and (_on_host(made) or calls & (calls - 1) == 0)
         if (first and given) or (made and often):
-            agree.on_arguments(sharding, given if first else made)
+            turns.on_arguments(sharding, given if first else made)
         self._calls = calls
 
 

@@ -18,15 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cp_rewrite.batch.active.plan import ActivePlan
-from cp_rewrite.batch.masks.blocks import listed_blocks
-from cp_rewrite.batch.masks.compare import differing
-from cp_rewrite.batch.ranks.turns import talks
+from cp_rewrite.agree.turns import talks
+from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.masks import differing, listed_blocks
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import DROPPED_AT, MaskMismatch, PackedMask
 from cp_rewrite.packing import CuSeqlens, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
-from cp_rewrite.passes.values.recorded_mask import RecordedMask, RecordedTensor
+from cp_rewrite.passes.values.state import RecordedMask, RecordedTensor
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import expression
 

@@ -10,11 +10,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.batch.active.marks import mark_token_axes, mark_token_dim, version_of
+from cp_rewrite.batch.marks import mark_token_axes, mark_token_dim, version_of
 from cp_rewrite.batch.stand_in import StandIn, gone
 from cp_rewrite.ops.tiles import Region, run_tiles
-from cp_rewrite.passes.values.left_out import LeftOut
-from cp_rewrite.passes.values.state import State
+from cp_rewrite.passes.values.state import LeftOut, State
 
 SHARDS_AGAIN = "the weights that make it are shards again, as after the backward"
 Read = Callable[[], Tensor]

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
-from cp_rewrite.batch.active.current import in_batch
+from cp_rewrite.batch.active import in_batch
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import on_compiles

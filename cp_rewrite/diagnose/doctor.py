@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cp_rewrite.batch.agree import version_of
+from cp_rewrite.agree.turns import version_of
 from cp_rewrite.kernels import cuda
 from cp_rewrite.kernels.select import ORDER, PAIRS, AttentionSpec, DeviceFacts, device_facts, reasons
 

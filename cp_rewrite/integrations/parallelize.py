@@ -5,39 +5,155 @@ rows of the batch                a    a    b    b
 tokens of them                   a0   a1   b0   b1       `sharding.shard`
 weights, gradients               1/4  2/4  3/4  4/4      FSDP2, over all ranks; DDP: whole on each
 loss                             a    a    b    b
+
+What a rank's model returns, with the values of one process and gradients for what averages over ranks.
+
+Hooks by which `transformers`, PEFT and TRL give reentrant checkpoints of frozen models gradients.
+
+What ranks do between calls of a model whose weights FSDP shards: its collectives meet in no graph, and what a rank
+leaves out shows in no other rank's weights.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cp_rewrite.agree import heartbeat, turns
 from cp_rewrite.backend import backend
-from cp_rewrite.batch import agree
-from cp_rewrite.batch.active.current import check_not_traced, in_batch
-from cp_rewrite.batch.steps.backward import begun_from
-from cp_rewrite.batch.steps.gradients import note_summed
-from cp_rewrite.batch.unshard import map_tensors
-from cp_rewrite.integrations.fsdp.offload import HostStore
-from cp_rewrite.integrations.fsdp.sharded_forward import compile_segments, shard_weights
-from cp_rewrite.integrations.fsdp.steps import watch_steps
-from cp_rewrite.integrations.fsdp.twin import Twin
+from cp_rewrite.batch import steps as later
+from cp_rewrite.batch.active import check_not_traced, in_batch
+from cp_rewrite.batch.gradients import note_summed, summed
+from cp_rewrite.batch.marks import is_part
+from cp_rewrite.batch.stand_in import StandIn
+from cp_rewrite.batch.steps import begun_from
+from cp_rewrite.batch.tokens import map_tensors
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
-from .checkpoint_hooks import drop_checkpoint_hooks
-from .outputs import scaled, whole
-from .unchanged import Unchanged, refuse_copies, refuse_whole_weights
+from .offload import HostStore
+from .sharded_forward import compile_segments, shard_weights
+from .twin import Twin, Unchanged, refuse_copies, refuse_whole_weights
+
+_SMALL = 1 << 16
+"""Entries up to which an output is copied: losses and statistics, which training loops change in place."""
+
+
+def whole(value: Tensor, sharding: Sharding) -> Tensor:
+    """An output with the value that one process has, if it is a sum over tokens. Its gradient is this rank's part."""
+    return summed(value, sharding) if is_part(value) else value
+
+
+def scaled(value: Tensor, factor: int) -> Tensor:
+    """The same with `factor` times its gradient.
+
+    A new tensor, as other outputs may be computed from the given one. The factor is a node of autograd, which no later
+    op can pass by: an op in place on a small output (`loss *= weight`) follows it; on a large one, which shares the
+    memory of the given tensor, it is an error of torch.
+    """
+    if factor == 1 or not value.requires_grad or isinstance(value, StandIn):  # whose gradient is an error
+        return value
+    out: Tensor = _Scale.apply(value, factor)  # type: ignore[assignment]
+    vars(out).update(vars(value))  # what is known of its tokens
+    return out
+
+
+class _Scale(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:  # type: ignore[override]
+        ctx.factor = factor
+        return value.clone() if value.numel() <= _SMALL else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+_CHECKPOINT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""What `transformers`, PEFT and TRL call them. Reentrant checkpoints of frozen models have no gradients without."""
+
+
+def drop_checkpoint_hooks(model: nn.Module) -> None:
+    """Take hooks of checkpoints out, and let no more come. Each time that checkpointing is switched on, as TRL does in
+    every step, one is added: a graph is guarded by how many there are, and can't hold one on frozen embeddings."""
+    for module in model.modules():
+        for number, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") in _CHECKPOINT_HOOKS:
+                del module._forward_hooks[number]
+        if hasattr(module, "enable_input_require_grads"):
+            module.enable_input_require_grads = _nothing  # type: ignore[assignment]
+
+
+def _nothing() -> None:
+    return None
+
+
+_AT_ONCE = 8
+"""Weights that are looked at."""
+
+
+def watch_steps(model: nn.Module, sharding: Sharding) -> None:
+    """Before each call in a batch, ahead of FSDP's own: note that it begins, and have compared whether weights were
+    changed since the call before, and how often gradients were. No value is read."""
+    steps = _Steps(model)
+
+    def begin(*_: Any) -> None:
+        if in_batch():
+            heartbeat.note_start(sharding.group_name)
+            if later.watched(sharding) and torch.is_grad_enabled():
+                later.add(sharding, _check_steps, "", torch.tensor(steps.look(), dtype=torch.float64))
+
+    model.register_forward_pre_hook(begin, prepend=True)
+
+
+class _Steps:
+    """The state that a sharded model's weights were in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        trained = [(own, name) for own, name in places if (p := own[name]) is not None and p.requires_grad]
+        self._places = trained[:: math.ceil(len(trained) / _AT_ONCE) or 1]
+        self._before: list[tuple[int, int]] | None = None
+
+    def look(self) -> tuple[float, float, float]:
+        """(whether weights were changed, how many have gradients, how often these were written)."""
+        # Those of the root are whole between a forward and its backward.
+        found: list[Any] = [own[name] for own, name in self._places if isinstance(own[name], DTensor)]
+        now = [(id(p), p._version) for p in found]
+        grads = [p.grad for p in found if isinstance(p.grad, Tensor)]
+        changed = self._before is not None and now != self._before
+        self._before = now
+        return float(changed), float(len(grads)), float(sum(grad._version for grad in grads))
+
+
+def _check_steps(_: str, ranks: list[list[float]]) -> None:
+    stepped = [changed for changed, *_ in ranks]
+    if len(set(stepped)) > 1:
+        skipped = [rank for rank, changed in enumerate(stepped) if not changed]
+        raise RuntimeError(
+            f"cp_rewrite: ranks {skipped} of the group did not change their shards of the weights before a call of "
+            "which others did: optimizer.step() is for all ranks or for none: skip a step by what is equal on all"
+        )
+    if len({(count, written) for _, count, written in ranks}) > 1:
+        raise RuntimeError(
+            "cp_rewrite: gradients that ranks had before a call are not of the same steps (how many, and how often "
+            f"each was written: {', '.join(f'{count:.0f} and {written:.0f}' for _, count, written in ranks)}): zero "
+            "gradients, clip and scale them on all ranks or on none"
+        )
+
 
 DataParallel = Literal["fsdp", "ddp"]
 Offload = Literal["checkpoints", "weights"]
@@ -91,7 +207,7 @@ def parallelize(
             other weights or buffers.
     """
     _check(model, mesh, sharding, data_parallel, offload)
-    agree.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
+    turns.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
         if blocks or mp_policy is not None or offload:

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
-from cp_rewrite.integrations.checkpoint_hooks import drop_checkpoint_hooks
-from cp_rewrite.integrations.trainers.accelerator import (
+from cp_rewrite.integrations.accelerator import (
     ReplicaAccelerator,
     make_twin,
     present_replicas,
     refused_settings,
     shard_model,
 )
-from cp_rewrite.integrations.trainers.forward import GlobalForward, Switch, forward_of
+from cp_rewrite.integrations.forward import GlobalForward, Switch, forward_of
+from cp_rewrite.integrations.parallelize import drop_checkpoint_hooks
 from cp_rewrite.sharding import require_sharding
 
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.

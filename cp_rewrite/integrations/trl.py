@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 import cp_rewrite as cp
-from cp_rewrite.integrations.trainers.forward import GlobalForward
+from cp_rewrite.integrations.forward import GlobalForward
 
 from .transformers import ContextParallelMixin
 

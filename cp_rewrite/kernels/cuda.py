@@ -4,12 +4,15 @@ straight to the CUDA driver, which takes the host a third of the time that cuda-
 A kernel is compiled when it is first used, for the GPU at hand, and kept on disk under a hash of its source, the
 headers, the architecture, the macros and the compiler: `$CP_REWRITE_CACHE`, else `~/.cache/cp_rewrite`. Compiling
 needs no GPU, so every kernel can be checked for every architecture anywhere (`compile_kernel`).
+
+Ranges that GPU profilers show.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib
 import os
@@ -25,6 +28,27 @@ from typing import Any
 import torch
 
 from cp_rewrite.torch_internals import raw_stream
+
+
+class nvtx:
+    """A range `cp_rewrite::name` around what runs inside; nothing without a GPU."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        if _has_nvtx():
+            torch.cuda.nvtx.range_push(f"cp_rewrite::{self._name}")
+
+    def __exit__(self, *_: object) -> None:
+        if _has_nvtx():
+            torch.cuda.nvtx.range_pop()
+
+
+@functools.cache
+def _has_nvtx() -> bool:
+    return torch.cuda.is_available()
+
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 DTYPES = {torch.bfloat16: "DTYPE_BF16", torch.float16: "DTYPE_FP16", torch.float32: "DTYPE_FP32"}

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash.launches import Launch, launches_of
-from .flash.overlap import Parts
-from .inputs import Params, Tables
+from .flash.varlen import Launch, Parts, launches_of
+from .select import Params, Tables
 
 TILES: dict[int, tuple[int, int, int, int]] = {64: (128, 128, 4, 3), 128: (128, 64, 4, 3), 256: (128, 64, 8, 2)}
 """Up to a head dim: queries and keys of a tile, warps, stages of the pipeline."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .inputs import Params, Tables
+from .select import Params, Tables
 
 _BLOCK = 1 << 22
 """Logits held at once."""

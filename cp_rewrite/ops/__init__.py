@@ -1,32 +1,19 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import (
-    attention,
-    exchange,
-    local_rows,
-    max_logits,
-    neighbour_rows,
-    over_ranks,
-    ring_attention,
-    scatter_heads,
-    snapshot,
-    tiles,
-)
-from .pushed import attention as pushed_attention
-from .states import pieces, whole
+from . import attention, exchange, local_rows, max_logits, ring_attention, rows, scatter_heads, schemas, tiles
+from . import pushed as pushed_attention
+from .states import ops
 
 __all__ = [
     "attention",
     "exchange",
     "local_rows",
     "max_logits",
-    "neighbour_rows",
-    "over_ranks",
-    "pieces",
+    "ops",
     "pushed_attention",
     "ring_attention",
+    "rows",
     "scatter_heads",
-    "snapshot",
+    "schemas",
     "tiles",
-    "whole",
 ]

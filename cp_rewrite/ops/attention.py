@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.select import capabilities, load
+from cp_rewrite.kernels.cuda import nvtx
+from cp_rewrite.kernels.select import Params, Tables, capabilities, load
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.torch_internals import call_directly
 
 from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, packed_width, split_kv
 from .max_logits import note, scattered
-from .merge import finished
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
-from .schemas import bind, call, fake_results, register_attention
+from .schemas import bind, call, fake_results, finished, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -132,7 +130,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def travels_beside(exchange: Exchange, kernel: str) -> bool:
-    """Do rows travel while the kernel works on what needs none of them (`pushed/attention.py`)?"""
+    """Do rows travel while the kernel works on what needs none of them (`pushed.py`)?"""
     return exchange.kind == "push" and capabilities(kernel).overlaps_exchange
 
 

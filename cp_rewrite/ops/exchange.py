@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
-from cp_rewrite.planning.columns import PieceRow
+from cp_rewrite.planning.names import PieceRow
 from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
 
 _ops: Any = torch.ops.cp_rewrite
 _CHUNK = 16
-"""Bytes: rows that GPUs write into each other's memory are made of such chunks (`kernels/peers/reasons.py`)."""
+"""Bytes: rows that GPUs write into each other's memory are made of such chunks (`kernels/peers.py`)."""
 
 
 class Carrier(Protocol):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.kernels.cuda import nvtx
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from cp_rewrite.sharding import Sharding, require_sharding
 

@@ -25,17 +25,15 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.select import capabilities, load
-from cp_rewrite.planning.columns import RoundRow
+from cp_rewrite.kernels.cuda import nvtx
+from cp_rewrite.kernels.select import Params, Tables, capabilities, load
+from cp_rewrite.planning.names import RoundRow
 from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .local_rows import as_rows, pack_kv, packed_width, split_kv
 from .max_logits import note, note_site
-from .merge import add_sinks, fill_gaps, merge_parts
-from .schemas import call, fake_results, register_attention
+from .schemas import add_sinks, call, fake_results, fill_gaps, merge_parts, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1

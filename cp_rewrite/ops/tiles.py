@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.kernels.cuda import nvtx
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts.token_order import TokenOrder, common_local_size
 
-from .columns import LaunchRow, PieceRow
 from .intervals import Int, overlaps, union
+from .names import LaunchRow, PieceRow
 from .pieces import Pieces, Segments, cut_pieces, order_by_launch
 from .sections import flat_sections
 

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch import agree
+from cp_rewrite.agree import turns
 
 PACKS = {"27 documents, 32K tokens": [1213] * 27, "129 documents, 128K tokens": [1016] * 129}
 
@@ -42,7 +42,7 @@ def measure(sharding: cp.Sharding, lengths: list[int]) -> tuple[float, float, fl
             pass
 
     with sharding.shard(batch) as local:
-        alone = milliseconds(lambda: agree.on_batch(sharding, local.plan, batch), 300)
+        alone = milliseconds(lambda: turns.on_batch(sharding, local.plan, batch), 300)
     without = dataclasses.replace(sharding, check_batches=False)
     return alone, milliseconds(lambda: shard(sharding), 60), milliseconds(lambda: shard(without), 60)
 

@@ -31,10 +31,9 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
-from cp_rewrite.planning.cost.choose_exchange import choose_exchange
+from cp_rewrite.planning.choose_exchange import choose_exchange, exchange_seconds
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import load_of
-from cp_rewrite.planning.cost.seconds import exchange_seconds
 from cp_rewrite.planning.names import split_exchange
 from cp_rewrite.planning.plan_input import KERNEL_TABLES
 from cp_rewrite.planning.routes import grid

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from cp_rewrite.diagnose.explain_config import explain_config
+from cp_rewrite.diagnose.config import explain_config
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.cost.memory import GIB, Needs, Share, predict

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose.explain_config import explain_config
-from cp_rewrite.diagnose.forecast.target import Target
+from cp_rewrite.diagnose.config import explain_config
+from cp_rewrite.diagnose.target import Target
 from cp_rewrite.planning.cost.memory import GIB, predict
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}

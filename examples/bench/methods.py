@@ -15,8 +15,7 @@ import torch.distributed as dist
 from packs import Pack
 from torch import Tensor
 
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.select import capabilities, load
+from cp_rewrite.kernels.select import Params, Tables, capabilities, load
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import exchange_kv, return_kv
 from cp_rewrite.ops.local_rows import split_kv

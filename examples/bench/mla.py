@@ -36,8 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import AttentionSpec, choose_kernel, device_facts
+from cp_rewrite.kernels.select import AttentionSpec, Params, choose_kernel, device_facts
 from cp_rewrite.ops.attention import attend_gathered
 
 NOPE, ROPE, VALUE, LATENT, QUERY, HIDDEN = 128, 64, 128, 512, 1536, 7168

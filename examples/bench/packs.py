@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.documents import Documents, Nodes, SpanRuns
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.sections import sections_of
-from cp_rewrite.trees import Nodes
 
 LENGTHS = Path(__file__).resolve().parent.parent / "doc_lengths.json"
 

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.choose_exchange import fill_seconds
 from cp_rewrite.planning.cost.load import kernel_seconds
-from cp_rewrite.planning.cost.seconds import fill_seconds
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.layouts import balanced
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.plan import Plan, plan
-from cp_rewrite.planning.routes.needed import needed_route
+from cp_rewrite.planning.routes.gathered import needed_route
 
 MIXES = ("web_mix", "prolong", "long_tail")
 SIMPLE = ("contiguous", "head_tail", "dual_chunk")

@@ -14,9 +14,9 @@ import numpy as np
 from packs import Pack, draw
 
 from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.intervals import CHUNK, chunk_counts
 from cp_rewrite.planning.plan_input import States
-from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts
-from cp_rewrite.planning.token_reads.states import state_tables
+from cp_rewrite.planning.states import state_tables
 
 ROWS = 8
 

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.ops.states import pieces
+from cp_rewrite.ops.states import ops as pieces
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.plan_input import STATES, States
-from cp_rewrite.planning.token_reads.states import state_tables
+from cp_rewrite.planning.states import state_tables
 
 ops: Any = torch.ops.cp_rewrite
 KINDS = ("gated_delta_rule", "kimi_delta", "ssd")

@@ -28,9 +28,8 @@ from cp_rewrite.torch_internals import (
     transform_depth,
 )
 
-from .argument_names import passed_numbers
-from .nodes import guard_number
-from .regions import Scope, attribute_of, enclosing, nested_scopes, outputs_of, resolve
+from .nodes import Scope, attribute_of, enclosing, guard_number, nested_scopes, outputs_of, resolve
+from .tokens import passed_numbers
 from .writes import written_nodes
 
 # Their ATen ops can't be made functional.

@@ -11,8 +11,8 @@ from typing import Any
 import torch.fx as fx
 from torch import SymInt, Tensor
 
-from .dynamo_internals import is_of_module, source_of
-from .regions import attribute_of
+from .dynamo import is_of_module, source_of
+from .nodes import attribute_of
 
 
 def graph_lines(gm: fx.GraphModule) -> list[str]:

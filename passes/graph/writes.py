@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import memory_id, unwrapped
 
-from .nodes import bind, schema_of
-from .regions import graph_modules, region_call
+from .nodes import bind, graph_modules, region_call, schema_of
 
 _OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
 _INPLACE_OPERATORS = frozenset(

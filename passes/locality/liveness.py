@@ -10,10 +10,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.graph.regions import graph_modules, is_function, nested_graphs, region_call, region_calls
+from cp_rewrite.passes.graph.nodes import graph_modules, is_function, nested_graphs, region_call, region_calls, value_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.locality.claims.extents import Extents
+from cp_rewrite.passes.locality.claims import Extents
 
 
 class Reader(Protocol):

@@ -22,19 +22,17 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.regions import nested_graphs, outputs_of
+from cp_rewrite.passes.graph.nodes import needs_gradient, nested_graphs, outputs_of, value_of
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.values.resolution import Insert
+from cp_rewrite.passes.values.edits import Insert
 from cp_rewrite.planning.plan_input import HAS_TOKEN
 from cp_rewrite.refusal import Reason
 
-from .claims.dims import Dims, fewer, name
-from .claims.tensor_state import REPLICATED, UNKNOWN, WHOLE, Partial, Rows
-from .findings import Findings
-from .node.run import NodeRunner, States, unknown_like
+from .claims import REPLICATED, UNKNOWN, WHOLE, Dims, Partial, Rows, fewer, name
+from .ends import Findings
 from .resolver import Resolver
-from .rules.spread import can_spread, spread
+from .rules.rule import can_spread, spread
+from .run import NodeRunner, States, unknown_like
 
 WalkGraph = Callable[[fx.GraphModule], fx.Node]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.graph.writes import memory_of
-from cp_rewrite.passes.values.resolution import Conversion, Converted, Insert, Lowering, Step
+from cp_rewrite.passes.values.edits import Conversion, Converted, Insert, Lowering, Step
 from cp_rewrite.sharding import Sharding, group_of
 
-from .conversions import FillRows
+from .ways import FillRows
 
 
 @dataclass(frozen=True)

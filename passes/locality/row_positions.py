@@ -12,15 +12,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.modes import modes_of
-from cp_rewrite.passes.graph.nodes import is_transformed, op_name, value_of
-from cp_rewrite.passes.graph.regions import region_call
+from cp_rewrite.passes.graph.nodes import is_transformed, modes_of, op_name, region_call, value_of
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.passes.values.locality import PositionGenerator, RowPositions, RowReader
-from cp_rewrite.passes.values.resolution import Lowering
+from cp_rewrite.passes.values.edits import Lowering, PositionGenerator, RowPositions, RowReader
 
-from .claims.dims import B, has
-from .claims.tensor_state import Rows
+from .claims import B, Rows, has
 
 _BROADCASTS = frozenset(
     "add sub mul div truediv multiply true_divide eq ne lt le gt ge where and or logical_and logical_or maximum "

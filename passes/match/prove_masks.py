@@ -9,15 +9,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.passes.graph.argument_names import passed_numbers
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize, fixed
-from cp_rewrite.passes.graph.dynamo_internals import input_value, is_of_module, source_name, source_of
-from cp_rewrite.passes.graph.nodes import read_by, value_of
-from cp_rewrite.passes.graph.regions import Scope, enclosing, resolve
-from cp_rewrite.passes.graph.tokens import TokenAxis
+from cp_rewrite.passes.graph.dynamo import input_value, is_of_module, source_name, source_of
+from cp_rewrite.passes.graph.nodes import Scope, enclosing, read_by, resolve, value_of
+from cp_rewrite.passes.graph.tokens import TokenAxis, passed_numbers
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
-from cp_rewrite.passes.values.table import Table
+from cp_rewrite.passes.values.state import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import is_parameter

@@ -14,8 +14,22 @@ from cp_rewrite.documents import MAX_ID, MAX_TOKENS
 from cp_rewrite.passes.graph.canonicalize import Call, Ref
 from cp_rewrite.torch_internals import OpOverload, expression
 
-from .exact import as_element, compared
-from .symbolic import ONE, TOKENS, ZERO, Expr, Index, Select, SymTensor, Value, compare, from_zero, number, numeric
+from .symbolic import (
+    ONE,
+    TOKENS,
+    ZERO,
+    Expr,
+    Index,
+    Select,
+    SymTensor,
+    Value,
+    as_element,
+    compare,
+    compared,
+    from_zero,
+    number,
+    numeric,
+)
 
 Rule = Callable[..., Any]
 """(context, *the call's arguments) -> SymTensor, or a tuple of them for calls of several results."""

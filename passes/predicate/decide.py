@@ -42,23 +42,22 @@ import sympy
 import torch.fx as fx
 from sympy.core.function import AppliedUndef
 
-from cp_rewrite.batch.masks.argument import MaskArgument
+from cp_rewrite.batch.masks import MaskArgument
 from cp_rewrite.masks import DROPPED_AT, PackedMask
 from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask, Tree, packing_args
 from cp_rewrite.passes.graph.canonicalize import Canonical
-from cp_rewrite.passes.predicate.reading.recognise import Reader
-from cp_rewrite.passes.values.table import Table
+from cp_rewrite.passes.predicate.recognise import Reader
+from cp_rewrite.passes.values.state import Table
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.sharding import Sharding
 
-from .bounds import turning_points
+from .cells import turning_points
 from .evaluate import Evaluator
 from .groupings.grouping import Form, Grouping, Kept, Relation
 from .groupings.table import cells, groupings_of
-from .rules.index_maps import reshape
+from .index_maps import reshape
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
-from .terms import Pair, Trouble, relations
-from .worlds import Cell, Span, World, distances
+from .worlds import Cell, Pair, Span, Trouble, World, distances, relations
 
 _PAIRS = (World.SAME, World.DIFFERENT)
 

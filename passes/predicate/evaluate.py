@@ -17,24 +17,23 @@ import sympy
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch.masks.argument import DROPPED, MaskArgument
+from cp_rewrite.batch.masks import DROPPED, MaskArgument
 from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
-from cp_rewrite.passes.values.table import Table
+from cp_rewrite.passes.values.state import Table
 
 from .context import Leaf, Rule, RuleContext
-from .exact import Inexact, as_element
-from .rules.dims import DIMS
-from .rules.elements import ELEMENTS
-from .rules.moves import MOVES
+from .rules import DIMS, ELEMENTS, MOVES
 from .symbolic import (
     ONE,
     ZERO,
     Expr,
     Index,
+    Inexact,
     Select,
     SymTensor,
     Undecidable,
     Value,
+    as_element,
     choose,
     compare,
     number,

@@ -17,20 +17,19 @@ import torch
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active.plan import site_inputs
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.batch.active import site_inputs
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.ops.attention import attend, attend_gathered
 from cp_rewrite.ops.exchange import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert, size_of, take_place
 from cp_rewrite.passes.graph.nodes import value_of
-from cp_rewrite.passes.values.cut import Cut, TokenRows
-from cp_rewrite.passes.values.state import Decision
+from cp_rewrite.passes.values.state import Cut, Decision, TokenRows
+from cp_rewrite.planning.plan_input import TokenCount
 from cp_rewrite.planning.routes.by_exchange import Exchange
-from cp_rewrite.planning.token_reads.token_count import TokenCount
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode
 
-from .plan_inputs import Inputs
+from .inputs import Inputs
 
 
 def rewrite_site(

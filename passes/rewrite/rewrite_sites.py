@@ -9,23 +9,28 @@ from typing import Any
 import torch.fx as fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from cp_rewrite.batch.active.plan import site_inputs
+from cp_rewrite.batch.active import site_inputs
 from cp_rewrite.passes.graph.new_nodes import insert, take_place
 from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
-from cp_rewrite.passes.graph.nodes import needs_gradient
-from cp_rewrite.passes.graph.regions import graph_modules, region_call
+from cp_rewrite.passes.graph.nodes import graph_modules, needs_gradient, region_call
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
-from cp_rewrite.passes.values.locality import NeighbourRead
-from cp_rewrite.passes.values.resolution import Insert
+from cp_rewrite.passes.values.edits import Insert, NeighbourRead
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import HAS_TOKEN, ROW_INDEX, TOKEN_INDEX, PlanInput
 
 from .attention import rewrite_site, site_names
-from .lower import lower_node
-from .plan_inputs import Inputs
-from .positions import globalize, keep_rows_apart
-from .read_neighbours import enter_region, keep_rows, keep_sizes, leave_region, read_neighbours
+from .edits import (
+    enter_region,
+    globalize,
+    keep_rows,
+    keep_rows_apart,
+    keep_sizes,
+    leave_region,
+    lower_node,
+    read_neighbours,
+)
+from .inputs import Inputs
 
 
 def rewrite_sites(state: State) -> State:

@@ -1,37 +1,263 @@
-"""A region of the graph becomes one op that runs it tile by tile: its nodes are traced to ATen with their gradients."""
+"""A region of the graph becomes one op that runs it tile by tile: its nodes are traced to ATen with their gradients.
+
+What an op runs for a region of a graph: the region's nodes as ATen graphs, with their gradients.
+
+Wide outputs beside a loss are given by no graph: what they are computed of, row by row, is given in their place.
+
+    return loss, logits          ->    return loss, None, h.detach()          logits = head(h), once someone asks
+
+Then nothing holds the logits of all rows: the head and the loss run tile by tile.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import SymInt, Tensor
+from torch.utils._pytree import tree_map
 
-from cp_rewrite.ops.tiles import REGIONS, Region
-from cp_rewrite.passes.capture.join_regions import CHUNKS
-from cp_rewrite.passes.graph.new_nodes import maker, position_of
-from cp_rewrite.passes.graph.regions import (
+from cp_rewrite.ops.tiles import REGIONS, Region, RowDim
+from cp_rewrite.passes.capture.chunks import CHUNKS
+from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, maker, position_of, traced, tracing
+from cp_rewrite.passes.graph.nodes import (
     attribute_of,
     graph_modules,
     is_function,
+    needs_gradient,
     nested_graphs,
+    outputs_of,
     region_call,
     region_calls,
+    value_of,
 )
-from cp_rewrite.passes.locality.claims.extents import Extents
-from cp_rewrite.passes.locality.inputs import read_extents
-from cp_rewrite.passes.tile.find_region import TileRegion, find_regions
-from cp_rewrite.passes.tile.rowwise import Rowwise
-from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.cost.constants import TILE_BYTES, TILE_ROWS
-from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
+from cp_rewrite.passes.locality.claims import Extents, Rows, T
+from cp_rewrite.passes.locality.ends import read_extents
+from cp_rewrite.passes.tile import Rowwise, TileRegion, find_regions, way_to
+from cp_rewrite.passes.values.state import LeftOut, State
+from cp_rewrite.planning.cost.constants import TILE_BYTES, TILE_GAIN, TILE_ROWS
+from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, fake_mode_of, hint
 
-from .leave_out import leave_out, leaves_out
-from .traced_region import order_of, traced_region
+
+def traced_region(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
+    """What the op runs: the region's nodes as ATen graphs, with autocast decided, and their gradients."""
+    body = _Body(found, extents)
+    result_dims = tuple(
+        _row_dim(state, n, extents) if isinstance(state := found.states[n], Rows) else None for n in found.results
+    )
+    examples = [_contiguous(value_of(n).permute(order_of(n)), mode) for n in body.operands]
+    with autocasts_open(found.mode[0]):
+        with tracing(mode), mode, enable_python_dispatcher(), torch.enable_grad():
+            out = body.run(*(x.detach().requires_grad_(i in body.needed) for i, x in enumerate(examples)))
+        of = body.differentiable = tuple(i for i, x in enumerate(out) if x.requires_grad)
+        # Where all is computed again, gradients that are made at once would be made twice.
+        scalar = len(of) == 1 and result_dims[of[0]] is None and out[of[0]].ndim == 0 and not found.again
+        upstream = [_contiguous(out[i], mode) for i in of]
+        forward = _plain(traced(body.run, examples, mode))
+        gradients = _plain(traced(body.gradients, [*examples, *upstream], mode)) if of and not scalar else None
+        both = _plain(traced(body.both, examples, mode)) if scalar else None
+    needed = body.needed if of else ()
+    return Region(forward, gradients, both, body.row_dims, result_dims, of, needed, inner, found.chunks)
+
+
+class _Body:
+    """A region's nodes as functions of its operands, rows first. needed: operands that gradients go to.
+
+    Operands and results lie in memory as they do in the graph, and come with their dims in that order: a view that is
+    taken of them there can be taken of them here.
+    """
+
+    def __init__(self, found: TileRegion, extents: Extents) -> None:
+        self.found, self.extents = found, extents
+        self.operands = [*found.rows, *found.wholes]
+        self.numbers = {n for x in found.nodes for n in x.all_input_nodes} - {*found.nodes, *self.operands}
+        assert not any(isinstance(value_of(n), Tensor) for n in self.numbers), (
+            "a region names all tensors that it reads"
+        )
+        self.row_dims = tuple(_row_dim(found.states[n], n, extents) for n in found.rows)
+        self.needed = tuple(i for i, n in enumerate(self.operands) if found.mode[1] and _may_need_gradient(n))
+        self.differentiable: tuple[int, ...] = ()
+
+    def run(self, *values: Any) -> list[Tensor]:
+        """Results of some rows."""
+        rows = self.row_dims[0].rows(values[0])
+        env: dict[fx.Node, Any] = {n: _in_order(x, n) for n, x in zip(self.operands, values, strict=True)}
+        env |= {n: tree_map(lambda x: _number(x, rows, self.extents), value_of(n)) for n in self.numbers}
+        for node in self.found.nodes:
+            env[node] = call(node, env.__getitem__)
+        return [env[node].permute(order_of(node)) for node in self.found.results]
+
+    def both(self, *values: Any) -> list[Tensor]:
+        """Results, and gradients of what needs them; those of results come behind the operands, or are 1."""
+        given = [x.detach().requires_grad_(i in self.needed) for i, x in enumerate(values[: len(self.operands)])]
+        with torch.enable_grad():
+            out = self.run(*given)
+        wanted, of = [given[i] for i in self.needed], [out[i] for i in self.differentiable]
+        upstream = values[len(self.operands) :] or [torch.ones_like(x) for x in of]
+        found = torch.autograd.grad(of, wanted, upstream, allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+        return [x.detach() for x in out] + grads
+
+    def gradients(self, *values: Any) -> list[Tensor]:
+        """Gradients alone."""
+        return self.both(*values)[len(self.found.results) :]
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """The same as a module that Dynamo reads: make_fx gives one that writes its code when it is first called."""
+    return fx.GraphModule(module, module.graph)
+
+
+def _may_need_gradient(node: fx.Node) -> bool:
+    """Whether gradients reach a node's tensor; of one that the rewrite made, whether they reach what it is made of."""
+    if needs_gradient(node) or "cp_rewrite" not in node.meta:
+        return needs_gradient(node)
+    value = value_of(node)
+    differentiable = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return differentiable and any(map(_may_need_gradient, node.all_input_nodes))
+
+
+def _contiguous(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def order_of(node: fx.Node) -> list[int]:
+    """The dims of a node's tensor, those with the largest strides first."""
+    strides = [hint(stride) for stride in value_of(node).stride()]
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _in_order(x: Any, node: fx.Node) -> Any:
+    """The inverse of `order_of`, of a tensor that came in that order."""
+    order = order_of(node)
+    return x.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _row_dim(state: Rows, node: fx.Node, extents: Extents) -> RowDim:
+    factors = state.dims[state.token_dim] or ()
+    where = factors.index(T)
+    before, after = (_product(part, extents) for part in (factors[:where], factors[where + 1 :]))
+    return RowDim(order_of(node).index(state.token_dim), before, after)
+
+
+def _product(factors: Sequence[Any], extents: Extents) -> int:
+    count: Any = 1
+    for factor in factors:
+        count = count * extents.of(factor)
+    return int(count)
+
+
+def _number(value: Any, rows: Any, extents: Extents) -> Any:
+    """A number of the graph among `rows` rows."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    found = extents.token_count(value)
+    assert found is not None, f"{value} is no number of rows"
+    return found.of(rows)
+
+
+def leaves_out(state: State) -> bool:
+    """Whether a graph's wide outputs are left out where it gives a loss. With a capacity steps are replayed, which
+    runs none of what would make them."""
+    sharding = state.sharding
+    asked = state.loss_alone or (sharding.tile is not None and not sharding.keep_outputs)
+    return asked and sharding.capacity is None and bool(_losses(state.graph_module))
+
+
+def leave_out(found: Rowwise, state: State) -> tuple[LeftOut, ...]:
+    """Take wide outputs out of a graph, and have it give what they are made of."""
+    gm, batch = found.gm, found.extents.batch
+    assert isinstance(batch, int)
+    given = outputs_of(gm)
+    left: list[LeftOut] = []
+    extra: dict[fx.Node, int] = {}
+    output = gm.graph.output_node()
+    new = maker(output, found.mode)
+    for node, region in [*_ways(found, state)]:
+        operands: list[fx.Node | int] = []
+        for operand in (*region.rows, *region.wholes):
+            if operand.op != "placeholder":
+                extra.setdefault(operand, len(given) + len(extra))
+            operands.append(extra.get(operand, operand))
+        orders = tuple(tuple(order_of(operand)) for operand in (*region.rows, *region.wholes))
+        order, value = tuple(order_of(node)), value_of(node)
+        traced = traced_region(region, found.extents, found.mode, "eager")
+        at = traced.result_dims[0]
+        assert at is not None, "an output with rows"
+        sizes = tuple(None if i == at.dim else int(value.shape[dim]) for i, dim in enumerate(order))
+        tile = max(1, min(TILE_ROWS, TILE_BYTES // region.widest) // batch)
+        facts = order, sizes, value.dtype, value.device, needs_gradient(node), tile
+        places = [i for i, each in enumerate(given) if each is node]
+        left += [LeftOut(place, traced, tuple(operands), orders, *facts) for place in places]
+    if left:
+        gone = {each.place for each in left}
+        parts = [new("detach", operand) for operand in extra]
+        found.place |= dict.fromkeys(parts, found.place[output])
+        output.args = ((*(None if i in gone else each for i, each in enumerate(given)), *parts),)
+        for node in [n for i, n in enumerate(given) if i in gone]:
+            _drop(node, found)
+    return tuple(left)
+
+
+def _ways(found: Rowwise, state: State) -> Iterator[tuple[fx.Node, TileRegion]]:
+    """Outputs that are worth it, and what makes each of narrow rows. One that no loss is computed of may be what a loss
+    outside is."""
+    given = outputs_of(found.gm)
+    kept, losses = {given[place] for place in state.frame.places}, _losses(found.gm)
+    for node in dict.fromkeys(given):
+        if not isinstance(node, fx.Node) or node in kept or not isinstance(found.states.get(node), Rows):
+            continue
+        value: Any = value_of(node)
+        region = way_to(node, found) if isinstance(value, Tensor) and value.is_floating_point() else None
+        if region is None or any(n.op == "get_attr" for n in region.wholes):
+            continue
+        wide = [n for n in region.nodes if (found.row_bytes(n) or 0) >= region.widest / TILE_GAIN]
+        if losses.isdisjoint(_behind(wide)):
+            continue
+        dims = found.states[node].dims  # type: ignore[union-attr]
+        if all(dim or not isinstance(size, SymInt) for dim, size in zip(dims, value.shape, strict=True)):
+            yield node, region
+
+
+def _losses(gm: fx.GraphModule) -> set[fx.Node]:
+    """Scalars that a graph gives; where gradients reach any output, those that they reach."""
+    given = [node for node in outputs_of(gm) if isinstance(node, fx.Node)]
+    trained = any(map(needs_gradient, given))
+    return {node for node in given if _is_scalar(value_of(node)) and (needs_gradient(node) or not trained)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These, and all that is computed of them."""
+    found, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _drop(node: fx.Node, found: Rowwise) -> None:
+    """Erase what nothing reads any more: copies that were made for the output alone."""
+    pending = [node]
+    while pending:
+        dead = pending.pop()
+        if dead in found.alone and not dead.users and dead.op != "placeholder":
+            pending += dead.all_input_nodes
+            found.alone.discard(dead)
+            del found.place[dead]
+            found.gm.graph.erase_node(dead)
+
 
 _ops: Any = torch.ops.cp_rewrite
 _WHY = "tile by tile"

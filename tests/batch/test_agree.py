@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch import agree
-from cp_rewrite.batch.ranks import turns
+from cp_rewrite.agree import turns
 from tests.helpers.pool import Pool
 
 
@@ -93,8 +92,8 @@ def compile_on(mesh: DeviceMesh, differs: str) -> str:
     sharding = cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager", **options)
     compiled = torch.compile(Attention(2 + (odd and differs == "graph")), backend=cp.backend(sharding), fullgraph=True)
     torch.set_grad_enabled(not (odd and differs == "grad mode"))
-    found = agree._versions()
-    versions = mock.patch.object(agree, "_versions", return_value=["torch: 9.9" if odd else found[0], *found[1:]])
+    found = turns._versions()
+    versions = mock.patch.object(turns, "_versions", return_value=["torch: 9.9" if odd else found[0], *found[1:]])
     with (
         versions if differs == "version" else nullcontext(),
         sharding.shard(batch_of([16, 16])) as local,
@@ -275,7 +274,7 @@ def batch_seconds(mesh: DeviceMesh) -> float:
     with sharding.shard(batch) as local:
         start = time.perf_counter()
         for _ in range(50):
-            agree.on_batch(sharding, local.plan, batch)
+            turns.on_batch(sharding, local.plan, batch)
     return (time.perf_counter() - start) / 50
 
 

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
 from cp_rewrite import planning
-from cp_rewrite.batch.active.current import active_plan
-from cp_rewrite.batch.active.plan import site_inputs
-from cp_rewrite.batch.given import ahead
+from cp_rewrite.batch import ahead
+from cp_rewrite.batch.active import active_plan, site_inputs
 from tests.helpers.packed_model import PackedModel
 from tests.helpers.pool import Pool
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cp_rewrite as cp
 from cp_rewrite.batch import shard as batch_shard
-from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active import active_plan
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 

@@ -20,20 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.current import active_plan
-from cp_rewrite.batch.active.marks import is_part
-from cp_rewrite.batch.active.plan import site_inputs
+from cp_rewrite.batch.active import active_plan, site_inputs
 from cp_rewrite.batch.buffers import buffers_of
+from cp_rewrite.batch.marks import is_part
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.flash.launches import launches_of
-from cp_rewrite.kernels.inputs import Tables
+from cp_rewrite.kernels.flash.varlen import launches_of
+from cp_rewrite.kernels.select import Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.planning.routes.by_exchange import ROUTES
-from cp_rewrite.planning.routes.fixed import fits, fixed_tables
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
+from cp_rewrite.planning.routes.route import fits, fixed_tables
 from tests.end_to_end import test_fewer_tokens, test_neighbours, test_scans
 from tests.end_to_end.test_end_to_end import LIMIT, TOKENS, make_batch, plain_step
 from tests.helpers import packed_model

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.ranks import heartbeat, turns
+from cp_rewrite.agree import heartbeat, turns
 from tests.end_to_end.test_conformance_gpu import free_port
 
 pytestmark = pytest.mark.long

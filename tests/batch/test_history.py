@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.ranks import history
+from cp_rewrite.agree import heartbeat
 from tests.batch.test_heartbeat import Model
 from tests.end_to_end.test_conformance_gpu import free_port
 
@@ -48,36 +48,36 @@ OTHERS = ",".join
     ],
 )
 def test_ranks_part_where_both_did_something(events: tuple[str, ...], says: str) -> None:
-    found = history.difference(dict(enumerate(events)))
+    found = heartbeat.difference(dict(enumerate(events)))
     assert found.startswith(says) if says else not found, found
 
 
 @pytest.fixture
 def group() -> Generator[str]:
     yield "of a test"
-    del history._histories["of a test"]
+    del heartbeat._histories["of a test"]
 
 
 def test_a_rank_in_another_turn_is_compared_by_the_turn_that_both_know(group: str) -> None:
-    assert history.take_turn(group, "batch") == 0
-    call = history.note_call(group, 5)
-    assert (call, history.text(group)) == ("1.1", "1:batch:c1.1.5")
-    assert not history.apart(group, 0, 1, "1:batch:c1.1.5,b1.1"), "this rank is late"
-    assert not history.apart(group, 0, 1, "0::"), "the other one is"
-    assert "rank 0 calls a model again" not in history.apart(group, 0, 1, "1:batch:c1.1.5")
-    assert "rank 1 skipped the backward" not in history.apart(group, 0, 1, "2:c1.1.5,batch:")
-    history.note_backward(group, call)
-    assert "rank 1 skipped the backward of call 1" in history.apart(group, 0, 1, "2:c1.1.5,batch:c2.1.5")
-    history.take_turn(group, "gradients")
-    assert history.ended(group) == "c1.1.5,b1.1,gradients"
-    assert "rank 1 calls a model again" in history.apart(group, 0, 1, "1:batch:c1.1.5,c1.2.5")
+    assert heartbeat.take_turn(group, "batch") == 0
+    call = heartbeat.note_call(group, 5)
+    assert (call, heartbeat.text(group)) == ("1.1", "1:batch:c1.1.5")
+    assert not heartbeat.histories_apart(group, 0, 1, "1:batch:c1.1.5,b1.1"), "this rank is late"
+    assert not heartbeat.histories_apart(group, 0, 1, "0::"), "the other one is"
+    assert "rank 0 calls a model again" not in heartbeat.histories_apart(group, 0, 1, "1:batch:c1.1.5")
+    assert "rank 1 skipped the backward" not in heartbeat.histories_apart(group, 0, 1, "2:c1.1.5,batch:")
+    heartbeat.note_backward(group, call)
+    assert "rank 1 skipped the backward of call 1" in heartbeat.histories_apart(group, 0, 1, "2:c1.1.5,batch:c2.1.5")
+    heartbeat.take_turn(group, "gradients")
+    assert heartbeat.ended(group) == "c1.1.5,b1.1,gradients"
+    assert "rank 1 calls a model again" in heartbeat.histories_apart(group, 0, 1, "1:batch:c1.1.5,c1.2.5")
 
 
 def test_what_a_rank_did_that_left_a_batch_with_an_error_is_compared_with_nothing(group: str) -> None:
-    history.note_call(group, 5)
-    history.note_error(group)
-    assert not history.apart(group, 0, 1, "0::c0.1.5,b0.1")
-    assert not history.apart(group, 0, 1, "1:c0.1.5,b0.1,batch:")
+    heartbeat.note_call(group, 5)
+    heartbeat.note_error(group)
+    assert not heartbeat.histories_apart(group, 0, 1, "0::c0.1.5,b0.1")
+    assert not heartbeat.histories_apart(group, 0, 1, "1:c0.1.5,b0.1,batch:")
 
 
 class Step:
@@ -158,7 +158,7 @@ def test_a_rank_that_does_something_else_is_named(slip: str, fsdp: bool) -> None
     assert 0 not in codes
     assert seconds < 110
     said = "skipped the backward of call" if slip == "no backward" else "call"
-    named = all(said in error and history.OTHER_STEP in error for error in errors)
+    named = all(said in error and heartbeat.OTHER_STEP in error for error in errors)
     # Where collectives meet by chance with other sizes gloo ends the process itself.
     assert named or any("Is there a distributed collective mismatch" in error for error in errors), errors
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cp_rewrite.batch.ranks import heartbeat
-from cp_rewrite.batch.ranks.line import Door, Line
+from cp_rewrite.agree import heartbeat
+from cp_rewrite.agree.line import Door, Line
 
 FILE = Path(heartbeat.__file__).parent / "line.py"
 OTHER = f"""

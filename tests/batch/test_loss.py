@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite import PositionIds, Sharding, backend
-from cp_rewrite.batch.steps.gradients import sum_gradients
-from cp_rewrite.batch.steps.token_mean import _token_mean, token_mean
+from cp_rewrite.batch.gradients import _token_mean, sum_gradients, token_mean
 from tests.helpers.pool import Pool
 
 VOCAB, WIDTH = 11, 5

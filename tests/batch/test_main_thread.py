@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cp_rewrite.batch.ranks.main_thread import MainThread, Stillness
+from cp_rewrite.agree.heartbeat import MainThread, Stillness
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,7 +93,7 @@ def test_a_wait_in_pythons_library_is_no_wait_for_a_rank() -> None:
 
 LOOKED_AT = """
 import sys, threading, time, torch
-from cp_rewrite.batch.ranks.main_thread import MainThread
+from cp_rewrite.agree.heartbeat import MainThread
 
 def look():
     main = MainThread()

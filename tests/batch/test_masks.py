@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import cp_rewrite as cp
-from cp_rewrite.batch.masks import blocks, compare
-from cp_rewrite.batch.masks.argument import mask_argument
+from cp_rewrite.batch import masks
+from cp_rewrite.batch.masks import mask_argument
 
 TOKENS = {"input_ids": 1, "doc_ids": 1}
 
@@ -116,10 +116,10 @@ def dense_difference(seen: Tensor, documents: cp.Documents, mask: cp.PackedMask)
 def test_every_pair_of_a_tensor_is_compared(one: Any, other: Any, random: Any) -> None:
     (documents, mask), total = one, one[0].total
     seen = keep(documents, mask)
-    assert compare.first_difference(seen[None, None], [documents], mask) is None
+    assert masks.first_difference(seen[None, None], [documents], mask) is None
     q, k = random.randrange(total), random.randrange(total)
     seen[q, k] ^= True
-    found = compare.first_difference(seen[None, None], [documents], mask)
+    found = masks.first_difference(seen[None, None], [documents], mask)
     assert (found is not None) == dense_difference(seen, documents, mask)
     assert found is None or found == ((0, q, k), bool(seen[q, k]))
 
@@ -134,11 +134,13 @@ def block_mask(seen: Tensor, size: int) -> BlockMask:
 def test_block_masks_of_other_rows_differ_in_the_sampled_pairs(one: Any, other: Any, size: int) -> None:
     """Whatever the packing, window and direction of the one and the other."""
     documents, mask = one
-    assert blocks.first_difference(block_mask(keep(documents, mask), size), [documents], mask, "sampled") is None
+    assert (
+        masks.first_difference_of_blocks(block_mask(keep(documents, mask), size), [documents], mask, "sampled") is None
+    )
     theirs = cp.Documents(other[0].starts, other[0].lengths, max(documents.total, other[0].total))
     mine = cp.Documents(documents.starts, documents.lengths, theirs.total)
     seen = keep(theirs, other[1])
-    found = blocks.first_difference(block_mask(seen, size), [mine], mask, "sampled")
+    found = masks.first_difference_of_blocks(block_mask(seen, size), [mine], mask, "sampled")
     assert (found is not None) == dense_difference(seen, mine, mask)
 
 
@@ -147,7 +149,7 @@ def test_a_single_pair_of_a_block_mask_is_found(pairs: str) -> None:
     documents, mask = cp.Documents.from_lengths([30, 2]), cp.PackedMask()
     seen = keep(documents, mask)
     seen[20, 7] = False
-    assert blocks.first_difference(block_mask(seen, 16), [documents], mask, pairs) == ((0, 20, 7), False)
+    assert masks.first_difference_of_blocks(block_mask(seen, 16), [documents], mask, pairs) == ((0, 20, 7), False)
 
 
 def test_lists_of_blocks_are_compared_whole() -> None:
@@ -158,13 +160,13 @@ def test_lists_of_blocks_are_compared_whole() -> None:
     fewer = BlockMask.from_kv_blocks(
         counts, right.kv_indices, right.full_kv_num_blocks, right.full_kv_indices, right.BLOCK_SIZE, right.mask_mod
     )
-    found = blocks.first_difference(fewer, [documents], mask, "sampled")
+    found = masks.first_difference_of_blocks(fewer, [documents], mask, "sampled")
     assert found is not None
     assert not found[1]
     none = torch.zeros_like(counts)
     whole = BlockMask.from_kv_blocks(
         none, right.kv_indices, right.kv_num_blocks, right.kv_indices, right.BLOCK_SIZE, right.mask_mod
     )
-    found = blocks.first_difference(whole, [documents], mask, "sampled")
+    found = masks.first_difference_of_blocks(whole, [documents], mask, "sampled")
     assert found is not None
     assert found[1]

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.sites import note_sites, site_now
+from cp_rewrite.batch.active import note_sites, site_now
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.cost.devices import Model, SiteKind

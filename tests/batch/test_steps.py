@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.steps import later, weights
+from cp_rewrite.batch import steps
 from cp_rewrite.capacity import Capacity
 from tests.helpers.pool import Pool
 
@@ -241,8 +241,8 @@ def test_what_is_harmless_trains_as_one_sum_does(pool: Pool, fixed: bool) -> Non
 
 def warned_on(mesh: DeviceMesh, rate: float, dropped: float, apart: int) -> list[str]:
     """Warnings of a loop without a sum of gradients that matters; ranks are seeded `apart`."""
-    weights._told.clear()
-    later._batches.clear()
+    steps._told.clear()
+    steps._batches.clear()
     loop = Loop(mesh, rate, dropped)
     torch.manual_seed(apart * loop.rank)
     with warnings.catch_warnings(record=True) as caught:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.steps.trace import Traffic
+from cp_rewrite.batch.trace import Traffic
 from cp_rewrite.planning.batch_plan import plan_batch
 from tests.helpers.pool import Pool
 

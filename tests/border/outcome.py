@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.choices import Inner
-from cp_rewrite.diagnose.compare_runs import difference, floor_of
+from cp_rewrite.diagnose.check import difference, floor_of
+from cp_rewrite.sharding import Inner
 from tests.border.forks import HANG, Failure, Forks
 from tests.border.model import TOKENS
 

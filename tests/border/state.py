@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.choices import Inner
+from cp_rewrite.sharding import Inner
 from tests.border.model import Batch, Model, cross_entropy, document_mask, keep_tokens, pack
 from tests.border.outcome import Case
 

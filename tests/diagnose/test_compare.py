@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.calls import compare_masks, tokens_alone
-from cp_rewrite.diagnose import compare_runs
+from cp_rewrite.calls import compare_masks
+from cp_rewrite.diagnose import check, check_op
 from cp_rewrite.masks import MaskMismatch
 from tests.end_to_end.test_chunked_losses import Chunked
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
@@ -241,14 +241,14 @@ def test_check_says_where_it_is_given_nan(where: str, said: str) -> None:
 def test_nan_counts_as_infinite() -> None:
     nan, inf = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("inf")])
     one, two = torch.ones(2), torch.full((2,), 2.0)
-    for measure in (compare_runs.difference, tokens_alone.difference):
+    for measure in (check.difference, check_op.difference):
         for actual, expected in ((nan, one), (one, nan), (inf, one), (one, inf), (inf, -inf), (nan, inf)):
             assert measure(actual, expected) == float("inf")
         assert measure(inf, inf) == 0
         assert measure(two, one) == 1
-    assert compare_runs.difference(nan, nan) == float("inf")
-    assert tokens_alone.difference(nan, nan) == 0  # an op that is given values it has no number for
-    assert compare_runs.floor_of([nan, inf, one]) == pytest.approx(1e-3 * 2**0.5)
+    assert check.difference(nan, nan) == float("inf")
+    assert check_op.difference(nan, nan) == 0  # an op that is given values it has no number for
+    assert check.floor_of([nan, inf, one]) == pytest.approx(1e-3 * 2**0.5)
 
 
 def test_check_shows_what_differs() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cp_rewrite.__main__ import main
-from cp_rewrite.diagnose.explain_config import explain_config
+from cp_rewrite.diagnose.config import explain_config
 
 CAUSAL = "same document & causal"
 transformers = pytest.importorskip("transformers")

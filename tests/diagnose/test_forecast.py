@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import cp_rewrite as cp
 from cp_rewrite.__main__ import main
 from cp_rewrite.diagnose import doctor
+from cp_rewrite.diagnose.config import explain_config, fit_of
 from cp_rewrite.diagnose.explain import Report
-from cp_rewrite.diagnose.explain_config import explain_config
-from cp_rewrite.diagnose.forecast.fit import fit_of
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.memory import GIB, Layer, Needs, Share, options, predict

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import torch_internals
-from cp_rewrite.diagnose.forecast.target import Target
+from cp_rewrite.diagnose.target import Target
 from cp_rewrite.ops.states import by_kernels
 from cp_rewrite.planning.cost.memory import Needs
 from cp_rewrite.planning.plan_input import STATES

@@ -96,7 +96,7 @@ def ranges(mesh: DeviceMesh, exchange: Any) -> set[str]:
     names: set[str] = set()
     inside: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cp_rewrite.kernels.nvtx._has_nvtx", lambda: True)
+        patch.setattr("cp_rewrite.kernels.cuda._has_nvtx", lambda: True)
         patch.setattr(torch.cuda.nvtx, "range_push", inside.append)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: names.add(inside.pop().removeprefix("cp_rewrite::")))
         run(mesh=mesh, exchange=exchange)

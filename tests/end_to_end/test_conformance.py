@@ -13,7 +13,7 @@ import torch
 
 from cp_rewrite import Reason
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers import amount

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from tests.helpers.conformance import attend_on

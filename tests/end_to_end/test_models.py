@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.marks import is_part
-from cp_rewrite.diagnose import compare_runs
-from cp_rewrite.diagnose.compare_runs import floor_of
+from cp_rewrite.batch.marks import is_part
+from cp_rewrite.diagnose import check
+from cp_rewrite.diagnose.check import floor_of
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
 from tests.helpers.models import END, MODELS, RECIPES, build_model
 from tests.helpers.pool import Pool
@@ -150,7 +150,7 @@ def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: 
 
 def difference(actual: Tensor, expected: Tensor, grads: dict[str, Tensor]) -> float:
     """Relative norm error of one of these gradients."""
-    return compare_runs.difference(actual, expected, floor_of(grads.values()))
+    return check.difference(actual, expected, floor_of(grads.values()))
 
 
 def row(name: str, outcome: Outcome) -> str:

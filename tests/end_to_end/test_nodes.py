@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active import active_plan
 from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.planning.choose_exchange import needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.devices import DEVICES, Model
 from cp_rewrite.planning.cost.load import load_of
-from cp_rewrite.planning.cost.seconds import needed_bytes, scattered_bytes
 from cp_rewrite.planning.names import part_of
 from cp_rewrite.planning.routes.grid import outer_schedule
 from cp_rewrite.torch_internals import process_group

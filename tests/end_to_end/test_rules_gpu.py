@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.marks import is_part
-from cp_rewrite.choices import Inner
+from cp_rewrite.batch.marks import is_part
+from cp_rewrite.sharding import Inner
 from tests.end_to_end import test_neighbours, test_picked, test_place_writes, test_resolved, test_token_counts
 from tests.end_to_end.test_conformance_gpu import free_port
 from tests.helpers.packed_model import packed_batch

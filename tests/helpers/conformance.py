@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.current import activate
-from cp_rewrite.batch.active.plan import ActivePlan, site_inputs
+from cp_rewrite.batch.active import ActivePlan, activate, site_inputs
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import gather_heads
 from cp_rewrite.passes.plan_sites import ranks_of

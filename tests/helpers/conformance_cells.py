@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.names import LAYOUTS, ExchangeName
 from tests.helpers.packs import MASKS, grown

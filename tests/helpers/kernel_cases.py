@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params, Tables
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.packed import make_schedule
 

@@ -13,7 +13,7 @@ from cp_rewrite import Reason, Refusal
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match import find_sites
 from cp_rewrite.passes.match.find_sites import Found, match_sites
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.passes.mask_spellings import DOCUMENTS, annotate, capture, ids_equal_and_index, make_batch
 
 BATCH = make_batch([[5, 3, 4], [5, 1, 6]])

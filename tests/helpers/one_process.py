@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.marks import is_part
-from cp_rewrite.batch.steps.token_mean import group_of_threads
-from cp_rewrite.diagnose.compare_runs import CheckReport, _compare, _Runner, tensors_of  # pyright: ignore
-from cp_rewrite.diagnose.threads import GROUP, ThreadSharding, thread_group
+from cp_rewrite.batch.gradients import group_of_threads
+from cp_rewrite.batch.marks import is_part
+from cp_rewrite.diagnose.check import (
+    GROUP,
+    CheckReport,
+    ThreadSharding,
+    _compare,
+    _Runner,
+    tensors_of,  # pyright: ignore
+    thread_group,
+)
 from tests.helpers.packed_model import TOKENS, packed_batch
 from tests.helpers.pool import Pool
 

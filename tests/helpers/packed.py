@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.planning.layouts.by_name import lay_out

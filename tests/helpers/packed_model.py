@@ -18,8 +18,8 @@ import cp_rewrite as cp
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.match.find_sites import match_sites
-from cp_rewrite.passes.values.locality import Locality
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.edits import Locality
+from cp_rewrite.passes.values.state import Site
 
 VOCAB, WIDTH, HEADS = 19, 24, 2
 TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "labels": 1}

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.documents import Documents, Nodes, SpanRuns
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.trees import Nodes
 
 LENGTHS = (0, 1, 2, 3, 7, 8, 13, 30)
 SIDES = (None, 0, 1, 3, 9)

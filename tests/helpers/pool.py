@@ -25,8 +25,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.batch.active import sites
-from cp_rewrite.batch.steps import later
+from cp_rewrite.batch import active, steps
 
 TIMEOUT_S = 300
 """The longest that all ranks of a case may take. Collectives that wait for a rank end after half of it."""
@@ -133,8 +132,8 @@ def _serve(rank: int, size: int, folder: str, tasks: Any, results: Any) -> None:
         world_size, fresh, case, fn, args = tasks.get()
         # Torch names a group by how many its process has made: alike here, whatever groups only some ranks made before.
         distributed_c10d._world.group_count = 1000 * case
-        later._batches.clear()  # a rank that failed in the last test noted less than others
-        sites._noted.sites.clear()  # as in a new process: first batches are planned for usual heads
+        steps._batches.clear()  # a rank that failed in the last test noted less than others
+        active._noted.sites.clear()  # as in a new process: first batches are planned for usual heads
         if fresh:
             torch._dynamo.reset()
         try:

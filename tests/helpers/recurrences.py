@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_rewrite.ops.states.kinds import INPUTS
+from cp_rewrite.ops.states.maps import INPUTS
 
 KINDS = tuple(INPUTS)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.integrations.trainers.forward import GlobalForward, Switch
+from cp_rewrite.integrations.forward import GlobalForward, Switch
 from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
 from tests.sweep.configs import class_of, small_config

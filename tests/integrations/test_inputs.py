@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cp_rewrite as cp
-from cp_rewrite.integrations.trainers.forward import global_batch
+from cp_rewrite.integrations.forward import global_batch
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 SHARDING = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))

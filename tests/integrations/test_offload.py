@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.integrations import parallelize as room
-from cp_rewrite.integrations.fsdp.offload import HostStore
+from cp_rewrite.integrations.offload import HostStore
 from tests.helpers.pool import Pool
 
 from .test_parallelize import Recorded, annotate, compare, train_alone, train_sharded

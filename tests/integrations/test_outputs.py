@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_rewrite.batch.active.marks import is_part, mark_part
-from cp_rewrite.integrations.outputs import scaled
+from cp_rewrite.batch.marks import is_part, mark_part
+from cp_rewrite.integrations.parallelize import scaled
 
 FACTOR = 4
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 
-from cp_rewrite.integrations.trainers.accelerator import refused_settings
+from cp_rewrite.integrations.accelerator import refused_settings
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool

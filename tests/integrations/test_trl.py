@@ -102,7 +102,7 @@ def on_disk(folder: Path, rows: dict[str, list[str]]) -> Any:
 def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], adapters: bool = False) -> Run:
     from trl import DPOConfig, DPOTrainer  # type: ignore[import-not-found]
 
-    from cp_rewrite.integrations.trainers.forward import forward_of
+    from cp_rewrite.integrations.forward import forward_of
     from cp_rewrite.integrations.trl import ContextParallelDPOTrainer
 
     with launched(mesh):

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.flash import fa3, fa4, fa4_internals
-from cp_rewrite.kernels.flash.launches import Launch, launches_of
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import device_facts
+from cp_rewrite.kernels.flash.varlen import BackwardOverlap, Launch, launches_of
+from cp_rewrite.kernels.select import Params, device_facts
 from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import Case, make_case
 
@@ -132,7 +130,8 @@ def test_fa4_keeps_its_kernels_by_function(fa4_source: dict[str, ast.FunctionDef
 
 
 def test_fa4_kernels_take_a_layers_own_tensors_first(fa4_source: dict[str, ast.FunctionDef]) -> None:
-    """What `fa4_calls.py` replaces: the first arguments of each kernel. The forward's first one is of MLA."""
+    """What `kernels/flash/fa4_internals.py` replaces: the first arguments of each kernel. The forward's first one is
+    of MLA."""
     given = {
         name: [node.value for node in ast.walk(fa4_source[name]) if isinstance(node, ast.Assign)
                and ast.unparse(node.targets[0]) == "call_args"]

@@ -9,8 +9,7 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference, rows
 from cp_rewrite.kernels.flash import aten_flash, fa3, fa4
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.select import AttentionSpec, device_facts, reasons
+from cp_rewrite.kernels.select import AttentionSpec, Params, Tables, device_facts, reasons
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.local_rows import split_kv
 from cp_rewrite.planning.routes.gathered import gathered_route

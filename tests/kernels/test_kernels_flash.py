@@ -15,9 +15,8 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
 from cp_rewrite.kernels.flash import fa3, fa4, fa4_internals
-from cp_rewrite.kernels.flash.launches import Launch
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.inputs import Params, Tables
+from cp_rewrite.kernels.flash.varlen import BackwardOverlap, Launch
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.kernel_cases import make_case
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params, Tables
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.ops.max_logits import _kernel
 from tests.helpers.conformance_cells import LONG_PACKS, MASKS, PACKS
 from tests.helpers.packed import make_schedule, tensors

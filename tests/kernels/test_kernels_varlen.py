@@ -14,10 +14,9 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import cuda, reference
 from cp_rewrite.kernels.flash import varlen
-from cp_rewrite.kernels.flash.launches import Launch, launches_of
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap, BackwardParts, ForwardOverlap, Parts
-from cp_rewrite.kernels.inputs import Params, Tables
+from cp_rewrite.kernels.flash.varlen import BackwardOverlap, BackwardParts, ForwardOverlap, Launch, Parts, launches_of
 from cp_rewrite.kernels.rows import zero_gaps
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.masks import PackedMask
 from tests.helpers.amount import drawn
 from tests.helpers.kernel_cases import Case, make_case

@@ -13,16 +13,15 @@ import torch.multiprocessing as mp
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import peers
 from cp_rewrite.kernels.flash import fa4
-from cp_rewrite.kernels.flash.overlap import BackwardOverlap
-from cp_rewrite.kernels.inputs import Params, Tables
-from cp_rewrite.kernels.peers.reasons import group_reasons
-from cp_rewrite.kernels.select import capabilities, device_facts
+from cp_rewrite.kernels.flash.varlen import BackwardOverlap
+from cp_rewrite.kernels.peers import group_reasons
+from cp_rewrite.kernels.select import Params, Tables, capabilities, device_facts
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops import pushed
 from cp_rewrite.ops.exchanges.push import give_back as return_kv
 from cp_rewrite.ops.exchanges.push import take as push_kv
 from cp_rewrite.ops.local_rows import as_rows, split_kv
-from cp_rewrite.ops.merge import fill_gaps
-from cp_rewrite.ops.pushed import stages
+from cp_rewrite.ops.schemas import fill_gaps
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import PUSH, push_route
@@ -172,7 +171,7 @@ def _check_overlap(
         if int(PUSH.bind(route).capacity):
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("forward_sizes", "backward_sizes"):
-                    patch.setattr(stages, name, lambda *_: sizes)
+                    patch.setattr(pushed, name, lambda *_: sizes)
                 for call in range(4):
                     torch.cuda._sleep(3_000_000 * (rank if call % 2 else world_size - rank))  # ranks out of step
                     same(expected, overlapped(call > 1), (sizes, call))

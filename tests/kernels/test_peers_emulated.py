@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.cuda import SOURCES
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.routes import push_cut
+from cp_rewrite.planning.routes import push
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers import amount
@@ -145,8 +145,8 @@ def routes(world_size: int) -> Iterator[tuple[str, list[Route]]]:
 def all_routes() -> Routes:
     with pytest.MonkeyPatch.context() as patch:
         # Rows may arrive while the kernel works, however few they are.
-        patch.setattr(push_cut, "PUSH_CUT_ROWS", 1)
-        patch.setattr(push_cut, "_ROWS_PER_PAIR", 1e9)
+        patch.setattr(push, "PUSH_CUT_ROWS", 1)
+        patch.setattr(push, "_ROWS_PER_PAIR", 1e9)
         return [route for world_size in (1, 2, 3, 4) for route in routes(world_size)]
 
 

@@ -17,11 +17,9 @@ from cp_rewrite import torch_internals
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import cuda, peers
 from cp_rewrite.kernels.flash import varlen
-from cp_rewrite.kernels.flash.launches import Launch
-from cp_rewrite.kernels.peers import channel as channels
-from cp_rewrite.kernels.peers import push
+from cp_rewrite.kernels.flash.varlen import Launch
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.pushed import attention as pushed
+from cp_rewrite.ops import pushed
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.kernel_cases import make_case
 from tests.helpers.packed import make_schedule
@@ -85,13 +83,13 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[int], Copies]:
     def backward(*args: Any) -> tuple[Tensor, ...]:
         return varlen.run_backward(_kernel, *args)
 
-    buffer = torch.zeros(channels._HEADER + 2**20, dtype=torch.uint8)
-    memory = channels.Channel(buffer, torch.zeros(8), 0, 2**20, None, 0, 2)
+    buffer = torch.zeros(peers._HEADER + 2**20, dtype=torch.uint8)
+    memory = peers.Channel(buffer, torch.zeros(8), 0, 2**20, None, 0, 2)
     for where, name, value in (
         (cuda, "current_stream", lambda *_: main),
         (cuda, "on", nullcontext),
         (peers, "side_stream", lambda *_: side),
-        (push, "channel", lambda *_: memory),
+        (peers, "channel", lambda *_: memory),
         (cuda, "kernel", lambda *_: None),
         (cuda, "multiprocessors", lambda *_: 1),
         (cuda, "launch", launch),
@@ -129,29 +127,29 @@ def test_copies_outlive_the_second_stream(rank: int, monkeypatch: pytest.MonkeyP
 
 def test_a_captured_channel_outlives_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
-    made = partial(channels.Channel, torch.zeros(1), torch.zeros(1), 0)
+    made = partial(peers.Channel, torch.zeros(1), torch.zeros(1), 0)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: capturing[0]),
         (cuda, "current_stream", lambda *_: None),
         (torch.cuda, "synchronize", lambda _: None),
-        (channels.dist, "barrier", lambda *_, **__: None),
+        (peers.dist, "barrier", lambda *_, **__: None),
         (torch_internals, "process_group", lambda _: None),
-        (channels, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
-        (channels, "_channels", {}),
-        (channels, "_captured", set()),
+        (peers, "_make_channel", lambda _, size, __: made(size, None, 0, 2)),
+        (peers, "_channels", {}),
+        (peers, "_captured", set()),
     ):
         monkeypatch.setattr(where, name, value)
     device = torch.device("cuda", 0)
     for captured in (False, True):
         size = 4096 << captured
-        first = weakref.ref(channels.channel("group", "push", size, device))
+        first = weakref.ref(peers.channel("group", "push", size, device))
         capturing[0] = captured
-        assert channels.channel("group", "push", size, device) is first()
+        assert peers.channel("group", "push", size, device) is first()
         capturing[0] = False
-        assert channels.channel("group", "push", 4 * size, device).nbytes > size
+        assert peers.channel("group", "push", 4 * size, device).nbytes > size
         gc.collect()
         assert (first() is not None) == captured
-        channels._channels.clear()
+        peers._channels.clear()
 
 
 def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +164,17 @@ def test_calls_on_two_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
 
     first, second = Named("first"), Named("second")
     now: dict[str, Any] = {}
-    known = channels.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
+    known = peers.Channel(torch.zeros(1), torch.zeros(1), 0, 4096, None, 0, 2)
     for where, name, value in (
         (torch.cuda, "is_current_stream_capturing", lambda: now["capturing"]),
         (cuda, "current_stream", lambda _: now["stream"]),
-        (channels, "_channels", {("group", "push"): known}),
-        (channels, "_captured", set()),
-        (channels, "_last", {}),
+        (peers, "_channels", {("group", "push"): known}),
+        (peers, "_captured", set()),
+        (peers, "_last", {}),
     ):
         monkeypatch.setattr(where, name, value)
     calls = (first, False), (first, False), (second, False), (second, False), (first, True), (second, False)
     for stream, capturing in calls:
         now.update(stream=stream, capturing=capturing)
-        channels.channel("group", "push", 4096, torch.device("cuda", 0))
+        peers.channel("group", "push", 4096, torch.device("cuda", 0))
     assert waits == [("second", "first"), ("second", "first")]

@@ -16,11 +16,11 @@ from torch import Tensor
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states import select
-from cp_rewrite.ops.states import fold, trial
-from cp_rewrite.ops.states.kinds import Options
+from cp_rewrite.ops.states import maps, trial
+from cp_rewrite.ops.states.maps import Options
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.plan_input import STATES, States
-from cp_rewrite.planning.token_reads.states import state_tables
+from cp_rewrite.planning.states import state_tables
 from tests.ops.test_states_pieces import Ranks
 
 ops: Any = torch.ops.cp_rewrite
@@ -127,7 +127,7 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
             return [out, *back(local[-1].to(out.dtype), *kept, local[:-1], tables, kind, *how, group)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fold, "all_to_all_rows", exchange)
+        patch.setattr(maps, "all_to_all_rows", exchange)
         found = ranks.run(work)
     total = [torch.zeros(x.shape, device="cuda") for x in (dout, *inputs)]
     for rank, results in enumerate(found):

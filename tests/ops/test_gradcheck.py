@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from tests.helpers.conformance import attend_on
 from tests.helpers.conformance_cells import EXCHANGES, Cell

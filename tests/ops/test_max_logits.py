@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params, Tables
+from cp_rewrite.kernels.select import Params, Tables
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.max_logits import note, watch_batch
 from tests.helpers.conformance_cells import PACKS

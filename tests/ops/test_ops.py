@@ -18,8 +18,7 @@ from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import Capabilities
+from cp_rewrite.kernels.select import Capabilities, Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.exchange import exchange_kv

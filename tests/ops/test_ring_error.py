@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels import reference
-from cp_rewrite.kernels.inputs import Params
+from cp_rewrite.kernels.select import Params
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops import ring_attention
 from cp_rewrite.planning.routes.by_exchange import Exchange

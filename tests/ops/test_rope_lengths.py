@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite.ops.states import rope
+from cp_rewrite.ops.states import functions
 from cp_rewrite.ops.states.functions import state_ops
 from tests.helpers.models import build_model
 
@@ -64,17 +64,17 @@ def test_a_graph_gives_and_keeps_what_eager_calls_do(name: str) -> None:
 def test_all_updates_are_replaced(name: str) -> None:
     module, _ = rope_of(name)
     with state_ops():
-        cells = rope._cells(type(module).forward)
-    assert {cells[name].cell_contents.__module__ for name in rope._TRACED} == {rope.__name__}
+        cells = functions._cells(type(module).forward)
+    assert {cells[name].cell_contents.__module__ for name in functions._TRACED} == {functions.__name__}
 
 
 def test_an_update_that_does_something_else_stays() -> None:
     """A library whose branches are others is left alone."""
 
     def always_long(self: Any, position_ids: Tensor, device: Any, layer_type: str | None = None) -> None:
-        rope.long_or_short(self, position_ids + 8, device, layer_type)
+        functions.long_or_short(self, position_ids + 8, device, layer_type)
 
-    assert not rope._agrees(always_long.__code__, rope.long_or_short, always_long)
+    assert not functions._rope_agrees(always_long.__code__, functions.long_or_short, always_long)
 
 
 class Turned(nn.Module):  # pyright: ignore[reportUntypedBaseClass]

@@ -199,7 +199,7 @@ def test_a_batch_opens_the_block() -> None:
     given = next(op for op in OPS if "mamba2_chunk_scan" in op.names).trial()
     with cp.Sharding(1, TOKENS, cp.DocumentIds("doc_ids")).shard(packed_batch()):
         assert compiled(function, given)[1] == {"ssd"}
-    assert importlib.import_module("cp_rewrite.ops.states.modules").Blocks.count == 0
+    assert importlib.import_module("cp_rewrite.ops.states.functions").Blocks.count == 0
 
 
 def test_of_a_librarys_kernels_those_with_offsets_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.library import opcheck
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.ops.states import fold
+from cp_rewrite.ops.states import maps
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan_input import STATES, States
-from cp_rewrite.planning.token_reads.states import state_tables
+from cp_rewrite.planning.states import state_tables
 from tests.helpers.amount import drawn
 from tests.helpers.pool import Pool
 from tests.helpers.recurrences import KINDS, inputs_of, options_of, oracle
@@ -150,7 +150,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, kind: str, plan: BatchPlan, read: S
     dout = torch.randn_like(expected_of(kind, plan, read, inputs))
     ranks = Ranks(plan.world_size)
     with monkeypatch.context() as patch:
-        patch.setattr(fold, "all_to_all_rows", ranks.exchange)
+        patch.setattr(maps, "all_to_all_rows", ranks.exchange)
         group = "played" if plan.world_size > 1 else ""
         results = ranks.run(lambda rank: on_rank(kind, plan, read, inputs, dout, group, rank))
     check(kind, plan, read, results, inputs, dout)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.states import verdicts
-from cp_rewrite.kernels.states.verdicts import verdict_of
-from cp_rewrite.ops.states import by_kernels, pieces, trial, whole
-from cp_rewrite.ops.states.kinds import Options
+from cp_rewrite.kernels.states import select
+from cp_rewrite.kernels.states.select import verdict_of
+from cp_rewrite.ops.states import by_kernels, trial
+from cp_rewrite.ops.states import ops as pieces
+from cp_rewrite.ops.states.maps import Options
 from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.plan_input import States
 from tests.helpers.recurrences import inputs_of
@@ -78,9 +79,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Kernel
         "triton.runtime.cache": SimpleNamespace(get_cache_manager=lambda key: folder_of(tmp_path, key)),
         "fla.utils": SimpleNamespace(autotune_cache_kwargs={"cache_results": True}),
     }
-    monkeypatch.setattr(verdicts, "import_module", modules.__getitem__)
-    monkeypatch.setattr(verdicts, "version", VERSIONS.__getitem__)
-    for module in (trial, whole, pieces):
+    monkeypatch.setattr(select, "import_module", modules.__getitem__)
+    monkeypatch.setattr(select, "version", VERSIONS.__getitem__)
+    for module in (trial, pieces, pieces):
         monkeypatch.setattr(module, "by_kernels", played)
     monkeypatch.setattr(trial, "kernels_for", lambda _, x, runs: played.names * (x[0].dtype == torch.bfloat16))
     monkeypatch.setattr(by_kernels, "runs_by_kernels", lambda _, x: x[0].dtype == torch.bfloat16)
@@ -193,9 +194,9 @@ def test_a_verdict_is_of_shapes_versions_and_settings(
     assert len(kernels.forwards) == 2
     inputs = half(2 if what == "shapes" else 0)
     if what == "triton":
-        monkeypatch.setattr(verdicts.import_module("triton"), "__version__", "3.9.0")
+        monkeypatch.setattr(select.import_module("triton"), "__version__", "3.9.0")
     elif what == "fla":
-        monkeypatch.setattr(verdicts, "version", (VERSIONS | {"fla-core": "0.6.1"}).__getitem__)
+        monkeypatch.setattr(select, "version", (VERSIONS | {"fla-core": "0.6.1"}).__getitem__)
     elif what == "settings":
         monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
     assert is_right(inputs)
@@ -203,7 +204,7 @@ def test_a_verdict_is_of_shapes_versions_and_settings(
 
 
 def test_nothing_is_kept_where_tunings_are_not(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts.import_module("fla.utils"), "autotune_cache_kwargs", {"cache_results": False})
+    monkeypatch.setattr(select.import_module("fla.utils"), "autotune_cache_kwargs", {"cache_results": False})
     for count in (2, 4):
         assert is_right(half())
         assert len(kernels.forwards) == count

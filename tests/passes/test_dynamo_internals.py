@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import torch_internals as ours
-from cp_rewrite.passes.graph import dynamo_frame, dynamo_internals
-from cp_rewrite.passes.graph.argument_names import argument_names, module_numbers
-from cp_rewrite.passes.graph.regions import REGION_OPS, nested_graphs, region_call
-from cp_rewrite.passes.graph.traced_again import traced_again
+from cp_rewrite.passes.graph import dynamo as dynamo_frame
+from cp_rewrite.passes.graph.dynamo import traced_again
+from cp_rewrite.passes.graph.nodes import REGION_OPS, nested_graphs, region_call
+from cp_rewrite.passes.graph.tokens import argument_names, module_numbers
 from tests.helpers.canary import canary, captured, tensors_of
 
 
@@ -49,9 +49,9 @@ OUTSIDE = torch.ones(3)
 def test_sources_of_arguments_and_of_modules() -> None:
     x = torch.ones(2, 3)
     gm = captured(Model(), x, {"ids": x + 1}, x + 2)
-    sources = [dynamo_internals.source_of(node) for node in tensors_of(gm)]
+    sources = [dynamo_frame.source_of(node) for node in tensors_of(gm)]
     assert None not in sources
-    names = {dynamo_internals.source_name(s): dynamo_internals.is_of_module(s) for s in sources}
+    names = {dynamo_frame.source_name(s): dynamo_frame.is_of_module(s) for s in sources}
     assert [name for name, of_module in names.items() if not of_module] == [
         "L['x']",
         "L['packed']['ids']",
@@ -97,7 +97,7 @@ def test_input_value() -> None:
     model, found = Model(), dict[int, str]()
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        found.update({id(dynamo_internals.input_value(node)): node.name for node in tensors_of(gm)})
+        found.update({id(dynamo_frame.input_value(node)): node.name for node in tensors_of(gm)})
         return gm.forward
 
     torch._dynamo.reset()
@@ -126,10 +126,10 @@ def test_sources_of_a_modules_numbers() -> None:
 
 def test_every_kind_of_source_is_known() -> None:
     kinds = {kind for kind in vars(dynamo).values() if isinstance(kind, type) and issubclass(kind, Source)}
-    known = dynamo_internals._OF_MODULES | dynamo_internals._OTHERS
+    known = dynamo_frame._OF_MODULES | dynamo_frame._OTHERS
     new = sorted(kind.__name__ for kind in kinds - known if kind.__module__ == dynamo.__name__)
     assert not new, (
-        f"torch {torch.__version__} has new kinds of sources, {new}: say in passes/graph/dynamo_internals.py whether "
+        f"torch {torch.__version__} has new kinds of sources, {new}: say in passes/graph/dynamo.py whether "
         "what they are read off is a module; is_of_module relies on it"
     )
 
@@ -140,7 +140,7 @@ def test_an_unknown_kind_of_source_is_an_error_that_names_it() -> None:
 
     source = dynamo.GetItemSource(NewSource(dynamo.LocalSource("self"), "weight"), 0)
     with pytest.raises(TypeError, match=r"does not know the source NewSource of L\['self'\].weight\[0\]"):
-        dynamo_internals.is_of_module(source)
+        dynamo_frame.is_of_module(source)
 
 
 @canary("graph breaks: compile_subgraph_reason, names of resumed functions", "dynamo_frame.break_reason, is_resumed")
@@ -171,13 +171,13 @@ def test_errors_of_a_backend() -> None:
         try:
             raise ValueError("no graph")
         except ValueError as error:
-            raise dynamo_internals.unwrapped(error) from None
+            raise dynamo_frame.unwrapped(error) from None
 
     torch._dynamo.reset()
     with pytest.raises(ValueError, match=r"^no graph$"):
         torch.compile(torch.neg, backend=backend)(torch.ones(3))
     other = KeyError("x")
-    assert dynamo_internals.unwrapped(other) is other
+    assert dynamo_frame.unwrapped(other) is other
 
 
 @canary("side effects: SideEffects.store_attr_mutations, id_to_variable", "dynamo_frame.ends_of")
@@ -212,11 +212,11 @@ def test_inputs_of_the_inner_compiler() -> None:
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         mode = ours.fake_mode_of(gm.graph.nodes)
         assert mode is not None
-        inner = dynamo_internals.inner_mode(mode)
+        inner = dynamo_frame.inner_mode(mode)
         assert inner is not mode
         assert inner.shape_env is mode.shape_env
         assert all(value.fake_mode is inner for value in inputs if isinstance(value, ours.FakeTensor))
-        fake = dynamo_internals.fake_input(inner, torch.ones(5, 3), "cp_table", [True, False])
+        fake = dynamo_frame.fake_input(inner, torch.ones(5, 3), "cp_table", [True, False])
         assert isinstance(fake, ours.FakeTensor)
         sizes.extend([*fake.shape, ours.hint(fake.shape[0])])
         return gm.forward
@@ -226,7 +226,7 @@ def test_inputs_of_the_inner_compiler() -> None:
     assert isinstance(sizes[0], torch.SymInt)
     assert sizes[1:] == [3, 5]
     mode = ours.FakeTensorMode()
-    assert dynamo_internals.inner_mode(mode) is mode
+    assert dynamo_frame.inner_mode(mode) is mode
 
 
 @canary("the frame that Dynamo translates, and a compile inside of a backend", "dynamo_frame.frame_call")
@@ -258,13 +258,13 @@ def test_a_function_is_traced_again_on_other_tensors() -> None:
 @canary("the operands of flex_attention", "dynamo_internals.FLEX_OPERANDS, for match.flex")
 def test_flex_operands() -> None:
     op = torch.ops.higher_order.flex_attention
-    assert tuple(inspect.signature(type(op).__call__).parameters)[1:] == dynamo_internals.FLEX_OPERANDS
+    assert tuple(inspect.signature(type(op).__call__).parameters)[1:] == dynamo_frame.FLEX_OPERANDS
 
 
 @canary("BlockMask.as_tuple", "dynamo_internals.FlexBlocks, for match.flex")
 def test_flex_blocks() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, "cpu", BLOCK_SIZE=(64, 128))
-    found: Any = dynamo_internals.FlexBlocks.read(mask.as_tuple())
+    found: Any = dynamo_frame.FlexBlocks.read(mask.as_tuple())
     assert found.lists[0] is mask.kv_num_blocks
     assert found.lists[1] is mask.kv_indices
     assert found.lists[2] is mask.full_kv_num_blocks

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.passes.locality.claims.dims import B, Dims, T
-from cp_rewrite.passes.locality.rules.spread import spread
+from cp_rewrite.passes.locality.claims import B, Dims, T
+from cp_rewrite.passes.locality.rules.rule import spread
 from tests.helpers.packed_model import SHARDING, TOKENS, PackedModel, judge, packed_batch
 from tests.helpers.pool import Pool
 

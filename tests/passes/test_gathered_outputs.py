@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.marks import mark_token_axes
-from cp_rewrite.batch.unshard import gathered
+from cp_rewrite.batch.marks import mark_token_axes
+from cp_rewrite.batch.tokens import gathered
 from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error
 

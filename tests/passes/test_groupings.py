@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from cp_rewrite.passes.predicate.bounds import holds
+from cp_rewrite.passes.predicate.cells import holds
 from cp_rewrite.passes.predicate.groupings.grouping import Grouping, Relation
 from cp_rewrite.passes.predicate.groupings.table import cells
 from cp_rewrite.passes.predicate.symbolic import ONE, Expr

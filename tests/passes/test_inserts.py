@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import passes, torch_internals
-from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active import active_plan
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph import new_nodes
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines
 from cp_rewrite.passes.graph.new_nodes import FakeValues, fake_value
-from cp_rewrite.passes.values.resolution import Insert
+from cp_rewrite.passes.values.edits import Insert
 from cp_rewrite.planning.plan_input import ROW_INDEX
 from cp_rewrite.torch_internals import expression, fake_mode_of, memory_id
 from tests.helpers.packed_model import capture as captured

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.batch.steps.token_mean import token_mean
-from cp_rewrite.passes.locality.inputs import why_static
+from cp_rewrite.batch.gradients import token_mean
+from cp_rewrite.passes.locality.ends import why_static
 from cp_rewrite.passes.locality.rules.table import RULES
 from cp_rewrite.refusal import Reason
 from tests.helpers.packed_model import SHARDING, TOKENS, WIDTH, PackedModel, judge, packed_batch

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.matching import BATCH, PACKED, heads, match_model, reasons, the_site
 from tests.passes.mask_spellings import DOCUMENTS, POSITIONS, annotate, make_batch
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.capture.flash_attn import part_flash_attn
+from cp_rewrite.passes.capture.capture import part_flash_attn
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers import flash_attn_stand_in as flash
 from tests.helpers.pool import Pool
 from tests.passes.mask_spellings import capture

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 from cp_rewrite.masks import MaskMismatch
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.matching import BATCH, Model, heads, match_each, meaning, reasons, the_site
 from tests.passes.mask_spellings import DOCUMENTS
 

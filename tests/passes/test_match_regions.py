@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.graph.argument_names import argument_names
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.graph.tokens import argument_names
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.matching import PACKED, heads, match_model, reasons, the_site
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite import MaskMismatch, PackedMask, Reason, Refusal
-from cp_rewrite.passes.values.table import Table
+from cp_rewrite.passes.values.state import Table
 from tests.helpers.matching import BATCH, PACKED
 from tests.helpers.pool import Pool
 from tests.passes.mask_spellings import DOCUMENTS

@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.packed_model import judge
 from tests.helpers.pool import Pool
 

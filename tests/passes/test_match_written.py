@@ -16,7 +16,7 @@ import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.matching import BATCH, PACKED, heads, match_each, reasons, the_site
 from tests.helpers.pool import Pool
 from tests.passes.mask_spellings import DOCUMENTS, annotate, make_batch

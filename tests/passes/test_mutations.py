@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.marks import is_part
+from cp_rewrite.batch.marks import is_part
 from tests.helpers.packed_model import TOKENS, Verdict, judge, packed_batch
 from tests.helpers.pool import Pool
 from tests.passes.mutants import MUTANTS

@@ -15,13 +15,13 @@ from torch import Tensor
 import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
 from cp_rewrite.passes.graph.canonicalize import canonicalize
-from cp_rewrite.passes.graph.regions import Scope
+from cp_rewrite.passes.graph.nodes import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
-from cp_rewrite.passes.predicate.bounds import holds, turning_points
-from cp_rewrite.passes.predicate.rules.index_maps import reshape, split_index
+from cp_rewrite.passes.predicate.cells import holds, turning_points
+from cp_rewrite.passes.predicate.index_maps import reshape, split_index
 from cp_rewrite.passes.predicate.symbolic import ZERO, Select, SymTensor, compare, outer_select
 from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances
-from cp_rewrite.passes.values.site import Site
+from cp_rewrite.passes.values.state import Site
 from tests.helpers.matching import BATCH, match_each, match_model, meaning
 from tests.passes.mask_spellings import (
     DOCUMENTS,

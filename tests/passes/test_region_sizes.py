@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite.passes.capture.capture import give_sizes_once
-from cp_rewrite.passes.graph.regions import region_calls
+from cp_rewrite.passes.graph.nodes import region_calls
 
 
 def layer(x: Tensor, scale: Tensor) -> Tensor:

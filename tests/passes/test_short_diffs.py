@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_rewrite as cp
 from cp_rewrite import passes
-from cp_rewrite.batch.active.current import active_plan
+from cp_rewrite.batch.active import active_plan
 from cp_rewrite.passes.capture.capture import capture
-from cp_rewrite.passes.graph.argument_names import module_numbers
 from cp_rewrite.passes.graph.diff import graph_lines
+from cp_rewrite.passes.graph.tokens import module_numbers
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.names import split_exchange
 from cp_rewrite.torch_internals import fixed_number

@@ -15,21 +15,25 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import plan_batch
-from cp_rewrite.planning.cost.choose_exchange import ExchangeChoice, choose_exchange, typical_load
+from cp_rewrite.planning.choose_exchange import (
+    ExchangeChoice,
+    all_to_all_seconds,
+    choose_exchange,
+    exchange_seconds,
+    fill_seconds,
+    typical_load,
+)
 from cp_rewrite.planning.cost.constants import TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model
 from cp_rewrite.planning.cost.load import kernel_seconds, load_of
-from cp_rewrite.planning.cost.seconds import all_to_all_seconds, exchange_seconds, fill_seconds
-from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import window_tiles
-from cp_rewrite.planning.layouts.bounds import Bounds
-from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.cost.tiles import SeenKeys, window_tiles
+from cp_rewrite.planning.layouts.balanced import Bounds
+from cp_rewrite.planning.layouts.share_out import Slices, slice_tiles
 from cp_rewrite.planning.layouts.token_order import outer_order
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import plan
-from cp_rewrite.planning.routes.gathered import all_gather_seconds
+from cp_rewrite.planning.routes.gathered import all_gather_seconds, needed_seconds
 from cp_rewrite.planning.routes.grid import outer_schedule
-from cp_rewrite.planning.routes.needed import needed_seconds
 from cp_rewrite.planning.routes.push import push_seconds
 from cp_rewrite.planning.routes.ring import ring_seconds
 from cp_rewrite.planning.schedule import build

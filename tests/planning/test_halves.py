@@ -15,10 +15,9 @@ from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.layouts.by_name import lay_out
-from cp_rewrite.planning.layouts.even_pairs import even_pairs
-from cp_rewrite.planning.layouts.halves import share_out_by_halves
+from cp_rewrite.planning.layouts.halves import even_pairs, share_out_by_halves
 from cp_rewrite.planning.layouts.options import LayoutOptions
-from cp_rewrite.planning.layouts.slices import Slices, slice_tiles
+from cp_rewrite.planning.layouts.share_out import Slices, slice_tiles
 from cp_rewrite.planning.layouts.token_order import outer_order
 from cp_rewrite.planning.plan import plan
 from cp_rewrite.planning.schedule import build

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.routes import push_cut
+from cp_rewrite.planning.routes import push
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import push_route
 from tests.helpers.packed import make_schedule
@@ -50,8 +50,8 @@ def read(routes: list[Route], rank: int, last: int, total: int) -> NDArray[np.in
 def any_worth(number: int) -> Generator[None]:
     """Rows are read in place, and come beside work, from so many on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push_cut, "PUSH_LAG", 0)
-        patch.setattr(push_cut, "PUSH_CUT_ROWS", number)
+        patch.setattr(push, "PUSH_LAG", 0)
+        patch.setattr(push, "PUSH_CUT_ROWS", number)
         yield
 
 

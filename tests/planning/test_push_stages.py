@@ -10,15 +10,15 @@ import pytest
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.constants import PUSH_LINK, PUSH_PARTS_LINK, PUSH_STAGE_BACK, PUSH_TAKEN
-from cp_rewrite.planning.routes import push_stages as stages
-from cp_rewrite.planning.routes.push import push_route
-from cp_rewrite.planning.routes.push_stages import (
+from cp_rewrite.planning.routes import push as stages
+from cp_rewrite.planning.routes.push import (
     Shape,
     StageLoad,
     backward_seconds,
     backward_stages,
     forward_seconds,
     forward_stages,
+    push_route,
 )
 from tests.helpers.packed import make_schedule
 
@@ -50,15 +50,15 @@ def test_what_needs_no_stages_has_one() -> None:
 
 def test_stages_hide_the_exchange() -> None:
     """One rank that computes for 1 s what travels for 0.5 s; all its keys are peers'."""
-    tiles = int(stages._DEVICE.forward / (4.0 * 128 * 128 * 128 * 32))
-    rows = int(0.5 * PUSH_LINK * stages._DEVICE.link / MHA.row_bytes)
+    tiles = int(stages._H200.forward / (4.0 * 128 * 128 * 128 * 32))
+    rows = int(0.5 * PUSH_LINK * stages._H200.link / MHA.row_bytes)
     load = StageLoad(0, tiles, 0, rows, 0, 0)
     assert forward_seconds(load, MHA, (32,)) == pytest.approx(1.5, rel=0.05)
     assert forward_seconds(load, MHA, (16, 16)) == pytest.approx(1.25 + 0.06, rel=0.02)
     assert forward_seconds(load, MHA, (4, 12, 16)) == pytest.approx(1.125 + 0.06, rel=0.02)
     # A cut whose early part waits for nothing hides what it takes time for.
     assert forward_seconds(load._replace(early=tiles), MHA, (32,)) == pytest.approx(2.06, rel=0.02)
-    kernel = 2.5 * stages._DEVICE.forward / stages._DEVICE.backward
+    kernel = 2.5 * stages._H200.forward / stages._H200.backward
     assert backward_seconds(load, MHA, (32,), False) == pytest.approx(kernel + 0.8, rel=0.02)
     assert backward_seconds(load, MHA, (32,), True) == pytest.approx(kernel + 0.4, rel=0.02)
     taken = 0.12 * 0.5 + 0.18 * 0.4 / 0.7 * 0.75
@@ -78,8 +78,8 @@ def test_own_rows_cost_more_in_stages() -> None:
 def test_a_backward_in_parts_copies_no_early_rows_and_hides_what_comes() -> None:
     own = StageLoad(3000, 3000, 0, 2000, 40000, 0)
     near = own._replace(near=39000)
-    copies = stages._copy_seconds(39000, MHA, stages._DEVICE)
-    coming = stages._link_seconds(2000, MHA, stages._DEVICE)
+    copies = stages._copy_seconds(39000, MHA, stages._H200)
+    coming = stages._link_seconds(2000, MHA, stages._H200)
     for kept, saved in ((False, 2 * copies), (True, copies)):
         gain = backward_seconds(own, MHA, (32,), kept) - backward_seconds(near, MHA, (32,), kept)
         assert gain == pytest.approx(saved, abs=PUSH_STAGE_BACK + 2 * coming)

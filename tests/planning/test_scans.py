@@ -12,7 +12,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan_input import Scan
-from cp_rewrite.planning.token_reads.scans import scan_tables
+from cp_rewrite.planning.reads import scan_tables
 
 
 def values(plan: BatchPlan, rank: int) -> np.ndarray:

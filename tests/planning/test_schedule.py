@@ -14,8 +14,7 @@ from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.intervals import Int
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.routes.by_exchange import ROUTES
-from cp_rewrite.planning.routes.gathered import gathered_route, local_route
-from cp_rewrite.planning.routes.needed import needed_route
+from cp_rewrite.planning.routes.gathered import gathered_route, local_route, needed_route
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, masks
 

@@ -12,7 +12,7 @@ from cp_rewrite.planning.batch_plan import plan_batch
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.cost.states import StatePieces
 from cp_rewrite.planning.layouts.by_name import LAYOUTS
-from cp_rewrite.planning.token_reads.states import States, state_tables
+from cp_rewrite.planning.states import States, state_tables
 
 QWEN = cp.StateLayers("gated_delta_rule", heads=32, keys=128, values=128, per_attention=3)
 ATTENTION: dict[str, Any] = {"heads": (16, 2), "head_dim": 256}

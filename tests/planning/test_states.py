@@ -8,10 +8,10 @@ import pytest
 from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.intervals import CHUNK, chunk_rows, level_major
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan_input import STATES, States
-from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_rows, level_major
-from cp_rewrite.planning.token_reads.states import run_tables, state_tables
+from cp_rewrite.planning.states import run_tables, state_tables
 
 
 def splits_of(plan: BatchPlan, read: States, name: str = "splits") -> list[list[int]]:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cp_rewrite.documents import Documents, SpanRuns
+from cp_rewrite.documents import Documents, Nodes, SpanRuns
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.trees import Nodes
 
 
 def test_every_source_of_nodes_tells_the_same() -> None:

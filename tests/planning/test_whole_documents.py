@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.layouts import balanced
-from cp_rewrite.planning.layouts.slices import Slices
-from cp_rewrite.planning.layouts.whole_documents import share_out_whole
+from cp_rewrite.planning.layouts.share_out import Slices, share_out_whole
 from cp_rewrite.planning.plan import plan
 from tests.helpers.amount import drawn
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cp_rewrite as cp
-from cp_rewrite.batch.cut_tokens import cut_tokens
+from cp_rewrite.batch.tokens import cut_tokens
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 
 Axes = Sequence[Any]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.diagnose.threads import ThreadSharding, rank, thread_group
-from cp_rewrite.passes.locality.claims.tensor_state import AtMost
+from cp_rewrite.diagnose.check import ThreadSharding, rank, thread_group
+from cp_rewrite.passes.locality.claims import AtMost
 from cp_rewrite.passes.locality.walk import check_locality
 from cp_rewrite.passes.rewrite.rewrite_sites import rewrite_sites
-from cp_rewrite.passes.values.locality import Locality
+from cp_rewrite.passes.values.edits import Locality
 from cp_rewrite.refusal import RewriteRefused
 
 from .claims import Claims

@@ -25,9 +25,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 import cp_rewrite as cp
-from cp_rewrite.batch.active.plan import ActivePlan
-from cp_rewrite.diagnose.threads import ThreadSharding
-from cp_rewrite.passes.graph.dynamo_internals import fake_input
+from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.diagnose.check import ThreadSharding
+from cp_rewrite.passes.graph.dynamo import fake_input
 from cp_rewrite.passes.graph.new_nodes import call
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.passes.values.state import State

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose.compare_runs import floor_of
+from cp_rewrite.diagnose.check import floor_of
 from tests.end_to_end.test_end_to_end import make_batch
 from tests.helpers.pool import Pool
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.diagnose import compare_runs
-from cp_rewrite.diagnose.compare_runs import floor_of
+from cp_rewrite.diagnose import check
+from cp_rewrite.diagnose.check import floor_of
 from cp_rewrite.ops.tiles import REGIONS
 from cp_rewrite.refusal import Refusal, RewriteRefused
 
@@ -229,7 +229,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def difference(actual: Tensor | None, expected: Tensor, floor: float) -> float:
     """Relative norm error; a gradient that is not there counts as 0."""
-    return compare_runs.difference(torch.zeros_like(expected) if actual is None else actual, expected, floor)
+    return check.difference(torch.zeros_like(expected) if actual is None else actual, expected, floor)
 
 
 def plain_capture(model: nn.Module, batch: dict[str, Tensor]) -> Exception | None:

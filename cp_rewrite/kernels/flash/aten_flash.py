@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts, Params
 
 from . import varlen
-from .launches import Launch
+from .varlen import Launch
 
 _aten: Any = torch.ops.aten
 

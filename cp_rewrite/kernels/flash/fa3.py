@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import AttentionSpec, Capabilities, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, Capabilities, DeviceFacts, Params
 
 from . import varlen
-from .launches import Launch
+from .varlen import Launch
 
 _LEFT_OUT = "fa3_no_"
 _SHORT, _LONG = 256, 4096

@@ -12,13 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_rewrite.kernels.inputs import Params
-from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts
+from cp_rewrite.kernels.select import AttentionSpec, DeviceFacts, Params
 
 from . import varlen
-from .fa4_calls import FlashCall, aligned, forward_call, key_of, noting, without_grad
-from .fa4_internals import capabilities, run_backward, was_read
-from .launches import Launch
+from .fa4_internals import (
+    FlashCall,
+    aligned,
+    capabilities,
+    forward_call,
+    key_of,
+    noting,
+    run_backward,
+    was_read,
+    without_grad,
+)
+from .varlen import Launch
 
 __all__ = ["backward", "capabilities", "forward", "reasons"]
 

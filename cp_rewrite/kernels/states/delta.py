@@ -23,16 +23,15 @@ from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
-from .chunk_gradients import chunk_gradients
-from .kimi_gradients import add_gradients_of_weights
-from .runs import CHUNK, Runs
+from .gradients import add_gradients_of_weights, chunk_gradients
+from .select import CHUNK, Runs
 
 
 class Delta:
     """A gated delta rule over packed runs.
 
     Args:
-        inputs: q, k, v, g, beta of `ops/states/whole.py`, of (1, R) rows. scale, l2norm: as there.
+        inputs: q, k, v, g, beta of `ops/states/ops.py`, of (1, R) rows. scale, l2norm: as there.
         kept: of one with the same inputs; none: computed anew.
     """
 

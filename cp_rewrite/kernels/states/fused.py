@@ -14,7 +14,7 @@ from flash_qla.ops.gated_delta_rule import chunk as qla
 from torch import Tensor
 
 from .delta import Delta
-from .runs import CHUNK
+from .select import CHUNK
 
 
 class Fused(Delta):

@@ -16,12 +16,12 @@ from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 from triton import cdiv
 
-from .chunk_gradients import chunk_gradients
-from .runs import CHUNK, Runs
+from .gradients import chunk_gradients
+from .select import CHUNK, Runs
 
 
 class Ssd:
-    """SSD over packed runs. inputs: x, dt, A, B, C of `ops/states/whole.py`, of (1, R) rows."""
+    """SSD over packed runs. inputs: x, dt, A, B, C of `ops/states/ops.py`, of (1, R) rows."""
 
     def __init__(self, inputs: Sequence[Tensor], runs: Runs, *_: object) -> None:
         x, dt, self.rate, write, look = inputs

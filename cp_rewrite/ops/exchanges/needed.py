@@ -1,6 +1,6 @@
 """The exchange `needed`: only rows that some piece needs travel, by an all-to-all with a count for every rank.
 
-Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + V). `planning/routes/needed.py` draws the tables.
+Shapes: R local rows, E expanded rows, P ranks, C = Hkv * (D + V). `planning/routes/gathered.py` draws the tables.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
-from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops import local_rows
 from cp_rewrite.ops.local_rows import pack_kv, packed_width, split_kv
 from cp_rewrite.ops.schemas import bind
 from cp_rewrite.planning.routes.by_exchange import Exchange
-from cp_rewrite.planning.routes.needed import NEEDED
+from cp_rewrite.planning.routes.gathered import NEEDED
 from cp_rewrite.torch_internals import process_group
 
 _ops: Any = torch.ops.cp_rewrite

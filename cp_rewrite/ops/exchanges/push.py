@@ -2,7 +2,7 @@
 
 These ops run before and after the kernel; `pushed/` moves rows while it works. Rows that the route says may
 be read in place are copied here, for a kernel takes one tensor of expanded rows. `planning/routes/push.py` tells what
-the tables hold, `kernels/peers/` how ranks wait for each other.
+the tables hold, `kernels/peers.py` how ranks wait for each other.
 
 Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V).
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from cp_rewrite.kernels import peers
-from cp_rewrite.kernels.nvtx import nvtx
+from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops.local_rows import pack_kv, packed_width, split_kv
 from cp_rewrite.ops.schemas import bind
-from cp_rewrite.planning.columns import PlaceRow
+from cp_rewrite.planning.names import PlaceRow
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.push import PUSH
 

@@ -1,6 +1,6 @@
-"""Recurrences by kernels: the ops of `whole.py` and `pieces.py` on GPUs, where `kernels/states` can run them.
+"""Recurrences by kernels: the ops of `ops.py` and `ops.py` on GPUs, where `kernels/states` can run them.
 
-Shapes: R = B T_l rows; N cut pieces as in `planning/token_reads/states.py`.
+Shapes: R = B T_l rows; N cut pieces as in `planning/states.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_rewrite.kernels.nvtx import nvtx
-from cp_rewrite.kernels.states.runs import CHUNK, Runs
-from cp_rewrite.kernels.states.select import SOLVED, load, runs_by_kernels
-from cp_rewrite.planning.token_reads.states import run_tables
+from cp_rewrite.kernels.cuda import nvtx
+from cp_rewrite.kernels.states.select import CHUNK, SOLVED, Runs, load, runs_by_kernels
+from cp_rewrite.planning.states import run_tables
 
-from .fold import fold
-from .kinds import INPUTS, Options, out_dtype, state_shapes, wide
-from .maps import Maps
+from .maps import INPUTS, Maps, Options, fold, out_dtype, state_shapes, wide
 
 
 def forward(

@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.states.select import kernels_for
-from cp_rewrite.kernels.states.verdicts import verdict_of
+from cp_rewrite.kernels.states.select import kernels_for, verdict_of
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.plan_input import STATES, States
-from cp_rewrite.planning.token_reads.states import state_tables
+from cp_rewrite.planning.states import state_tables
 
 from . import by_kernels
-from .kinds import INPUTS, Options, fake_out
+from .maps import INPUTS, Options, fake_out
 
 _ops: Any = torch.ops.cp_rewrite
 _LIMIT = 3e-2

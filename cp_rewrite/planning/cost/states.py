@@ -15,9 +15,8 @@ import numpy as np
 
 from cp_rewrite.arguments import flag, whole_number
 from cp_rewrite.documents import Documents
-from cp_rewrite.planning.intervals import Int, overlaps
+from cp_rewrite.planning.intervals import CHUNK, Int, chunk_counts, overlaps
 from cp_rewrite.planning.layouts.token_order import TokenOrder
-from cp_rewrite.planning.token_reads.chunks import CHUNK, chunk_counts
 
 from .constants import STATE_COPIES, STATE_PASS
 from .devices import Device
@@ -89,7 +88,7 @@ class StatePieces:
 
     @staticmethod
     def of(documents: Documents, order: TokenOrder, resets: bool) -> StatePieces:
-        """Pieces of the sequences of a row, as `token_reads/states.py` has them."""
+        """Pieces of the sequences of a row, as `planning/states.py` has them."""
         real = documents.lengths > 0
         whole = np.zeros(1, dtype=np.int64), np.full(1, documents.total, dtype=np.int64)
         first, end = (documents.starts[real], documents.ends[real]) if resets else whole

@@ -14,6 +14,21 @@ slices of a group are shared out so that both halves have their tokens, and the 
 
 A single causal document is cut into a zigzag. Work is counted in whole tenths of tiles here: sums are exact, and so the
 same on every machine. No step loops over documents; each depth takes some hundred calls of numpy.
+
+Slices of several groups, one line behind another, cut anywhere: positions and work of many cuts at once.
+
+slices      size 5, work 10    size 2, work 1
+bounds      0                  5                7
+before      0                  10               11        work before each bound; `work(x)` between them
+
+Pairs of ranks, one with much and one with little work, that swap ends of slices, as many tokens each.
+
+    rank with 1.08 of the mean      A A A A A A A A|a a     its dense end, two rows of tiles of a long document
+    rank with 0.94                  b b|B B B B B B B B     for a sparse head, two rows of another one
+    afterwards                      A A A A A A A A b b     and     a a B B B B B B B B
+
+Ranks that were halved again and again are left with what the last cut could not do: a row of tiles of a long document
+is some percent of a rank's work. Another rank mostly has rows with a little less.
 """
 
 from __future__ import annotations
@@ -27,12 +42,93 @@ from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.constants import ROW_ACROSS, TILE
-from cp_rewrite.planning.cost.seen_keys import SeenKeys
-from cp_rewrite.planning.cost.tiles import Float
+from cp_rewrite.planning.cost.tiles import Float, SeenKeys
 from cp_rewrite.planning.intervals import Int
 
-from .slice_lines import SliceLines, part_work, tenths
-from .slices import Slices
+from .share_out import Slices, slice_tiles
+
+
+def tenths(table: Int, real: Float, mask: PackedMask) -> Float:
+    """(N,) float64 whole numbers: what each slice of a table costs, in tenths of tiles; nothing where `real` is 0."""
+    return np.rint(10 * slice_tiles(Slices(table, real), mask))
+
+
+def parts(slices: Slices, start: Int, stop: Int, mask: PackedMask) -> Slices:
+    """Tokens [start, stop) of slices, each as a slice of its own; work in tenths."""
+    table = slices.table.copy()
+    table[0] += start
+    table[3] += start
+    table[1] = stop - start
+    return Slices(table, tenths(table, slices.work, mask))
+
+
+def part_work(slices: Slices, i: Int, x: Int, seen: SeenKeys) -> Float:
+    """Work of the first x tokens of the slices at `i`: a slice's work, shared out by the keys that its queries see."""
+    length, first, size = slices.document_length.take(i), slices.first.take(i), slices.size.take(i)
+    base = seen.of(length, first)
+    share = (seen.of(length, first + x) - base) / (seen.of(length, first + size) - base)
+    if seen.mask.spans:
+        share = np.where(slices.full.take(i) > 0, x / size, share)
+    return slices.work.take(i) * share
+
+
+class SliceLines:
+    """Slices one behind another. Args: seen: what attention sees."""
+
+    def __init__(self, slices: Slices, seen: SeenKeys) -> None:
+        self.slices, self._seen = slices, seen
+        self.bounds = np.append(0, np.cumsum(slices.size))
+        self.before = np.append(0.0, np.cumsum(slices.work))
+
+    def index(self, x: Int) -> Int:
+        """The slice that holds each position; the last one for the end of all lines."""
+        return np.minimum(self.bounds.searchsorted(x, side="right") - 1, len(self.slices) - 1)
+
+    def work(self, x: Int) -> Float:
+        """Work before each position."""
+        i = self.index(x)
+        return self.before[i] + part_work(self.slices, i, x - self.bounds[i], self._seen)
+
+    def run_work(self, x: Int, y: Int) -> tuple[Float, Float]:
+        """(work of the runs [x, y), cut to pieces; what both cuts add to the work of all), in tiles as kernels see."""
+        i, j = self.index(x), self.index(y)
+        a, b = x - self.bounds[i], y - self.bounds[j]
+        one, none = i == j, np.zeros_like(a)
+        size_i, size_j = self.slices.size[i], self.slices.size[j]
+        starts, stops = [a, none, none, b], [np.where(one, b, size_i), b, a, size_j]
+        ends = self.slices.take(np.stack([i, j, i, j]).reshape(-1))
+        costs = parts(ends, np.stack(starts).reshape(-1), np.stack(stops).reshape(-1), self._seen.mask).work
+        first, last, left, right = costs.reshape(4, *x.shape)
+        last, right = np.where(one, 0, last), np.where(b > 0, right, 0)
+        inside = np.where(one, first, self.before[j] - self.before[i + 1] + first + last)
+        whole = self.before[np.where(b > 0, j + 1, j)] - self.before[i]
+        return inside, inside + left + right - whole
+
+    def before_cut(self, x: Int) -> Int:
+        """Keys of a document before each position that cuts it, else 0."""
+        i = self.index(x)
+        inside = x - self.bounds[i]
+        return np.where((inside > 0) & (inside < self.slices.size[i]), self.slices.first[i] + inside, 0)
+
+    def cut(self, x: Int) -> tuple[Slices, Int]:
+        """(the slices, cut at all of these positions; the position of each)."""
+        x = np.sort(x)
+        i = self.index(x)
+        inside = (x > self.bounds[i]) & (x < self.bounds[-1]) & (np.diff(x, prepend=-1) > 0)
+        x, i, count = x[inside], i[inside], len(self.slices)
+        part_of = np.repeat(np.arange(count), np.bincount(i, minlength=count) + 1)
+        at = self.bounds[:-1][part_of]
+        at[i + np.arange(1, len(i) + 1)] = x
+        made = self.slices.take(part_of)
+        inside = at - self.bounds[part_of]
+        made.table[0] += inside
+        made.table[3] += inside
+        size = np.diff(at, append=self.bounds[-1])
+        changed = np.flatnonzero(size != made.size)
+        made.table[1] = size
+        made.work[changed] = tenths(made.table[:, changed], made.work[changed], self._seen.mask)
+        return made, at
+
 
 MOST_WHOLE = (24, 4, 0)
 """Slices of a group, at most, that go whole to a half; the next number where the halves then differ too much."""
@@ -405,3 +501,170 @@ class _Placing:
         whole[:, i], work[i] = ends, end_work
         self.slices = Slices(np.concatenate([whole, table], axis=1), np.append(work, head_work))
         self.group, self.side = np.append(self.group, groups), np.append(self.side, 1 - side)
+
+
+ENOUGH = 1.018
+"""Imbalance that is not worth another round."""
+ROUNDS = 24
+"""At most: in each one every rank has other partners."""
+IDLE = 4
+"""Rounds without a swap, one after another, behind which there is none to be found."""
+FIRST_BLOCK, TURNS = 8, 2
+"""Partners are of so many ranks first, for so many turns; then of twice as many, and so on."""
+PAIRS = 32
+"""Each rank has several partners, the best of which counts, where there are not as many pairs."""
+SPREAD = 5
+"""Slices of a rank that are tried, from its sparsest to its densest; in every other turn more of the dense ones."""
+
+
+def even_pairs(
+    slices: Slices, owner: Int, quotas: Sequence[int], node_size: int, mask: PackedMask, unit: int, inner: int = 1
+) -> tuple[Slices, Int]:
+    """(slices, owner) with less work for the place that has most, where that can be had; partners share a node. Each
+    rank keeps its number of tokens.
+
+    Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
+        inner: ranks of a place, between which work need not be even; it divides `node_size`.
+    """
+    held, idle = np.asarray(quotas).reshape(-1, inner).sum(1) > 0, 0
+    for turn in range(ROUNDS):
+        place = owner // inner
+        work = owners_work(place, slices, len(held))
+        limit = ENOUGH * float(work.mean())
+        if work.max() <= limit or idle == IDLE:
+            break
+        more, less = _partners(work, limit, node_size // inner, turn)
+        more, less = more[held[less]], less[held[less]]
+        if len(more):
+            tried = _tried(slices, place, more, less, turn)
+            swaps = _best_swaps(slices, tried, more, work[more], work[less], limit, mask, lcm(TILE, unit))
+            idle = 0 if len(swaps[0]) else idle + 1
+            slices, owner = _after(slices, owner, *swaps, mask) if len(swaps[0]) else (slices, owner)
+    return slices, owner
+
+
+def _partners(work: Float, limit: float, node_size: int, turn: int) -> tuple[Int, Int]:
+    """(ranks above the limit, each as often as it has partners; its partners): no two ranks share a partner.
+
+    Partners are in one block of ranks, which were halved last and so share documents, and have least work there. Each
+    turn moves partners on by one, later turns have larger blocks, up to a node.
+    """
+    size, ranks = min(node_size, FIRST_BLOCK << turn // TURNS), np.arange(len(work))
+    node = ranks // node_size * node_size
+    first = node + (ranks - node) // size * size  # of each rank's block
+    end = np.minimum(first + size, node + node_size)
+    half = (end - first) // 2
+    order = np.lexsort((work, first))  # ranks first …, of a block, are order[first] …, by work
+    above = work[order] > limit
+    rivals = np.minimum(half, np.bincount(first, above, len(work)).astype(np.int64)[first])
+    at = np.flatnonzero(above & (end - 1 - ranks < half))
+    place = (end - 1 - ranks)[at] + rivals[at] * np.arange(max(1, PAIRS // max(1, len(at))))[:, None]
+    mine = np.broadcast_to(at, place.shape)[inside := place < half[at]]
+    return order[mine], order[first[mine] + (place[inside] + turn) % half[mine]]
+
+
+def _tried(slices: Slices, owner: Int, more: Int, less: Int, turn: int) -> tuple[Int, Int]:
+    """(i, j), each (pairs, SPREAD²): slices of both ranks of each pair, in all combinations."""
+    here = np.flatnonzero(np.isin(owner, np.append(more, less)))
+    here = here[np.lexsort((slices.work[here] / slices.size[here], owner[here]))]
+    first, last = np.searchsorted(owner[here], [more, less]), np.searchsorted(owner[here], [more, less], "right") - 1
+    shares = np.linspace(0, 1, SPREAD)
+    shares = np.sqrt(shares) if turn % 2 else shares
+    each = here[first[..., None] + np.rint(shares * (last - first)[..., None]).astype(np.int64)]
+    return np.repeat(each[0], SPREAD, 1), np.tile(each[1], SPREAD)
+
+
+def _best_swaps(
+    slices: Slices,
+    tried: tuple[Int, Int],
+    more: Int,
+    mine: Float,
+    other: Float,
+    limit: float,
+    mask: PackedMask,
+    step: int,
+) -> tuple[Int, Int, Int]:
+    """(i, j, x): the swaps that help, x tokens of the end of slice i for the head of slice j; the best of each rank.
+
+    Args:
+        tried: (i, j), each (pairs, n).
+        more, mine, other: (pairs,) the rank with much work, its work, and its partner's. limit: low enough.
+    """
+    i, j = tried
+    sizes = slices.size[i], slices.size[j]
+    some = _tokens(slices, i, j, (mine - other)[:, None] / 2, mask, step)
+    most = np.minimum(*sizes)
+    x = np.concatenate([np.minimum(some, most), np.minimum(some + step, most), most], 1)
+    i, j = np.tile(i, 3), np.tile(j, 3)
+    kept, end, head, rest = _work(slices, *_ranges(slices, i, j, x), mask=mask)
+    left = np.maximum(
+        mine[:, None] - slices.work[i] + kept + head,
+        other[:, None] - slices.work[j] + rest + end,
+    )
+    best = np.arange(len(more)), np.maximum(left, limit).argmin(1)
+    i, j, x, left = i[best], j[best], x[best], left[best]
+    by_rank = np.lexsort((left, more))
+    first = by_rank[np.diff(more[by_rank], prepend=-1) > 0]
+    first = first[left[first] < mine[first]]
+    return i[first], j[first], x[first]
+
+
+def _tokens(slices: Slices, i: Int, j: Int, work: Float, mask: PackedMask, step: int) -> Int:
+    """Tokens, in whole steps, of which the end of slice i has nearly `work` more than the head of slice j.
+
+    A token further back in i sees one key less, one further on in j one more: x tokens differ by a x - b x².
+    """
+    sizes = slices.size[i], slices.size[j]
+    row_i, row_j = np.minimum(step, sizes[0]), np.minimum(step, sizes[1])
+    none = np.zeros_like(row_j)
+    last, first = _work(slices, (i, sizes[0] - row_i, sizes[0]), (j, none, row_j), mask=mask)
+    a, b = np.maximum(last / row_i - first / row_j, 1e-9), 10 / TILE**2
+    root = np.sqrt(np.maximum(0, a**2 - 4 * b * work))
+    x = np.minimum(2 * work / (a + root), a / (2 * b))
+    return np.minimum(x, np.minimum(*sizes)).astype(np.int64) // step * step
+
+
+def _ranges(slices: Slices, i: Int, j: Int, x: Int) -> tuple[tuple[Int, Int, Int], ...]:
+    """(slice, start, stop) of what is left of slices i, their ends, heads of slices j, and what is left of these; some
+    may be empty."""
+    size_i, size_j, none = slices.size[i], slices.size[j], np.zeros_like(x)
+    return (i, none, size_i - x), (i, size_i - x, size_i), (j, none, x), (j, x, size_j)
+
+
+def _parts(slices: Slices, *ranges: tuple[Int, Int, Int], mask: PackedMask) -> Slices:
+    """The ranges of slices, each as a slice of its own, of flattened arrays."""
+    i, start, stop = (np.stack(column).reshape(-1) for column in zip(*ranges, strict=True))
+    return parts(slices.take(i), start, stop, mask)
+
+
+def _work(slices: Slices, *ranges: tuple[Int, Int, Int], mask: PackedMask) -> Float:
+    """The work of each, in the shape of the ranges."""
+    return _parts(slices, *ranges, mask=mask).work.reshape(len(ranges), *ranges[0][0].shape)
+
+
+def _after(slices: Slices, owner: Int, i: Int, j: Int, x: Int, mask: PackedMask) -> tuple[Slices, Int]:
+    """(slices, owner) after swaps of x tokens of the ends of slices i for heads of slices j."""
+    new, more, less = _parts(slices, *_ranges(slices, i, j, x), mask=mask), owner[i], owner[j]
+    other = np.ones(len(slices), dtype=np.bool_)
+    other[i] = other[j] = False
+    slices = Slices.join([slices.take(np.flatnonzero(other)), new])
+    owner = np.concatenate([owner[other], more, less, more, less])
+    changed = np.isin(owner, np.append(more, less))
+    mine, others = np.flatnonzero(changed & (slices.size > 0)), np.flatnonzero(~changed)
+    joint, its_owner = joined(slices.take(mine), owner[mine], mask)
+    return Slices.join([slices.take(others), joint]), np.append(owner[others], its_owner)
+
+
+def joined(slices: Slices, group: Int, mask: PackedMask) -> tuple[Slices, Int]:
+    """The slices of each group, those of one document that touch as one."""
+    order = np.lexsort((slices.start, group))
+    slices, group = slices.take(order), group[order]
+    follows = (slices.start[1:] == (slices.start + slices.size)[:-1]) & (group[1:] == group[:-1])
+    same = (slices.start - slices.first)[1:] == (slices.start - slices.first)[:-1]
+    same &= (slices.document_length[1:] == slices.document_length[:-1]) & (slices.full[1:] == slices.full[:-1])
+    same &= (slices.work[1:] > 0) & (slices.work[:-1] > 0) | ((slices.work[1:] == 0) & (slices.work[:-1] == 0))
+    first = np.flatnonzero(np.append(True, ~(follows & same)))
+    table = slices.table[:, first]
+    table[1] = np.add.reduceat(slices.size, first)
+    work = np.add.reduceat(slices.work, first)
+    return Slices(table, tenths(table, work, mask)), group[first]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .gathered import ALL_GATHER, LOCAL
-from .needed import NEEDED
+from .gathered import ALL_GATHER, LOCAL, NEEDED
 from .push import PUSH
 from .ring import RING
 from .route import Route

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_rewrite.planning.columns import LaunchRow, PieceRow, RoundRow
 from cp_rewrite.planning.cost.constants import RING_BACKWARD, RING_FORWARD, TILE, TILE_ROW_OVERHEAD
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import Load, both_kernels, expanded_seconds, transfer_seconds
 from cp_rewrite.planning.intervals import Int, expand_ranges, sum_lists
+from cp_rewrite.planning.names import LaunchRow, PieceRow, RoundRow
 from cp_rewrite.planning.pieces import Pieces, order_by_launch
 from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.schedule import Schedule, kernel_tables

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.locality.advice import MEAN_HINT
-from cp_rewrite.passes.locality.claims.dims import Mixes, broadcast, checked
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, WHOLE, AtMost, Number, Partial, Rows, TensorState
-from cp_rewrite.passes.locality.node.call import Call, check_gradients, mixes_parts
+from cp_rewrite.passes.locality.call import MEAN_HINT, Call, check_gradients, mixes_parts
+from cp_rewrite.passes.locality.claims import (
+    REPLICATED,
+    WHOLE,
+    AtMost,
+    Mixes,
+    Number,
+    Partial,
+    Rows,
+    TensorState,
+    broadcast,
+    checked,
+)
 
-from .experts import follow_order
+from .indexing import follow_order
 
 
 def pointwise(call: Call) -> TensorState:

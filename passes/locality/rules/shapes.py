@@ -12,11 +12,24 @@ import torch
 from sympy import Function
 from torch import Tensor
 
-from cp_rewrite.passes.locality.advice import TABLE_HINT
-from cp_rewrite.passes.locality.claims.dims import B, Dim, Dims, Mixes, Order, T, checked, has, merge
-from cp_rewrite.passes.locality.claims.extents import regroup
-from cp_rewrite.passes.locality.claims.tensor_state import REPLICATED, Partial, Rows, TensorState, plain
-from cp_rewrite.passes.locality.node.call import Call
+from cp_rewrite.passes.locality.call import TABLE_HINT, Call
+from cp_rewrite.passes.locality.claims import (
+    REPLICATED,
+    B,
+    Dim,
+    Dims,
+    Mixes,
+    Order,
+    Partial,
+    Rows,
+    T,
+    TensorState,
+    checked,
+    has,
+    merge,
+    plain,
+    regroup,
+)
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import expression
 

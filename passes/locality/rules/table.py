@@ -17,7 +17,8 @@ have the dims (B,) (T,) ·, where · is an ordinary dim. One line of the table r
 
 `rows` is for ops that work on the rows of one tensor alone, `Alone` for ops whose operands must be looked at together:
 there a comment says `# what they need -> what they give`. Where no way holds, operands are converted
-(`conversions.py`) and the ways are asked again; else the op is refused in the words of its first way. An op that is not
+(`passes/locality/ways.py`) and the ways are asked again; else the op is refused in the words of its first way. An op
+that is not
 here is refused by name, unless torch tags it as pointwise. To add one, add a line; `python -m tests.rules NAME` tries
 it.
 """
@@ -28,20 +29,16 @@ from functools import lru_cache
 
 import torch
 
-from cp_rewrite.passes.locality.advice import kind_by_name
-from cp_rewrite.passes.locality.neighbours import moves
-from cp_rewrite.passes.locality.node.call import op_name
+from cp_rewrite.passes.locality.call import aten_name, kind_by_name
+from cp_rewrite.passes.locality.rules import moves
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from . import experts, indexing, losses, reductions, shapes
+from . import indexing, largest, picked, reductions, scans, shapes, states, wholes
 from .elementwise import cast, log_sigmoid, pointwise
-from .over_ranks import normalized, recurrences, scans, segments, wholes
-from .over_ranks.counted import counted
-from .picked import entries as picked
-from .picked import largest, looked_up
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
+from .wholes import counted
 
 _NORM, _KERNEL = "{op} of something else than token rows", "{op} with a kernel made from tokens"
 _PICKS = "picks entries by their values, as many as there happen to be: multiply by a mask instead"
@@ -111,7 +108,7 @@ MIXED_DIMS = (
     rule(
         "_softmax _log_softmax _safe_softmax softmax log_softmax",
         rows(same_dims, mixes=over("runs over")),
-        OverRanks(normalized.softmax),
+        OverRanks(wholes.softmax),
     ),
     # over tokens -> the same dims: each rank runs over its own, and what it reached at ends of pieces is exchanged
     rule("cumprod cummax cummin logcumsumexp", rows(same_dims, mixes=over("runs over")), OverRanks(scans.scanned)),
@@ -135,7 +132,7 @@ MIXED_DIMS = (
     rule(
         "native_batch_norm _native_batch_norm_legit _batch_norm_with_update",
         Alone(reductions.batch_norm),
-        OverRanks(normalized.batch_norm),
+        OverRanks(wholes.batch_norm),
     ),
 )
 
@@ -153,21 +150,21 @@ SUMMED = (
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     rule("mm addmm bmm baddbmm mv addmv dot addbmm", Alone(reductions.product)),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
-    rule("nll_loss_forward nll_loss2d_forward", Alone(losses.nll_loss), OverRanks(losses.mean_nll)),
+    rule("nll_loss_forward nll_loss2d_forward", Alone(reductions.nll_loss), OverRanks(reductions.mean_nll)),
     rule(
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-        Alone(losses.elementwise_loss, SUMS),
-        OverRanks(losses.mean_loss),
-        OverRanks(losses.summed_loss),
+        Alone(reductions.elementwise_loss, SUMS),
+        OverRanks(reductions.mean_loss),
+        OverRanks(reductions.summed_loss),
     ),
     # per-rank parts, of a sum and of a count -> the global mean, whose gradient is a per-rank part
-    rule("cp_rewrite::token_mean", Alone(losses.token_mean, SUMS)),
+    rule("cp_rewrite::token_mean", Alone(reductions.token_mean, SUMS)),
 )
 
 # Values are indices: they may be made from tokens, but pick no tokens.
 INDEXED = (
     # a table that is the same on all ranks, or its first T rows -> the indices' dims and one more
-    rule("embedding", Alone(indexing.embedding), OverRanks(looked_up.embedding)),
+    rule("embedding", Alone(indexing.embedding), OverRanks(picked.embedding)),
     # a list that is the same on all ranks -> the dims of what is looked up in it
     rule("isin bucketize searchsorted", Alone(indexing.looked_up)),
     # tensor and indices have the same tokens, in another dim than the indexed one -> the same dims
@@ -175,35 +172,40 @@ INDEXED = (
     # the same; or token rows at places that all ranks know -> whole
     rule("gather", Alone(indexing.gather), OverRanks(picked.gather)),
     # the same; or token rows are added up in a tensor without tokens -> a per-rank part; reduced in one -> whole
-    rule("scatter_add", Alone(indexing.gather), OverRanks(segments.added)),
-    rule("scatter_reduce", Alone(indexing.gather), OverRanks(segments.added), OverRanks(segments.reduced)),
+    rule("scatter_add", Alone(indexing.gather), OverRanks(wholes.added)),
+    rule("scatter_reduce", Alone(indexing.gather), OverRanks(wholes.added), OverRanks(wholes.reduced_by_segment)),
     # tokens in another dim than the indexed one -> the same dims; or sorted rows are added to their tokens; or token
     # rows are added up in a tensor without tokens -> a per-rank part
-    rule("index_add", Alone(indexing.written), OverRanks(segments.added)),
+    rule("index_add", Alone(indexing.written), OverRanks(wholes.added)),
     rule("index_copy index_fill index_reduce", Alone(indexing.written)),
     # an indexed dim without tokens, or of the first T rows of a table -> in its place the indices' dim
     rule(
-        "index_select", Alone(indexing.index_select), OverRanks(looked_up.index_select), OverRanks(picked.index_select)
+        "index_select", Alone(indexing.index_select), OverRanks(picked.select_of_table), OverRanks(picked.index_select)
     ),
     # indexed dims without tokens, or all rows of a shard in turn, or the first T rows of a table -> in their place the
     # indices' dims
-    rule("index _unsafe_index", Alone(indexing.index, POSITIONS), OverRanks(looked_up.index), OverRanks(picked.index)),
+    rule(
+        "index _unsafe_index",
+        Alone(indexing.index, POSITIONS),
+        OverRanks(picked.index_of_table),
+        OverRanks(picked.index),
+    ),
     # x[mask] = number, where x and mask have the same tokens -> the same dims
     rule("index_put _unsafe_index_put _index_put_impl", Alone(indexing.index_put, POSITIONS)),
 )
 
 # Rows are sorted by a key, worked on in groups, and put back in place by index_put: see `experts`.
 SORTED = (
-    rule("sort", Alone(experts.sort)),
+    rule("sort", Alone(indexing.sort)),
     # of sorted keys -> sizes of their groups; of others -> per-rank counts
-    rule("histc", Alone(experts.group_sizes), OverRanks(wholes.histc)),
-    rule("cumsum", Alone(experts.cumsum, GROUPS), OverRanks(scans.scanned)),
-    rule("_grouped_mm transformers::grouped_mm_fallback", Alone(experts.grouped_product, GROUPS)),
+    rule("histc", Alone(indexing.group_sizes), OverRanks(wholes.histc)),
+    rule("cumsum", Alone(indexing.cumsum, GROUPS), OverRanks(scans.scanned)),
+    rule("_grouped_mm transformers::grouped_mm_fallback", Alone(indexing.grouped_product, GROUPS)),
 )
 
 # A state passes through all tokens of a sequence. Each rank runs over its own; what they do to the state goes to ranks
 # that have later tokens. Tokens in dim 1 -> the same dims
-RECURRENT = rule(" ".join(recurrences.OPS), Alone(recurrences.alone), OverRanks(recurrences.recurrent))
+RECURRENT = rule(" ".join(states.OPS), Alone(states.alone), OverRanks(states.recurrent))
 
 # Never the same on a shard.
 MIXING = (
@@ -238,7 +240,7 @@ _BY_NAME = {name: rule for rule in RULES for name in rule.ops.split()}
 @lru_cache(maxsize=4096)
 def find_rule(func: OpOverload) -> Rule | None:
     """The rule of an op; None where it has none."""
-    name = op_name(func)
+    name = aten_name(func)
     # Of some ops that write into their first operand torch tags the other form only.
     plain = getattr(getattr(torch.ops.aten, name, None), func._overloadname, func)
     if name in _BY_NAME or torch.Tag.pointwise in (*func.tags, *plain.tags):

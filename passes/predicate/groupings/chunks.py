@@ -13,7 +13,7 @@ from typing import Any, cast
 import sympy
 
 from cp_rewrite.packing import PositionIds
-from cp_rewrite.passes.predicate.reading.cell_values import CellValues
+from cp_rewrite.passes.predicate.cells import CellValues
 from cp_rewrite.passes.predicate.symbolic import ONE, Expr
 from cp_rewrite.passes.predicate.worlds import (
     EVERYTHING,

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import sympy
 
+from cp_rewrite.passes.predicate.cells import CellValues
 from cp_rewrite.passes.predicate.context import Leaf
-from cp_rewrite.passes.predicate.reading.cell_values import CellValues
 from cp_rewrite.passes.predicate.symbolic import Expr
 from cp_rewrite.passes.predicate.worlds import FROM_0, Cell, Linear, Span
 

@@ -17,11 +17,10 @@ from typing import Any, cast
 import sympy
 
 from cp_rewrite.packing import Tree, packing_args
+from cp_rewrite.passes.predicate.cells import CellValues
 from cp_rewrite.passes.predicate.context import Leaf
-from cp_rewrite.passes.predicate.reading.cell_values import CellValues
 from cp_rewrite.passes.predicate.symbolic import Expr, Select
-from cp_rewrite.passes.predicate.terms import Trouble
-from cp_rewrite.passes.predicate.worlds import ABOVE_0, BELOW_0, FROM_0, UP_TO_0, Cell, D, K, Linear, Q, Span
+from cp_rewrite.passes.predicate.worlds import ABOVE_0, BELOW_0, FROM_0, UP_TO_0, Cell, D, K, Linear, Q, Span, Trouble
 from cp_rewrite.refusal import Reason
 
 from .grouping import Form, Grouping, Kept, Relation, differs, sides

@@ -15,11 +15,22 @@ import sympy
 import torch
 
 from cp_rewrite.packing import Spans
+from cp_rewrite.passes.predicate.cells import CellValues
 from cp_rewrite.passes.predicate.context import Leaf
-from cp_rewrite.passes.predicate.reading.cell_values import CellValues
 from cp_rewrite.passes.predicate.symbolic import ONE, ZERO, Expr
-from cp_rewrite.passes.predicate.terms import Pair, maximal_terms
-from cp_rewrite.passes.predicate.worlds import ABOVE_0, EVERYTHING, FROM_0, UP_TO_0, Cell, Linear, Q, Span, World
+from cp_rewrite.passes.predicate.worlds import (
+    ABOVE_0,
+    EVERYTHING,
+    FROM_0,
+    UP_TO_0,
+    Cell,
+    Linear,
+    Pair,
+    Q,
+    Span,
+    World,
+    maximal_terms,
+)
 
 from .grouping import Form, Grouping, Kept, Relation, differs, sides
 

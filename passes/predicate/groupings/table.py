@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from cp_rewrite.passes.predicate.reading.cell_values import CellValues
+from cp_rewrite.passes.predicate.cells import CellValues
 from cp_rewrite.passes.predicate.worlds import Cell, Span, World
 
 from .chunks import Chunks

@@ -22,7 +22,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.passes.graph.canonicalize import Call, Canonical, Ref
 from cp_rewrite.passes.predicate.decide import decide, index_of, read_mask
 from cp_rewrite.passes.predicate.evaluate import Evaluator
-from cp_rewrite.passes.predicate.reading.recognise import Reader
+from cp_rewrite.passes.predicate.recognise import Reader
 from cp_rewrite.passes.predicate.symbolic import TOKENS as T
 from cp_rewrite.refusal import Refusal
 from tests.passes.mask_spellings import INF, LOWEST, kept

@@ -1,0 +1,1 @@
+"""Ranks that agree: texts compared turn by turn, and a heartbeat that names who died."""

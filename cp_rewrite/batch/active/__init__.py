@@ -1,1 +1,0 @@
-"""The active plan: the batch in flight, and the tensors that a rewritten graph reads as its extra inputs."""

@@ -1,1 +1,0 @@
-"""What ranks are given: batches of the group, or rows of their own, now or ahead of time."""

@@ -1,1 +1,0 @@
-"""Masks that come in as arguments of a batch."""

@@ -1,1 +1,0 @@
-"""What a training step does with what the ranks computed: losses, gradients, weights."""

@@ -1,0 +1,263 @@
+"""A model's forward that takes whole rows and returns what one process would, computed by a whole group. What a trainer
+calls it with becomes a batch as `Sharding.shard` takes it: documents are told apart by one argument, or by rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+import cp_rewrite as cp
+from cp_rewrite.backend import Backend
+from cp_rewrite.batch.marks import batch_number, is_part
+from cp_rewrite.batch.tokens import map_tensors
+from cp_rewrite.packing import Packing, packing_args
+
+from .parallelize import scaled
+from .sharded_forward import compile_segments
+from .twin import Twin
+
+MASK = "attention_mask"
+DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What padding-free collators add for other kernels. It says what `position_ids` say."""
+
+
+class GlobalBatch(NamedTuple):
+    """`values` to call the model with, the annotation of this batch, and `lengths`, one list per row, where it is
+    padded: what stands behind them is in no document."""
+
+    values: dict[str, Any]
+    sharding: cp.Sharding
+    lengths: list[list[int]] | None = None
+
+
+def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, places: bool) -> GlobalBatch:
+    """A trainer's arguments as `Sharding.shard` takes them. What tells documents apart is on the host.
+
+    places: a causal model whose positions, where it gets none, are tokens' places in the row. It needs no mask for what
+    stands before padding, and positions are made for it: a row is a document.
+
+        attention_mask  1 1 1 0 0
+        position_ids    0 1 2 0 1    lengths 3
+
+    Any other model gets its mask, or neither mask nor positions, and says itself what they mean:
+
+        position_ids, no mask        documents by them, as the sharding says
+        attention_mask               a row is one document, without its padding
+        neither                      a row is one document
+
+    Raises:
+        ValueError: a mask that is no padding at the end of rows, or that the documents contradict; a cache of keys.
+    """
+    if values.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values came into a step of a trainer: generate() is not sharded, call it outside of steps, as "
+            "in a callback; prefixes of PEFT are not supported"
+        )
+    packing, batch = sharding.packing, {name: value for name, value in values.items() if value is not None}
+    kept = {*sharding.tokens, *packing_args(packing)}
+    for name in DERIVED:
+        if name not in kept:
+            batch.pop(name, None)
+    lengths = None
+    mask = _padding(batch.pop(MASK)) if MASK in batch and MASK not in kept else None
+    if not isinstance(packing, cp.PositionIds):
+        if mask is not None and not mask.all():
+            raise ValueError(f"{MASK} marks padding: let {packing.arg!r}, which tells documents apart, do that")
+    elif places and (mask is not None or packing.arg not in batch):
+        batch[packing.arg] = _positions(batch, packing.arg, mask)
+        if mask is not None and not mask.all():
+            lengths = [[count] for count in mask.sum(1).tolist()]
+    elif mask is not None or packing.arg not in batch:
+        sharding = _by_rows(batch, sharding, mask)
+    # Trainers have put it on the device. Documents are read on the host; this waits, as the Trainer does in every step.
+    named = [name for name in packing_args(sharding.packing) if isinstance(batch.get(name), Tensor)]
+    batch |= {name: batch[name].cpu() for name in named}
+    return GlobalBatch(batch, sharding, lengths)
+
+
+def _by_rows(batch: dict[str, Any], sharding: cp.Sharding, mask: Tensor | None) -> cp.Sharding:
+    """The annotation of a batch whose rows are documents. A mask is put back into the batch."""
+    arg = sharding.packing.arg
+    tokens = {name: dim for name, dim in sharding.tokens.items() if name != arg or name in batch}
+    if mask is None:
+        return replace(sharding, tokens=tokens, packing=cp.WholeRows())
+    _check_positions(batch, arg, mask)
+    batch[MASK] = mask.long()
+    return replace(sharding, tokens={**tokens, MASK: 1}, packing=cp.PaddingMask(MASK))
+
+
+def _padding(mask: Any) -> Tensor:
+    """(B, T) bool on the host, true for tokens that are no padding."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise ValueError(f"{MASK} must be (B, T), got {tuple(getattr(mask, 'shape', ()))}: leave it out")
+    mask = mask.cpu().bool()
+    if not (mask == (torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True))).all():
+        raise ValueError(f"{MASK} marks padding before tokens: pad rows at their end, padding_side='right'")
+    return mask
+
+
+def _positions(batch: Mapping[str, Any], arg: str, mask: Tensor | None) -> Tensor:
+    """(B, T) position ids on the host, made from the mask, or from the tokens' number."""
+    rows, total = batch["input_ids"].shape if mask is None else mask.shape
+    index = torch.arange(total).expand(rows, total)
+    if mask is None:
+        return index
+    _check_positions(batch, arg, mask)
+    lengths = mask.sum(1, keepdim=True)
+    return torch.where(mask, index, index - lengths)
+
+
+def _check_positions(batch: Mapping[str, Any], arg: str, mask: Tensor) -> None:
+    """Raise unless positions, if any, count the tokens of a row from 0 where a mask shows them."""
+    if arg in batch and not ((batch[arg].cpu() == torch.arange(mask.shape[1])) | ~mask).all():
+        raise ValueError(
+            f"{arg!r} start again inside of rows, and transformers ignores that beside an {MASK}: leave the mask out, "
+            "as padding-free collators do"
+        )
+
+
+Variant = tuple[Packing, tuple[str, ...], bool]
+"""What tells documents apart, the arguments that are cut, and whether the loss alone is wanted."""
+
+
+@dataclass
+class Switch:
+    """What the forwards of one trainer do at the moment. Outside of its steps its models are what they were."""
+
+    on: bool = False
+    loss_only: bool = False
+
+    @contextmanager
+    def set(self, **values: bool) -> Generator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class GlobalForward:
+    """Replaces `model.forward` while `switch.on`: global batch by keyword in, global outputs out, on every rank.
+
+    The loss is that of the whole batch and per-token outputs stand in global order: what a trainer computes from them
+    (other losses, metrics) is right as it is. A rank's gradients come from its own tokens, times the size of the group:
+    averaged over all ranks, as DDP and FSDP do, they are those of one process.
+
+    `twin`: what is traced in the model's place, where FSDP will shard its weights; `blocks`: the modules whose weights
+    it gathers together, once it has.
+    """
+
+    def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch, twin: Twin | None = None) -> None:
+        self.model, self.sharding, self.switch, self.twin = model, sharding, switch, twin
+        self.blocks: tuple[nn.Module, ...] = ()
+        self.plain: Callable[..., Any] = model.forward
+        self.shifts = shifts_labels(model)
+        self.places = self.shifts and not counts_tokens(model)
+        self._variants: dict[Variant, tuple[cp.Sharding, Callable[..., Any]]] = {}
+
+    def install(self) -> None:
+        """Put this into the model's place for `forward`, under the same signature."""
+
+        @functools.wraps(self.plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Positional arguments have no names to find tokens by: no trainer passes any.
+            return self(kwargs) if self.switch.on and not args else self.plain(*args, **kwargs)
+
+        forward._cp_rewrite_forward = self  # type: ignore[attr-defined]
+        self.model.forward = forward
+
+    def adopt(self, sharding: cp.Sharding, switch: Switch) -> None:
+        """Serve another trainer of the same model."""
+        if sharding != self.sharding:
+            self._variants.clear()
+        self.sharding, self.switch = sharding, switch
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        batch, sharding, lengths = global_batch(values, self.sharding, places=self.places)
+        labelled = "labels" in batch
+        sharding, run = self._variant(sharding, labelled)
+        if labelled and not self.shifts and "num_items_in_batch" not in batch:
+            batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
+        with sharding.shard(batch, lengths=lengths, shift_labels=labelled and self.shifts) as local:
+            outputs = run(**local)
+            return self.joined(outputs, sharding, local.plan.local_size)
+
+    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+        """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
+        `loss_only`: nobody reads what it returns beside its loss."""
+        return self.compile(self.plain if self.twin is None else self.twin.module.forward, sharding, loss_only)
+
+    def compile(self, call: Callable[..., Any], sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+        if self.twin is not None:
+            return compile_segments(call, self.twin, self.blocks, sharding, loss_alone=loss_only)
+        return torch.compile(call, backend=Backend(sharding, loss_only), fullgraph=True)
+
+    def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
+        """Outputs of `size` local tokens, made global. What is neither the loss nor one value per token is left out."""
+        if not isinstance(outputs, Mapping):
+            raise TypeError(f"the model returned {type(outputs).__name__}: a ModelOutput or a dict is needed")
+        fields: dict[str, Any] = {}
+        for name, value in cast(Mapping[str, Any], outputs).items():
+            if name == "loss":
+                # Each rank's loss is its part: their sum, counted as one; or, of a mean, the whole.
+                part = is_part(value) or batch_number(value) is None
+                fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding) if part else value
+            elif not (self.switch.loss_only and "loss" in outputs and _is_wide(value, sharding)):
+                fields[name] = _in_order(value, sharding, size)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
+
+    def _variant(self, sharding: cp.Sharding, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
+        """The annotation of calls with or without labels, and what is compiled for it."""
+        loss_only = labelled and self.switch.loss_only
+        tokens = {name: dim for name, dim in sharding.tokens.items() if labelled or name != "labels"}
+        key = sharding.packing, tuple(tokens), loss_only
+        if key not in self._variants:
+            sharding = replace(sharding, tokens=tokens)
+            self._variants[key] = sharding, self.compiled(sharding, loss_only)
+        return self._variants[key]
+
+
+def forward_of(model: nn.Module) -> GlobalForward | None:
+    """The GlobalForward that a model has, if any."""
+    return getattr(model.forward, "_cp_rewrite_forward", None)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
+    return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Does a model that gets no positions count its tokens, as those of RoBERTa's kind do, from `padding_idx` on?"""
+    name = "create_position_ids_from_input_ids"
+    kinds = {type(module) for module in model.modules()}
+    return any(hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name) for kind in kinds)
+
+
+def _is_wide(value: Any, sharding: cp.Sharding) -> bool:
+    """More than one value per token, as of logits and hidden states: much to put together for nobody."""
+    dim = next(iter(sharding.tokens.values()))
+    return any(isinstance(leaf, Tensor) and leaf.ndim > dim + 1 for leaf in tree_leaves(value))
+
+
+def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:
+    """Per-token tensors, alone or in tuples, in global order; None for anything else."""
+    dim = next(iter(sharding.tokens.values()))
+    if isinstance(value, Tensor):
+        return sharding.unshard(value, dim) if value.ndim > dim and value.shape[dim] == size else None
+    if isinstance(value, tuple):
+        parts = tuple(_in_order(part, sharding, size) for part in cast(tuple[Any, ...], value))
+        return None if any(part is None for part in parts) else parts
+    return None

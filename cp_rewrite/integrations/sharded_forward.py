@@ -1,0 +1,258 @@
+"""The forward of a model whose weights FSDP shards, block by block: one proven graph, run in segments.
+
+    Dynamo traces the twin ─ passes prove and rewrite the whole graph ─ cut_graph ─ each segment is compiled
+
+    root.forward ─ root's segment ─ block 0(segment) ─ block 1(segment) ─ … ─ root's segment
+
+Each segment of a block runs inside a call of the block, so that FSDP's hooks gather its weights before and drop them
+after it, in the backward too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cp_rewrite.backend import Backend
+from cp_rewrite.batch.stand_in import gone
+from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
+from cp_rewrite.passes.graph.dynamo import input_value
+from cp_rewrite.passes.graph.nodes import value_of
+from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.refusal import BACKWARD_HOOKS
+from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
+from cp_rewrite.segments.cut import ROOT, cut_graph
+from cp_rewrite.sharding import Sharding
+
+from .offload import HostStore
+from .twin import Twin
+
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def shard_weights(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    divide_by: float,
+    offload: OffloadPolicy | None = None,
+) -> nn.Module:
+    """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
+    `divide_by`. `offload`: where weights lie between their uses."""
+    for name, weight in model.named_parameters():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} has a hook, which FSDP would lose with the tensor: put it on the sharded weight")
+    # What crosses from block to block has the dtype that the model gave it.
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
+    where = offload or OffloadPolicy()
+    for block in blocks:
+        skip_hooks(block, lambda value: isinstance(value, _Segment))
+        fully_shard(
+            block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward, offload_policy=where
+        )
+        _run_segments_in(block)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
+    for module in (model, *blocks):
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(divide_by)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def compile_segments(
+    call: Callable[..., Any],
+    twin: Twin,
+    blocks: Sequence[nn.Module],
+    sharding: Sharding,
+    store: HostStore | None = None,
+    loss_alone: bool = False,
+) -> Callable[..., Any]:
+    """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of.
+    `store`: where what blocks keep of their inputs goes. `loss_alone` as of `Backend`."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    # What Dynamo compiles hangs on the code, and is counted there: each model has code of its own.
+    traced.__code__ = traced.__code__.replace()
+    made_by = SegmentBackend(sharding, twin, blocks, store, loss_alone)
+    compiled = torch.compile(traced, backend=made_by, fullgraph=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        twin.follow()
+        made_by.calls += 1
+        return compiled(*args, **kwargs)
+
+    return run
+
+
+_Owner = tuple[weakref.ref[nn.Module], str]
+"""The module of the model that holds a weight, and the weight's name there."""
+
+
+class SegmentBackend(Backend):
+    """The backend of a twin. Its graphs run on the weights of the model, in the calls of the model's blocks.
+
+    It holds neither: Dynamo keeps what it compiled, and a model must go with its last user.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        twin: Twin,
+        blocks: Sequence[nn.Module],
+        store: HostStore | None = None,
+        loss_alone: bool = False,
+    ) -> None:
+        super().__init__(sharding, loss_alone)
+        self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
+        # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
+        units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
+        self._owners: dict[int, tuple[_Owner, int]] = {
+            key: ((weakref.ref(module), name), units.get(module, ROOT))
+            for key, (_, module, name) in twin.owners.items()
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _inner(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
+        owners = {node: owner for node, (owner, _) in weights.items()}
+        segments = cut_graph(gm, {node: unit for node, (_, unit) in weights.items()})
+        written = written_memory(gm)
+        parts = described(gm, segments, example_inputs, written)
+        calls = compile_once(gm, parts, functools.partial(self._compiled, patches=patches), written)
+        last = max((i for i, call in enumerate(calls) if call.unit != ROOT), default=0)  # what it keeps is read next
+        stores = [self.store if i < last and call.unit != ROOT else None for i, call in enumerate(calls)]
+        return in_order(gm, [self._in_block(c, owners, store) for c, store in zip(calls, stores, strict=True)])
+
+    def _in_block(self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> SegmentCall:
+        """The call inside of one of its block, with inputs but for weights."""
+        segment = _Segment(call, owners, store)
+        run = segment if call.unit == ROOT else functools.partial(_call, self.blocks[call.unit - 1], segment)
+        inputs, done = ((tuple(n for n in nodes if n not in owners)) for nodes in (call.inputs, call.done))
+        return replace(call, inputs=inputs, done=done, run=run)
+
+    def _weight(self, node: fx.Node) -> Input | None:
+        """A weight of the model: it is whole between the forward and the backward, where it is in no block."""
+        if not isinstance(value_of(node), nn.Parameter):
+            return None
+        (module, name), _ = self._owner(node)
+
+        def of_call(_: Sequence[Any]) -> Read:
+            call, held = self.calls, _held(module, name)
+            as_it_was = None if isinstance(held, DTensor) else as_given(held)
+
+            def read() -> Tensor:
+                if self.calls != call:
+                    raise gone("the model was called again since")
+                if as_it_was is None or isinstance(_held(module, name), DTensor):
+                    raise gone(SHARDS_AGAIN)
+                return as_it_was()
+
+            return read
+
+        return of_call
+
+    def _owner(self, node: fx.Node) -> tuple[_Owner, int]:
+        """Who holds a weight of the twin in the model, and the number of its block."""
+        value = input_value(node)
+        if id(value) not in self._owners:
+            raise ValueError(
+                f"{node.name} is a weight that no module of the model holds: make it a parameter of a module before "
+                "parallelize"
+            )
+        return self._owners[id(value)]
+
+
+def _call(block: weakref.ref[nn.Module], *args: Any) -> Any:
+    return _alive(block)(*args)
+
+
+def _held(module: weakref.ref[nn.Module], name: str) -> Tensor:
+    found = _alive(module)._parameters[name]
+    assert found is not None, "a weight that was traced is there"
+    return found
+
+
+def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    found = module()
+    assert found is not None, "a model is there while it is called"
+    return found
+
+
+class _Segment:
+    """A compiled segment. Called with its inputs but for weights, which it reads off the model's modules itself.
+
+    `store`: where what the backward reads of its inputs goes; None: it stays.
+    """
+
+    def __init__(self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> None:
+        self._run, self._store = call.run, store
+        self._weights = [owners.get(node) for node in call.inputs]
+
+    def __call__(self, *inputs: Any) -> Any:
+        rest = iter(inputs)
+        operands = [_held(*w) if w is not None else next(rest) for w in self._weights]
+        with nullcontext() if self._store is None else self._store.holding(inputs):
+            return self._run(*operands)
+
+
+def _run_segments_in(block: nn.Module) -> None:
+    """Let a block run what it is called with, where that is a segment."""
+    plain = block.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return args[0](*args[1:]) if args and isinstance(args[0], _Segment) else plain(*args, **kwargs)
+
+    block.forward = forward
+
+
+def skip_hooks(block: nn.Module, is_segment: Callable[[Any], bool]) -> None:
+    """Let the hooks that a block has before FSDP shards it pass over calls whose first argument is a segment.
+
+    The twin has copies of them, which are traced: a segment that runs inside a call of the block must not run them once
+    more, on what crosses between segments.
+
+    Raises:
+        ValueError: it has hooks of the backward, which is the segments' own.
+    """
+    if any(getattr(block, kind) for kind in _BACKWARD):
+        raise ValueError(
+            f"a {type(block).__name__} has a hook of its backward, which would see the gradients of a segment of the "
+            f"graph: {BACKWARD_HOOKS}"
+        )
+
+    def outside(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+            return None if args and is_segment(args[0]) else hook(module, args, *rest)
+
+        return run
+
+    for kind in _FORWARD:
+        hooks = getattr(block, kind)
+        for number, hook in hooks.items():
+            hooks[number] = outside(hook)

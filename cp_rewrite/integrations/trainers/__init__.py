@@ -1,1 +1,0 @@
-"""What the trainers of `transformers` and TRL share: their forward, their inputs, their accelerator."""

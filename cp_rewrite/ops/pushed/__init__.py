@@ -1,1 +1,0 @@
-"""Attention whose rows travel by `push` while the kernel works: in two parts of rows, or in stages of heads."""

@@ -1,0 +1,547 @@
+"""Writes at places of the row as choices, token by token, of a new value or the old one.
+
+h[:, 0] = y              h.copy_(where(arange(T)[:, None] == 0, y[:, None], h))
+h[:, 1:] += h[:, :-1]    h.copy_(where(arange(T)[:, None] >= 1, h + pad(h[:, :-1], by one in front), h))
+
+Those are writes into tensors with one dim of T. What is written where a mask is true needs no place:
+
+y[ids == PAD] = -100     y.masked_fill(ids == PAD, -100)
+
+Where all that reads the memory later reads the very tensor, what it reads is the new one, and nothing is written: so a
+write may read what it writes over, and what is written into may be a shifted copy. Whole numbers that come near
+attention are left as they are: the pass that reads masks reads these writes.
+
+Writes into all of a tensor, or where a mask is true, as the tensor that later nodes read.
+
+y[m] = -100              y.masked_fill(m, -100)
+y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
+h[:, 1:].mul_(3)         h[:, 1:] *= 3
+u = h[:, 1:]; u[:] = y   h[:, 1:] = y
+h.masked_scatter(m, x)   where(m, x[place], h)
+
+What moves tokens and does more at once, as nodes that each do one of both.
+
+x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
+x.split(T, 1)[0]            x
+x.diff(dim=1)               x[:, 1:] - x[:, :-1]
+x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
+arange(1, T + 1)            arange(T), and of that + 1
+arange(T - 1, -1, -1)       arange(T), and of that * -1 + (T - 1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import SymInt, Tensor
+from torch.utils._pytree import tree_leaves
+
+from cp_rewrite.passes.graph.new_nodes import maker
+from cp_rewrite.passes.graph.nodes import bind, graph_modules, modes_of, needs_gradient, op_name
+from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.torch_internals import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    expression,
+    fake_mode_of,
+    memory_id,
+    unwrapped,
+)
+
+from .chunks import CUTS
+
+_ALL = slice(None)
+_OPERATORS = {"add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv}
+_ENTRYWISE = ("abs_", "clamp_", "exp_", "neg_", "relu_", "sigmoid_", "sqrt_", "tanh_")
+
+
+def view_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Bring a write into some entries of a tensor, by a view that nothing reads later, into one at their places."""
+    target, given = _OPERATORS.get(str(node.target), node.target), node.args
+    joined, index = target in _OPERATORS.values(), _ALL
+    if target is operator.setitem:
+        index = given[1]
+    elif not (joined or target in ("fill_", "zero_", "copy_", *_ENTRYWISE)):
+        return node
+    if (node.kwargs and target != "clamp_") or not isinstance(given[0], fx.Node):
+        return node
+    base = _base(node, given[0])
+    places = None if base is None else _within(basic_entries(*base), basic_entries(given[0], index))
+    if base is None or places is None:
+        return node
+    new = maker(node, mode)
+    if joined:
+        value = new(target, *given)
+    elif target in _ENTRYWISE:
+        value = new(str(target)[:-1], *given, **node.kwargs)
+    else:
+        value = 0 if target == "zero_" else given[-1]
+    written = new(operator.setitem, base[0], places, value)
+    node.graph.erase_node(node)
+    return written
+
+
+def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
+    """Bring a write by a mask into a node that writes nothing; what is left to write, at places perhaps, or None."""
+    given: Any = node.args
+    if node.target is operator.setitem:
+        x, mask, value = given
+    elif node.target == "masked_fill_" and len(given) == 3:
+        x, mask, value = given
+    else:
+        return node
+    if not _is_mask(x, mask) or not _fits(x, value):
+        return node
+    base = _base(node, x)
+    if base is None and not _alone(node, x):
+        return node
+    new, behind = maker(node, mode), x.meta["example_value"].ndim - mask.meta["example_value"].ndim
+    if behind > 0 and node.target is operator.setitem:
+        mask = new(operator.getitem, mask, (Ellipsis, *[None] * behind))
+    filled = new("masked_fill", x, mask, value)
+    if base is not None:
+        written = new(operator.setitem, *base, filled)
+        node.graph.erase_node(node)
+        return written
+    if not replace_written(node, x, filled, mode):
+        node.graph.erase_node(filled)
+        return node
+    node.graph.erase_node(node)
+    return None
+
+
+def replace_written(node: fx.Node, x: fx.Node, new: fx.Node, mode: FakeTensorMode) -> bool:
+    """Let what reads `x` behind `node`, which writes `new` into it, read `new`; False: something else shares it."""
+    old, value = x.meta["example_value"], new.meta["example_value"]
+    alike = old.dtype == value.dtype and _geometry(old) == _geometry(value)
+    if not alike or not _alone(node, x):
+        return False
+    recorded = modes_of(node.graph)[node][1]
+    with mode:  # later views of it are known by their memory, which is that of `x`
+        new.meta["example_value"] = old.detach().requires_grad_(value.requires_grad and recorded)
+    for written in {x, node}:
+        written.replace_all_uses_with(new, delete_user_cb=lambda user: user > node)
+    return True
+
+
+def _alone(node: fx.Node, x: fx.Node) -> bool:
+    """Whether nothing but `x` itself reads behind `node`, which writes into it, what the memory held before."""
+    memory = memory_of(x)
+    shared = [n for n in node.graph.nodes if memory is not None and memory in _memories(n)]
+    if not shared or any(n.op in ("placeholder", "get_attr") for n in shared):
+        return False
+    if not modes_of(node.graph)[node][1] and needs_gradient(x):  # no gradient flows by what is written
+        return False
+    return not any(user > node for n in shared if n < node and n is not x for user in n.users)
+
+
+def _base(node: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
+    """(base, index) where a tensor that is written into is `base[index]`, which nothing reads later."""
+    if x.target is not operator.getitem or node.users or any(user > node for user in x.users):
+        return None
+    base, index = x.args
+    return (base, index) if basic_entries(base, index) is not None else None
+
+
+def _within(view: tuple[Any, ...] | None, entries: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """The index that picks `entries` of what an index picks as a view; None where both pick some of a dim."""
+    if view is None or entries is None:
+        return None
+    rest = iter(entries)
+    pairs = [(entry, _ALL if isinstance(entry, int) else next(rest)) for entry in view]
+    if any(_ALL not in pair for pair in pairs):
+        return None
+    return tuple(inner if outer == _ALL else outer for outer, inner in pairs)
+
+
+def _is_mask(x: Any, mask: Any) -> bool:
+    """Whether a node's bools tell of each entry of the first dims of another, or of all of them."""
+    if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
+        return False
+    held, told = x.meta.get("example_value"), mask.meta.get("example_value")
+    if not isinstance(held, Tensor) or not isinstance(told, Tensor):
+        return False
+    return told.dtype is torch.bool and 0 < told.ndim <= held.ndim
+
+
+def _fits(x: fx.Node, value: Any) -> bool:
+    """Whether a number is one that the tensor's dtype holds as it is."""
+    held: Tensor = x.meta["example_value"]
+    if isinstance(value, fx.Node):
+        value = value.meta.get("example_value")
+        return isinstance(value, Tensor) and value.ndim == 0 and value.dtype == held.dtype
+    kinds = (int, float) if held.is_floating_point() else (bool,) if held.dtype is torch.bool else (int,)
+    return type(value) in kinds
+
+
+def _memories(node: fx.Node) -> list[int]:
+    """Identities of the storages of a node's tensors."""
+    tensors = [unwrapped(x) for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
+    return [memory_id(x) for x in tensors if x.layout == torch.strided]
+
+
+def _geometry(x: Tensor) -> list[Any]:
+    """Sizes and strides, where there are several entries."""
+    sizes: Any = x.shape
+    return [
+        (expression(n), 1 if isinstance(n, int) and n == 1 else expression(step))
+        for n, step in zip(sizes, x.stride(), strict=True)
+    ]
+
+
+def basic_entries(x: Any, index: Any) -> tuple[Any, ...] | None:
+    """The index of each dim; None where it is no basic one with plain numbers."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("example_value"), Tensor):
+        return None
+    numbers = [n for i in given if isinstance(i, slice) for n in (i.start, i.stop, i.step)]
+    plain = all(isinstance(i, slice) or i is Ellipsis or type(i) is int for i in given)
+    if not plain or any(n is not None and type(n) is not int for n in numbers):
+        return None
+    if any(isinstance(i, slice) and i.step not in (None, 1) for i in given):
+        return None
+    missing = x.meta["example_value"].ndim - sum(i is not Ellipsis for i in given)
+    place = given.index(Ellipsis) if Ellipsis in given else len(given)
+    given[place : place + 1] = [_ALL] * missing
+    return tuple(_ALL if isinstance(i, slice) and (i.start or 0) == 0 and i.stop is None else i for i in given)
+
+
+_SCATTERS = ("masked_scatter", torch.masked_scatter)
+
+
+def part_masked_scatter(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> None:
+    """Make rows that are put in the place of some tokens, one after another, each token's choice.
+
+    h.masked_scatter((ids == IMAGE)[..., None], image)
+
+        ids == IMAGE         . x x . . x        of the whole row
+        place in `image`     0 0 1 1 1 2        running sum - 1, not below 0
+        chosen               h a b h h c        where(ids == IMAGE, image[place], h)
+
+    Args:
+        gm: with its nested regions. counts: the number of tokens, in all its symbols. kept: nodes that are read beside
+            the graph.
+    """
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    for module in graph_modules(gm):
+        for node in [*module.graph.nodes]:
+            given: Any = node.args
+            if node not in kept and node.target in _SCATTERS and len(given) == 3 and _is_by_token(given, counts):
+                _put(node, mode, counts)
+
+
+def _is_by_token(given: Sequence[Any], counts: Collection[Any]) -> bool:
+    """Whether whole rows of tokens are put into floats, and the rows are not cut."""
+    values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in given]
+    x, mask, source = values
+    if not all(isinstance(value, Tensor) for value in values) or not x.is_floating_point():
+        return False
+    tokens = [dim for dim, size in enumerate(x.shape) if expression(size) in counts]
+    if len(tokens) != 1 or tokens[0] > 1 or mask.ndim != x.ndim or x.ndim == tokens[0] + 1:
+        return False
+    if any(expression(size).free_symbols & {*counts} for size in source.shape):
+        return False
+    behind = range(tokens[0] + 1, x.ndim)
+    if not all(isinstance(x.shape[dim], int) for dim in behind):
+        return False
+    return expression(mask.shape[tokens[0]]) in counts and all(
+        mask.shape[d] == 1 or mask.stride(d) == 0 for d in behind
+    )
+
+
+def _put(node: fx.Node, mode: FakeTensorMode, counts: Collection[Any]) -> None:
+    x, mask, source = node.args
+    assert isinstance(x, fx.Node)
+    new, value = maker(node, mode), x.meta["example_value"]
+    behind = value.ndim - 1 - next(dim for dim, size in enumerate(value.shape) if expression(size) in counts)
+    front = [new("size", x, dim) for dim in range(value.ndim - behind)]
+    there = new("expand", new(operator.getitem, mask, (Ellipsis, *[0] * behind)), *front)
+    place = new("clamp", new("sub", new("cumsum", new("flatten", there), 0), 1), 0)
+    rows = new("index_select", new("reshape", source, -1, *value.shape[-behind:]), 0, place)
+    rows = new("unflatten", rows, 0, tuple(front)) if len(front) > 1 else rows
+    chosen = new(torch.where, new(operator.getitem, there, (Ellipsis, *[None] * behind)), rows, x)
+    node.replace_all_uses_with(chosen)
+    node.graph.erase_node(node)
+
+
+_New = Callable[..., fx.Node]
+"""A `maker`."""
+
+
+def part_moves(gm: fx.GraphModule) -> None:
+    """Do so in a graph and its nested regions."""
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    modules = graph_modules(gm)
+    for module in modules:
+        _leave_out_single(module.graph)
+    written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
+    for node in [node for m in modules for node in m.graph.nodes]:
+        if node.target is operator.getitem:
+            _split(node, mode)
+        elif node.target is torch.nn.functional.unfold:  # im2col, which has but the name in common
+            continue
+        elif node.target is torch.arange:
+            _count(node, mode)
+        elif op_name(node) in ("diff", "unfold") and isinstance(node.args[0], fx.Node):
+            part = _diff if op_name(node) == "diff" else _unfold
+            if memory_of(node.args[0]) not in written:  # what unfold gives is a view
+                part(node, mode)
+
+
+def _leave_out_single(graph: fx.Graph) -> None:
+    """Let readers of a cut's only chunk read what was cut."""
+    for node in [*graph.nodes]:
+        value = node.meta.get("example_value") if op_name(node) in CUTS else None
+        if not isinstance(value, list | tuple) or len(value) != 1:
+            continue
+        if all(user.target is operator.getitem for user in node.users):
+            for user in [*node.users]:
+                user.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                graph.erase_node(user)
+            graph.erase_node(node)
+
+
+def _split(node: fx.Node, mode: FakeTensorMode) -> None:
+    source: Any
+    source, index = node.args
+    parts = _parts(index) if isinstance(source.meta.get("example_value"), Tensor) else None
+    if parts is not None:
+        node.args = (maker(node, mode)(operator.getitem, source, parts[0]), parts[1])
+
+
+def _parts(index: Any) -> tuple[Any, Any] | None:
+    """(the slices, the rest) of an index; None where it has but one of them, or is no basic one."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    basic = all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in entries)
+    slices = [i for i in entries if isinstance(i, slice) and i != _ALL]
+    if not basic or not slices or not any(i is None or isinstance(i, int) for i in entries):
+        return None
+    first = tuple(_ALL if isinstance(i, int) else i for i in entries if i is not None)
+    return first, tuple(_ALL if isinstance(i, slice) else i for i in entries)
+
+
+def _diff(node: fx.Node, mode: FakeTensorMode) -> None:
+    given = bind(node, ("input", "n", "dim", "prepend", "append"), n=1, dim=-1, prepend=None, append=None)
+    x, times, dim = given["input"], given["n"], given["dim"]
+    shape = x.meta["example_value"].shape
+    if not isinstance(times, int) or times < 1 or not isinstance(dim, int) or not isinstance(shape[dim], SymInt):
+        return
+    less = torch.logical_xor if x.meta["example_value"].dtype is torch.bool else operator.sub
+    new = maker(node, mode)
+    ends = [given["prepend"], x, given["append"]]
+    if any(end is not None for end in ends[::2]):
+        x = new(torch.cat, [end for end in ends if end is not None], dim)
+    for _ in range(times):
+        x = new(less, _sliced(new, x, dim, 1, None), _sliced(new, x, dim, None, -1))
+    _take_place(node, x)
+
+
+def _unfold(node: fx.Node, mode: FakeTensorMode) -> None:
+    given = bind(node, ("self", "dimension", "size", "step"))
+    x, dim, size = given["self"], given["dimension"], given["size"]
+    shape = x.meta["example_value"].shape
+    if (
+        given["step"] != 1
+        or not isinstance(size, int)
+        or not isinstance(dim, int)
+        or not isinstance(shape[dim], SymInt)
+    ):
+        return
+    new = maker(node, mode)
+    taps = [_sliced(new, x, dim, i or None, i - size + 1 or None) for i in range(size)]
+    _take_place(node, new(torch.stack, taps, -1))
+
+
+def _count(node: fx.Node, mode: FakeTensorMode) -> None:
+    """arange from another start, or by other steps, along a dim that is made of sizes."""
+    names = ("end",) if len(node.args) == 1 else ("start", "end", "step")
+    given = bind(node, names, start=0, step=1)
+    start, end, step = (given.pop(name, None) for name in ("start", "end", "step"))
+    numbers = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in (start, end, step)]
+    count = node.meta["example_value"].shape[0]
+    if (start, step) == (0, 1) or given.keys() - {"device", "dtype"} or not isinstance(count, SymInt):
+        return
+    if step not in (1, -1) or not all(isinstance(n, int | SymInt) for n in numbers):
+        return
+    dtype, new = given.pop("dtype", None), maker(node, mode)
+    length = new(operator.sub, *((end, start) if step == 1 else (start, end)))
+    if expression(length.meta["example_value"]) != expression(count):  # more than the row has, or none
+        node.graph.erase_node(length)
+        return
+    places = new(torch.arange, length, **given)
+    places = new(operator.add, new(operator.neg, places) if step == -1 else places, start)
+    _take_place(node, places if dtype in (None, torch.int64) else new(torch.Tensor.to, places, dtype))
+
+
+def _sliced(new: _New, x: fx.Node, dim: int, start: int | None, stop: int | None) -> fx.Node:
+    dim %= x.meta["example_value"].ndim
+    return x if start is stop is None else new(operator.getitem, x, (*[_ALL] * dim, slice(start, stop)))
+
+
+def _take_place(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
+    """Rewrite those of a graph and its nested regions. counts: the number of tokens, in all its symbols."""
+    mode = fake_mode_of(gm.graph.nodes)
+    if mode is None:
+        return
+    for module in graph_modules(gm):
+        for node in [*module.graph.nodes]:
+            node = mask_write(view_write(node, mode), mode)
+            write = None if node is None else _Write.of(node, counts)
+            if write is not None and not _near_attention(write.x, counts):
+                write.put(mode)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One of them.
+
+    Args:
+        node: that writes. x: what it writes into. value: what. index: of each dim of `x`. dim: of the tokens.
+        first, end: places, from the row's end below 0; end None: to the end. single: the value has no dim for it.
+        in_place: `x` is written; else the node gives a copy.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    value: Any
+    index: tuple[Any, ...]
+    dim: int
+    first: int
+    end: int | None
+    single: bool
+    in_place: bool
+
+    @staticmethod
+    def of(node: fx.Node, counts: Collection[Any]) -> _Write | None:
+        given: Any = node.args
+        if node.target is operator.setitem:
+            (x, index, value), in_place = given, True
+        elif node.target in (torch.select_scatter, torch.slice_scatter):
+            names = ("input", "src", "dim") + (
+                ("index",) if node.target is torch.select_scatter else ("start", "end", "step")
+            )
+            given = bind(node, names, dim=0)
+            x, value, in_place = given["input"], given["src"], False
+            at = given["index"] if "index" in given else slice(*(given.get(name) for name in names[3:]))
+            ndim = x.meta["example_value"].ndim
+            index = tuple(at if dim == given["dim"] % ndim else _ALL for dim in range(ndim))
+        else:
+            return None
+        entries = basic_entries(x, index)
+        dim = _token_dim(x, counts)
+        if entries is None or dim is None or entries[dim] == _ALL:
+            return None
+        at = entries[dim]
+        single = isinstance(at, int)
+        first, end = (at, at + 1 or None) if single else (at.start or 0, at.stop)
+        if end is not None and ((first < 0 <= end) or ((first < 0) == (end < 0) and end <= first)):
+            return None  # from a place from behind to one from the front, or none
+        return _Write(node, x, value, entries, dim, first, end, single, in_place)  # type: ignore[arg-type]
+
+    def put(self, mode: FakeTensorMode) -> None:
+        new, added, value = maker(self.node, mode), *self.joined()
+        others = tuple(_ALL if dim == self.dim else entry for dim, entry in enumerate(self.index))
+        view = self.x if all(entry == _ALL for entry in others) else new(operator.getitem, self.x, others)
+        behind = view.meta["example_value"].ndim - 1 - (self.dim - sum(isinstance(e, int) for e in others[: self.dim]))
+        tokens = new("size", self.x, self.dim)
+        places = new(torch.arange, tokens, device=self.x.meta["example_value"].device)
+        chosen = self.chosen(new, places, tokens)
+        if behind:
+            chosen = new(operator.getitem, chosen, (_ALL, *[None] * behind))
+        if isinstance(value, fx.Node) and isinstance(value.meta["example_value"], Tensor):
+            value = self.spread(new, value, behind, places, tokens)
+        if added is not None:
+            old = new("clone", view)  # which a product keeps for its gradient
+            value = new(_OUT_OF_PLACE[added.target], old, value)
+        chosen = new(torch.where, chosen, value, view)
+        if not self.in_place:
+            self.node.replace_all_uses_with(chosen)
+        elif view is not self.x or not replace_written(self.node, self.x, chosen, mode):
+            new("copy_", view, chosen)
+        for node in (self.node,) if added is None else (self.node, added, added.args[0]):
+            node.graph.erase_node(node)
+
+    def chosen(self, new: _New, places: fx.Node, tokens: fx.Node) -> fx.Node:
+        """(T,) bool: which places are written."""
+        first = _counted(new, self.first, tokens)
+        if self.single:
+            return new(operator.eq, places, first)
+        behind = new(operator.ge, places, first)
+        if self.end is None:
+            return behind
+        return new(operator.and_, behind, new(operator.lt, places, _counted(new, self.end, tokens)))
+
+    def spread(self, new: _New, value: fx.Node, behind: int, places: fx.Node, tokens: fx.Node) -> fx.Node:
+        """The value with a dim of T, or of 1, for the tokens."""
+        found: Tensor = value.meta["example_value"]
+        if self.single:
+            index = (Ellipsis, None, *[_ALL] * behind)
+            return new(operator.getitem, value, index) if found.ndim > behind else value
+        size: Any = found.shape[found.ndim - 1 - behind] if found.ndim > behind else 1
+        if not isinstance(size, int):  # an entry for each token but for some at the ends: [:4096] reaches to the end
+            amounts = [0, 0] * behind + [max(self.first, 0), max(-(self.end or 0), 0)]
+            return new(torch.nn.functional.pad, value, amounts)
+        if size == 1:
+            return value
+        own = new("clamp", new(operator.sub, places, _counted(new, self.first, tokens)), 0, size - 1)
+        return new("index_select", value, found.ndim - 1 - behind, own)
+
+    def joined(self) -> tuple[Any, Any]:
+        """(None, what is written); of `h[:, :1] += y`, which writes a sum made in place, (that sum, y)."""
+        value: Any = self.value
+        if not isinstance(value, fx.Node) or value.target not in _OUT_OF_PLACE or [*value.users] != [self.node]:
+            return None, value
+        read: Any = value.args[0]
+        same = read.target is operator.getitem and read.args[0] is self.x and [*read.users] == [value]
+        if same and self.in_place and basic_entries(self.x, read.args[1]) == self.index:
+            return value, value.args[1]
+        return None, value
+
+
+def _counted(new: _New, place: int, tokens: fx.Node) -> Any:
+    """A place from the row's front."""
+    return place if place >= 0 else new(operator.add, tokens, place)
+
+
+def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:
+    dims = [dim for dim, size in enumerate(x.meta["example_value"].shape) if expression(size) in counts]
+    return dims[0] if len(dims) == 1 else None
+
+
+def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
+    """Whether whole numbers may be read by a mask: something behind them has two dims of T, or is attention."""
+    if x.meta["example_value"].is_floating_point():
+        return False
+    memory = memory_of(x)
+    behind = {n for n in x.graph.nodes if memory is not None and memory_of(n) == memory} | {x}
+    for node in x.graph.nodes:
+        if behind.isdisjoint((node, *node.all_input_nodes)) or op_name(node) == "embedding":
+            continue
+        behind.add(node)
+        value = node.meta.get("example_value")
+        pairs = isinstance(value, Tensor) and sum(expression(size) in counts for size in value.shape) > 1
+        if pairs or isinstance(node.target, HigherOrderOperator) or "attention" in op_name(node):
+            return True
+    return False

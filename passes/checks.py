@@ -1,0 +1,169 @@
+"""Refuse graphs that are parts of a function, for nothing is known of what runs between them; and a checkpointed block
+that reads an input which the model writes behind it, or which the block writes itself.
+
+y = checkpoint(route, x, bias)     one process computes the block again in the backward, with a bias that it has
+bias.add_(step)                    changed since: its gradients are none of its forward's
+
+Refuse attention that sees more than the packing tells apart: no mask came into it, or one of documents for trees.
+
+Check a rewritten graph before anything compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cp_rewrite.packing import PaddingMask, Tree, WholeRows
+from cp_rewrite.planning.batch_plan import BatchPlan
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import expression
+
+from .graph.nodes import RegionCall, needs_gradient, region_call
+from .graph.writes import memory_of, written_memory, written_nodes
+from .values.state import State
+
+
+@dataclass(frozen=True)
+class Unmasked:
+    """Attention that sees more than a query's document, or path of a tree, though nobody said so.
+
+    Args:
+        rows: what stands against batches with several documents in a row. trees: against trees with branches.
+    """
+
+    rows: tuple[Refusal, ...] = ()
+    trees: tuple[Refusal, ...] = ()
+
+    @staticmethod
+    def of(state: State) -> Unmasked:
+        sharding, packing = state.sharding, state.sharding.packing
+        if sharding.across_documents or isinstance(packing, WholeRows | PaddingMask):
+            return Unmasked()
+        said = {sharding.assume_mask, *sharding.masks.values()}
+        rows: list[Refusal] = []
+        trees: list[Refusal] = []
+        for site in state.sites:
+            detail = f"attention is '{site.mask}', and rows hold several documents, which {packing!r} tells apart"
+            if site.mask in said:
+                continue
+            if not site.mask.packed:
+                rows.append(Refusal(Reason.DOCUMENTS_SEEN, detail, site.node))
+            elif isinstance(packing, Tree) and not site.mask.tree:
+                detail = f"attention is '{site.mask}', and documents are trees, whose paths {packing!r} tells apart"
+                trees.append(Refusal(Reason.DOCUMENTS_SEEN, detail, site.node))
+        return Unmasked(tuple(rows), tuple(trees))
+
+    def against(self, plan: BatchPlan) -> list[Refusal]:
+        """What stands against a batch."""
+        branched = any(row.nodes is not None and (np.diff(row.nodes.parents) != 1).any() for row in plan.rows)
+        several = branched or any((row.lengths > 0).sum() > 1 for row in plan.rows)
+        return [*(self.rows if several else ()), *(self.trees if branched else ())]
+
+
+def check_documents(state: State) -> State:
+    """Attention must keep the documents of this batch apart; with a capacity, those of any: its steps are replayed."""
+    found = Unmasked.of(state)
+    captured = state.sharding.capacity is not None
+    against = (*found.rows, *found.trees) if captured else found.against(state.plan.plan)
+    return replace(state, refusals=(*state.refusals, *against))
+
+
+def verify_graph(state: State) -> State:
+    """Raise if the graph is broken: lint, every site replaced by a value of its own shape, inputs added last."""
+    gm = state.graph_module
+    for module in dict.fromkeys(d.site.graph_module for d in state.decisions):
+        module.graph.lint()
+        nodes = {node.name: node for node in module.graph.nodes}
+        for node in nodes.values():
+            if "cp_rewrite" in node.meta and "example_value" not in node.meta:
+                raise RuntimeError(f"cp_rewrite: inserted node {node.name} has no fake value")
+        for site in (d.site for d in state.decisions if d.site.graph_module is module):
+            _verify_site(site.node, nodes)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    added = [node for node in placeholders if "cp_rewrite" in node.meta]
+    if placeholders[len(placeholders) - len(added) :] != added or len(added) != len(state.inputs):
+        raise RuntimeError("cp_rewrite: the plan's inputs must be the last inputs of the graph, in order")
+    return state
+
+
+def _verify_site(old: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
+    """The replaced node is gone; the node that took its name, of the `nodes` by name, has its shape and dtype."""
+    new = nodes.get(old.name)
+    if new is old or new is None:
+        raise RuntimeError(f"cp_rewrite: attention node {old.name} was left in place")
+    before, after = _facts(old.meta["example_value"]), _facts(new.meta["example_value"])
+    if before != after:
+        raise RuntimeError(f"cp_rewrite: {old.name} was {before}, its replacement is {after}")
+
+
+def _facts(value: Tensor) -> tuple[torch.dtype, torch.device, int, tuple[int | str, ...]]:
+    # Symbolic sizes may be written in two ways (R // B and T); comparing them would put guards on the plan's inputs.
+    sizes = tuple(int(size) if size.is_Integer else "symbolic" for size in map(expression, value.shape))
+    return value.dtype, value.device, value.ndim, sizes
+
+
+def check_frame(state: State) -> State:
+    """A graph must begin and end where the compiled function does.
+
+    What Python computes at a graph break, from tokens perhaps, comes back as a tensor that looks like any argument, or
+    as a number that Dynamo takes for a constant.
+    """
+    if state.sharding.world_size == 1:
+        return state
+    found: list[Refusal] = []
+    if state.frame.breaks is not None:
+        found.append(Refusal(Reason.GRAPH_BREAK, f"the graph ends at {state.frame.breaks}"))
+    if state.frame.resumed:
+        found.append(Refusal(Reason.GRAPH_BREAK, "the graph begins after a graph break"))
+    return replace(state, refusals=(*state.refusals, *found))
+
+
+_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+
+
+def check_checkpoints(state: State) -> State:
+    """What a checkpointed block reads of the graph's inputs must not change until it is computed again."""
+    if not torch.is_grad_enabled():
+        return state
+    graph, read, found = state.graph_module.graph, dict[int, fx.Node](), list[Refusal]()
+    inputs = {memory_of(node) for node in graph.find_nodes(op="placeholder")} & written_memory(state.graph_module)
+    for node in graph.nodes if inputs else ():
+        call = region_call(node)
+        for memory in read.keys() & _written(node, call) if read else ():
+            detail = f"{read[memory].name} is read in a checkpointed block, and changed behind it"
+            found.append(Refusal(Reason.RECOMPUTED, detail, node))
+        if call is not None and node.target.name() in _CHECKPOINTS and any(map(needs_gradient, node.users)):
+            found += [Refusal(Reason.RECOMPUTED, detail, node) for detail in _reads_own_writes(call, inputs)]
+            used = [outside for inside, outside in call.filled.items() if inside.users and isinstance(outside, fx.Node)]
+            read |= {memory: outside for outside in used if (memory := memory_of(outside)) in inputs and memory}
+    return replace(state, refusals=(*state.refusals, *found))
+
+
+def _reads_own_writes(call: RegionCall, inputs: Container[int | None]) -> list[str]:
+    """A line for each of these inputs that a block writes, and whose numbers, before or after, are in its results."""
+    written, found = written_memory(call.body), list[str]()
+    for inside, outside in call.filled.items():
+        memory = memory_of(inside)
+        if memory not in written or not isinstance(outside, fx.Node) or memory_of(outside) not in inputs:
+            continue
+        reached = {inside}
+        for node in call.body.graph.nodes:
+            if not reached.isdisjoint(node.all_input_nodes):
+                reached |= {node, *written_nodes(node)}
+        if next(iter(call.body.graph.find_nodes(op="output"))) in reached:
+            found.append(f"{outside.name} is read in a checkpointed block, which changes it, too")
+    return found
+
+
+def _written(node: fx.Node, call: RegionCall | None) -> set[int | None]:
+    written = {memory_of(target) for target in written_nodes(node)}
+    if call is not None:
+        inside = written_memory(call.body)
+        written |= {memory_of(x) for p, x in call.filled.items() if memory_of(p) in inside and isinstance(x, fx.Node)}
+    return written

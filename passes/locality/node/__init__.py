@@ -1,1 +1,0 @@
-"""One node of the graph: it is run, and the ATen ops below it are watched."""

@@ -1,1 +1,0 @@
-"""The row's tokens, documents and chunks in a mask's terms."""

@@ -1,1 +1,0 @@
-"""Effects of ATen ops on symbolic tensors."""
