@@ -121,9 +121,9 @@ def noted(
             error.add_note(f"cp_rewrite: {OVERWRITTEN}")
         asserted = "Runtime assertion failed" in str(error)
         if type(error).__module__.startswith("torch.") or isinstance(error, IndexError) or asserted:
-            for words, note in _WRAPPED.items():
-                if any(said in str(error) for said in words):
-                    error.add_note(f"cp_rewrite: {note}")
+            wrapped = [note for words, note in _WRAPPED.items() if any(said in str(error) for said in words)]
+            for note in wrapped:
+                error.add_note(f"cp_rewrite: {note}")
             total = batch[first].shape[dim]
             whole = _whole(sharding, local, total)
             for name in whole:
@@ -132,7 +132,7 @@ def noted(
                     "the batch before shard, which cuts it"
                 )
             if _SIZES.search(str(error)):
-                beyond = None if whole else _beyond_share(str(error), local[first].shape[dim], total)
+                beyond = None if whole or wrapped else _beyond_share(str(error), local[first].shape[dim], total)
                 if beyond is not None:
                     raise RewriteRefused([beyond]) from error
                 error.add_note(f"cp_rewrite: {_of_shares(local[first].shape[dim], total)}")

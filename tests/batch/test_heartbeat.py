@@ -166,7 +166,7 @@ if __name__ == "__main__":
 BUSY_AT_EXIT = """
 import datetime, sys, time
 import torch.distributed as dist
-from cp_rewrite.batch.ranks import heartbeat, turns
+from cp_rewrite.agree import heartbeat, turns
 
 class Slow:
     def __init__(self, store): self.store, self.other = store, store.clone()  # a client takes one call at a time
