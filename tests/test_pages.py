@@ -213,7 +213,7 @@ def test_the_first_page_trains_alike_on_one_process_and_on_two(tmp_path: Path) -
     assert explained
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_page_of_fsdp_trains(tmp_path: Path) -> None:
     (said,) = follow("docs/guides/fsdp.md", tmp_path, {})
     assert re.search(r"step 2: loss \d\.\d+$", said.strip())

@@ -408,7 +408,7 @@ def test_without_resolve_states_are_refused() -> None:
     assert "needs resolve=True" in refusal.detail
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_group_of_layers_is_benchmarked(tmp_path: Path) -> None:
     printed = run_line("torchrun --nproc-per-node 2 examples/bench/states.py --tiny --group", tmp_path)
     assert [line.split(" | ")[1] for line in printed.splitlines()] == ["3 documents", "one document"]

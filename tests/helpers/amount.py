@@ -15,8 +15,8 @@ Value = TypeVar("Value")
 
 everything = False
 """Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
-FEW = 5
-"""Of a slow test of more cases, so many and a tenth of the others are tried a day."""
+FEW = 2
+"""Of a slow test of more cases, so many and a twentieth of the others are tried a day."""
 SHARE = 3
 """Of a test marked `shared`, `make test` tries a third of the cases a day."""
 
@@ -28,7 +28,7 @@ def seed() -> int:
 
 def some(values: Sequence[Value]) -> list[Value]:
     """Those of a slow test's cases that are tried today."""
-    count = FEW + (len(values) - FEW) // 10
+    count = FEW + (len(values) - FEW) // 20
     return [*values] if everything or count >= len(values) else random.Random(seed()).sample(values, count)
 
 

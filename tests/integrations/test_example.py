@@ -60,7 +60,7 @@ def held_out_loss(printed: str) -> float:
     return float(printed.split()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_fsdp_script_ends_well(tmp_path: Path) -> None:
     command = (
         f"-m torch.distributed.run --standalone --nproc-per-node 2 examples/train_fsdp.py --steps 3 --out {tmp_path}"
