@@ -18,11 +18,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
 from cp_rewrite.backend import Backend
-from cp_rewrite.batch.marks import batch_number, is_part
-from cp_rewrite.batch.tokens import map_tensors
+from cp_rewrite.batch.marks import batch_number, is_part, known_part
+from cp_rewrite.batch.tokens import gathered, map_tensors
 from cp_rewrite.packing import Packing, packing_args
 
-from .parallelize import scaled
+from .parallelize import scaled, whole
 from .sharded_forward import compile_segments
 from .twin import Twin
 
@@ -43,8 +43,8 @@ class GlobalBatch(NamedTuple):
 def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, places: bool) -> GlobalBatch:
     """A trainer's arguments as `Sharding.shard` takes them. What tells documents apart is on the host.
 
-    places: a causal model whose positions, where it gets none, are tokens' places in the row. It needs no mask for what
-    stands before padding, and positions are made for it: a row is a document.
+    places: a causal model whose loss is of labels alone, and whose positions, where it gets none, are tokens' places in
+    the row. It needs no mask for what stands before padding, and positions are made for it: a row is a document.
 
         attention_mask  1 1 1 0 0
         position_ids    0 1 2 0 1    lengths 3
@@ -184,14 +184,16 @@ class GlobalForward:
         self.sharding, self.switch = sharding, switch
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        batch, sharding, lengths = global_batch(values, self.sharding, places=self.places)
-        labelled = "labels" in batch
-        sharding, run = self._variant(sharding, labelled)
+        places = self.places and not balances_experts(self.model, values)
+        batch, sharding, lengths = global_batch(values, self.sharding, places=places)
+        dim = sharding.tokens.get("labels", 0)
+        labelled = "labels" in batch and batch["labels"].ndim > dim  # or there is one for each row
+        sharding, run = self._variant(sharding, labelled, "labels" in batch)
         if labelled and not self.shifts and "num_items_in_batch" not in batch:
             batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
         with sharding.shard(batch, lengths=lengths, shift_labels=labelled and self.shifts) as local:
             outputs = run(**local)
-            return self.joined(outputs, sharding, local.plan.local_size)
+            return self.joined(outputs, sharding)
 
     def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
         """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
@@ -203,8 +205,9 @@ class GlobalForward:
             return compile_segments(call, self.twin, self.blocks, sharding, loss_alone=loss_only)
         return torch.compile(call, backend=Backend(sharding, loss_only), fullgraph=True)
 
-    def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
-        """Outputs of `size` local tokens, made global. What is neither the loss nor one value per token is left out."""
+    def joined(self, outputs: Any, sharding: cp.Sharding) -> Any:
+        """Outputs of this rank's tokens, made global as the proof has it: values per token in order, sums whole. What
+        the compiled part did not give is left out."""
         if not isinstance(outputs, Mapping):
             raise TypeError(f"the model returned {type(outputs).__name__}: a ModelOutput or a dict is needed")
         fields: dict[str, Any] = {}
@@ -214,13 +217,15 @@ class GlobalForward:
                 part = is_part(value) or batch_number(value) is None
                 fields[name] = cp.token_mean(value, float(sharding.rank == 0), sharding) if part else value
             elif not (self.switch.loss_only and "loss" in outputs and _is_wide(value, sharding)):
-                fields[name] = _in_order(value, sharding, size)
-        fields = {name: value for name, value in fields.items() if value is not None}
+                fields[name] = map_tensors(functools.partial(_made_global, sharding), value)
+        fields = {
+            name: value for name, value in fields.items() if all(isinstance(x, Tensor) for x in tree_leaves(value))
+        }
         return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
 
-    def _variant(self, sharding: cp.Sharding, labelled: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
-        """The annotation of calls with or without labels, and what is compiled for it."""
-        loss_only = labelled and self.switch.loss_only
+    def _variant(self, sharding: cp.Sharding, labelled: bool, scored: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
+        """The annotation of calls, with labels of tokens or without, and what is compiled. scored: there is a loss."""
+        loss_only = scored and self.switch.loss_only
         tokens = {name: dim for name, dim in sharding.tokens.items() if labelled or name != "labels"}
         key = sharding.packing, tuple(tokens), loss_only
         if key not in self._variants:
@@ -246,18 +251,17 @@ def counts_tokens(model: nn.Module) -> bool:
     return any(hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name) for kind in kinds)
 
 
+def _made_global(sharding: cp.Sharding, value: Tensor) -> Any:
+    return None if known_part(value) is None else gathered(sharding, whole(value, sharding))
+
+
+def balances_experts(model: nn.Module, values: Mapping[str, Any]) -> bool:
+    """Does a model of experts add a loss of how evenly its router chooses, which leaves padding out by the mask?"""
+    asked: Any = values.get("output_router_logits")
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked)
+
+
 def _is_wide(value: Any, sharding: cp.Sharding) -> bool:
     """More than one value per token, as of logits and hidden states: much to put together for nobody."""
     dim = next(iter(sharding.tokens.values()))
     return any(isinstance(leaf, Tensor) and leaf.ndim > dim + 1 for leaf in tree_leaves(value))
-
-
-def _in_order(value: Any, sharding: cp.Sharding, size: int) -> Any:
-    """Per-token tensors, alone or in tuples, in global order; None for anything else."""
-    dim = next(iter(sharding.tokens.values()))
-    if isinstance(value, Tensor):
-        return sharding.unshard(value, dim) if value.ndim > dim and value.shape[dim] == size else None
-    if isinstance(value, tuple):
-        parts = tuple(_in_order(part, sharding, size) for part in cast(tuple[Any, ...], value))
-        return None if any(part is None for part in parts) else parts
-    return None

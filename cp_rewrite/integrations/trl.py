@@ -10,12 +10,13 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 import cp_rewrite as cp
+from cp_rewrite.batch.marks import mark_part, mark_token_dim
 from cp_rewrite.integrations.forward import GlobalForward
 
 from .transformers import ContextParallelMixin
@@ -45,10 +46,14 @@ class FusedForward(GlobalForward):
 
         return forward
 
-    def joined(self, outputs: Any, sharding: cp.Sharding, size: int) -> Any:
+    def joined(self, outputs: Any, sharding: cp.Sharding) -> Any:
         if "aux_loss" in outputs:
             raise ValueError("the auxiliary loss of experts mixes tokens: set router_aux_loss_coef=0.0")
-        outputs = super().joined(outputs, sharding, size)
+        for value in outputs.values():
+            if isinstance(value, Tensor) and value.ndim > 1:  # of the head, by token
+                mark_part(value, False)
+                mark_token_dim(value, 1)
+        outputs = super().joined(outputs, sharding)
         if "log_probs" in outputs:
             # One value for each label but a row's first. The labels were shifted before the cut, so that the last token
             # has one too, which is ignored.

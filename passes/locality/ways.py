@@ -395,11 +395,13 @@ def with_padding(
 
 
 def whole_with_padding(call: Call, new: Sequence[TensorState]) -> Sequence[TensorState]:
-    """Results over the tokens of all ranks: they take in what padding holds, unless that is ignored, and no more is
-    known of it."""
+    """Results over the tokens of all ranks: they take in what padding holds, unless that is ignored or 0 is added of it
+    to the entries that it chooses, and no more is known of it."""
     operands = [rows for x in call.tensors if (rows := call.rows(x))]
     attended = any(rows.attended for rows in operands)
     target = call.rows(call.arg("target")) if call.name.startswith("nll_loss") else None
     ignored = target is not None and target.padding is not None and target.padding == call.arg("ignore_index")
+    added = call.rows(call.arg("src", "source")) if call.name in ("scatter_add", "index_add") else None
+    ignored |= added is not None and added.padding == 0
     call.events.sums_padding |= attended and not ignored and any(not isinstance(state, Rows) for state in new)
     return [Rows(s.dims, attended=attended) if isinstance(s, Rows) else s for s in new]
