@@ -1,5 +1,6 @@
 """A torch.compile pass that makes a single-device model context-parallel over packed documents."""
 
+from cp_rewrite.batch.as_row import to_local
 from cp_rewrite.batch.gradients import sum_gradients, token_mean
 from cp_rewrite.batch.trace import Trace, trace
 from cp_rewrite.diagnose.check import CheckReport, check
@@ -62,6 +63,7 @@ __all__ = [
     "parallelize",
     "plan",
     "sum_gradients",
+    "to_local",
     "token_mean",
     "trace",
 ]

@@ -22,7 +22,7 @@ from cp_rewrite.calls.check_calls import AgreedInputs, CallChecks, check_rope
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.left_out import Input, LeftOutputs
 from cp_rewrite.diagnose.check_op import SpotCheck
-from cp_rewrite.passes.capture.capture import capture, for_eager
+from cp_rewrite.passes.capture.capture import capture, for_eager, look_like_row
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo import unwrapped
 from cp_rewrite.passes.graph.writes import written_memory
@@ -82,11 +82,18 @@ class Backend:
                 raise unwrapped(refused)
             passes.guard_size_conditions(state)
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
-            return self._inner(gm, example_inputs, patches)
+            look_like_row(gm)
+            passes.give_local_sizes(gm)
+            local, compiled = (
+                passes.local_arguments(gm),
+                self._inner(gm, passes.local_examples(gm, example_inputs), patches),
+            )
+            return lambda *args: compiled(*local(args))
         nodes = state.graph_module.graph.find_nodes(op="placeholder")
         added = nodes[len(nodes) - len(state.inputs) :]
         extra = [node.meta["example_input"] for node in added]
-        compiled = self._inner(state.graph_module, [*example_inputs, *extra], patches)
+        given = passes.local_examples(state.graph_module, example_inputs)
+        compiled = self._inner(state.graph_module, [*given, *extra], patches)
         left_out = LeftOutputs(state, self._weight)
         return _checked(state, number, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added), left_out)
 
@@ -126,7 +133,7 @@ class Backend:
         check_rope(self.sharding)
         state = capture(gm, self.sharding, active_plan(self.sharding), self.loss_alone)
         for found in state.tokens.inputs:
-            state.plan.check_tokens(found.name, found.value, found.dim, hint(found.tokens))
+            state.plan.check_tokens(found.name, found.value, found.dim, hint(found.local))
         return passes.run_passes(state)
 
     def _inner(
@@ -261,7 +268,10 @@ def _checked(
     weights, vouched = WeightWatch(sharding, agreed.weights), SpotCheck.of(state)
     traffic = [traffic_of(decision) for decision in state.decisions]
 
+    local = passes.local_arguments(state.graph_module)
+
     def run(*args: Any) -> Any:
+        args = local(args)
         plan = active_plan(sharding)
         plan.sites += traffic
         with agreed.or_failed(sharding):

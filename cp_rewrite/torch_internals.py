@@ -29,7 +29,9 @@ from torch._decomp.decompositions import matmul
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _allow_side_effects
+from torch._guards import TracingContext
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
@@ -66,6 +68,50 @@ def fake_mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode | None:
     """
     values = (node.meta.get("example_value") for node in nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def mode_of(value: Tensor) -> FakeTensorMode | None:
+    """The mode that made a fake tensor; None of a real one."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def is_traced() -> bool:
+    """True while Dynamo traces a function in this thread, of what torch itself does with its inputs. The traced code
+    is told by `torch.compiler.is_compiling`, which is not true of that in torch 2.11."""
+    return TracingContext.try_get() is not None
+
+
+def compiled_by(module: str) -> bool:
+    """Whether what Dynamo traces now goes to a backend that is defined in a module, or below it."""
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return False
+    while (name := next((name for name in _WRAPPED if name in getattr(backend, "__dict__", ())), None)) is not None:
+        backend = vars(backend)[name]
+    home: str = getattr(backend, "__module__", None) or type(backend).__module__
+    return home == module or home.startswith(f"{module}.")
+
+
+_WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend", "inner_fn", "func")
+"""Where wrappers of torch around a backend keep it."""
+
+
+def is_of_fsdp(frame: Any) -> bool:
+    """True of a frame of FSDP2's code."""
+    return frame.f_code.co_filename.startswith(f"{torch.__path__[0]}/distributed/fsdp/")
+
+
+_COMPILER = tuple(f"{torch.__path__[0]}/{room}" for room in ("_dynamo", "_subclasses", "fx"))
+
+
+def is_of_compiler(frame: Any) -> bool:
+    """True of the frame of torch's compiler, or of a guard that it makes out of text, which torch 2.11 runs as any
+    other code."""
+    code = frame.f_code
+    if code.co_filename == "<string>":
+        return code.co_name == "guard" or (frame.f_back is not None and is_of_compiler(frame.f_back))
+    return code.co_filename.startswith(_COMPILER)
 
 
 def known_number(tensor: Tensor) -> Any:
@@ -166,6 +212,15 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def expression(size: Any) -> sympy.Expr:
     """A number or symbolic number, as the shape environment knows it now: guards make several symbols one."""
     return size.node.expr if isinstance(size, SymInt | SymFloat | SymBool) else sympy.sympify(size)
+
+
+def symbolic(shape_env: Any, expr: Any, kind: type) -> Any:
+    """A number of a graph, a `kind` of SymInt, SymFloat or SymBool, that is worth an expression in symbols it has."""
+    if expr.is_number or expr in (sympy.true, sympy.false):
+        return {SymInt: int, SymFloat: float, SymBool: bool}[kind](expr)
+    if kind is SymInt:
+        return shape_env.create_symintnode(expr, hint=None)
+    return shape_env.create_symfloatnode(expr, hint=None) if kind is SymFloat else shape_env.create_symboolnode(expr)
 
 
 def hint(size: Any) -> Any:

@@ -1,26 +1,27 @@
 """The passes over a captured graph, from Dynamo's graph to one that the inner compiler gets.
 
-`capture` (capture/) copies the graph and makes a `State`, which each pass takes and hands on with what it found:
+`capture` (capture/) copies the graph, which is the row's (`batch/as_row.py`), and makes a `State`, which each
+pass takes and hands on with what it found:
 
-    check_frame            checks.py            the graph begins and ends where the compiled function does
-    check_size_conditions  whole_row.py  what was decided by token counts must hold for the whole row, and
-                                                     how many chunks of tokens there are; else the row's
-                                                     own graph is taken (whole_row.py)
-    check_checkpoints      checks.py            blocks that are computed again read what they read before
+    check_frame            checks.py                 the graph begins and ends where the compiled function does
+    check_size_conditions  checks.py                 what blocks that are compiled by themselves decide by a rank's
+                                                     tokens must hold for the whole row
+    check_checkpoints      checks.py                 blocks that are computed again read what they read before
     unify_token_sizes      graph/tokens.py           one symbol for the tokens of all inputs
-    fix_module_numbers     graph/tokens.py   numbers that modules hold are constants
+    fix_module_numbers     graph/tokens.py           numbers that modules hold are constants
     match_attention        match/find_sites.py       each attention node, and what its mask means (predicate/decide.py)
-    check_documents        checks.py        attention over whole rows, where the packing names documents
+    check_documents        checks.py                 attention over whole rows, where the packing names documents
     check_token_locality   locality/walk.py          nothing but attention mixes tokens; nor are filled offsets
                                                      taken for the batch's (locality/walk.py)
     plan_sites             plan_sites.py             exchange and kernel of each site
-    move_exchanges         narrow.py  what keys and values are computed from travels, where that pays
-    record_masks           match/find_sites.py     masks that the first call compares, as they were
-    guard_size_conditions  whole_row.py  a batch for which they turn out otherwise is compiled anew
-    rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what is
-                                                     not the same on a shard is made so
-    tile_rows              rewrite/tile_rows.py     what is wide for each token runs over some of the rows at a time;
-                                                     wide outputs beside a loss are left out (rewrite/tile_rows.py)
+    move_exchanges         narrow.py                 what keys and values are computed from travels, where that pays
+    record_masks           match/find_sites.py       masks that the first call compares, as they were
+    guard_size_conditions  checks.py                 a batch for which they turn out otherwise is compiled anew
+    rewrite_sites          rewrite/rewrite_sites.py  exchange and packed attention in the place of each site; what
+                                                     is not the same on a shard is made so
+    tile_rows              rewrite/tile_rows.py      what is wide for each token runs over some of the rows at a time;
+                                                     wide outputs beside a loss are left out
+    local_sizes            local_sizes.py            sizes are a rank's, where they were the row's
     verify_graph           checks.py                 the new graph is whole
 
 The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
@@ -39,9 +40,17 @@ from dataclasses import replace
 
 from cp_rewrite.torch_internals import disable_fake_tensor_cache, fake_mode_of, hint
 
-from .checks import check_checkpoints, check_documents, check_frame, verify_graph
+from .checks import (
+    check_checkpoints,
+    check_documents,
+    check_frame,
+    check_size_conditions,
+    guard_size_conditions,
+    verify_graph,
+)
 from .graph.nodes import guard_number
 from .graph.tokens import module_numbers
+from .local_sizes import give_local_sizes, local_arguments, local_examples, local_sizes
 from .locality.walk import check_token_locality
 from .match.find_sites import match_attention, record_masks
 from .narrow import move_exchanges
@@ -49,7 +58,6 @@ from .plan_sites import plan_sites
 from .rewrite.rewrite_sites import rewrite_sites
 from .rewrite.tile_rows import tile_rows
 from .values.state import State
-from .whole_row import check_size_conditions, guard_size_conditions
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +91,7 @@ FIND = (
 )
 """What only reads the graph: after these all refusals are known."""
 
-CHANGE = (guard_size_conditions, rewrite_sites, tile_rows, verify_graph)
+CHANGE = (guard_size_conditions, rewrite_sites, tile_rows, local_sizes, verify_graph)
 """What runs on a graph that nothing stands against."""
 
 PIPELINE = FIND + CHANGE
@@ -105,4 +113,12 @@ def run_passes(state: State) -> State:
     return state
 
 
-__all__ = ["PIPELINE", "State", "guard_size_conditions", "run_passes"]
+__all__ = [
+    "PIPELINE",
+    "State",
+    "give_local_sizes",
+    "guard_size_conditions",
+    "local_arguments",
+    "local_examples",
+    "run_passes",
+]

@@ -1,4 +1,6 @@
-"""Refuse graphs that are parts of a function, for nothing is known of what runs between them; and a checkpointed block
+"""Checks of a graph as a whole, before the rules are asked and after the rewrite.
+
+Refuse graphs that are parts of a function, for nothing is known of what runs between them; and a checkpointed block
 that reads an input which the model writes behind it, or which the block writes itself.
 
 y = checkpoint(route, x, bias)     one process computes the block again in the backward, with a bias that it has
@@ -6,15 +8,20 @@ bias.add_(step)                    changed since: its gradients are none of its 
 
 Refuse attention that sees more than the packing tells apart: no mask came into it, or one of documents for trees.
 
+Refuse blocks that decide by the number of tokens: compiled one by one, they are traced on a shard. A whole model is
+traced on inputs that look as long as the row (`batch/as_row.py`), and decides for it.
+
 Check a rewritten graph before anything compiles it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -22,10 +29,12 @@ from torch import Tensor
 from cp_rewrite.packing import PaddingMask, Tree, WholeRows
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.torch_internals import expression
+from cp_rewrite.torch_internals import expression, fake_mode_of, guard, guards_of, holds, simplified
 
-from .graph.nodes import RegionCall, needs_gradient, region_call
+from .graph.nodes import RegionCall, needs_gradient, region_call, value_of
+from .graph.tokens import LOCAL
 from .graph.writes import memory_of, written_memory, written_nodes
+from .values.sizes import SizeConditions, size_places
 from .values.state import State
 
 
@@ -167,3 +176,78 @@ def _written(node: fx.Node, call: RegionCall | None) -> set[int | None]:
         inside = written_memory(call.body)
         written |= {memory_of(x) for p, x in call.filled.items() if memory_of(p) in inside and isinstance(x, fx.Node)}
     return written
+
+
+_DIVISIONS = {"FloorDiv", "Mod", "PythonMod", "ModularIndexing", "CeilDiv"}
+"""Names of torch's integer divisions."""
+
+_CHUNKS = (
+    "a loop over chunks of tokens in a block that is compiled by itself sees the chunks of a rank's tokens: compile "
+    "the whole model, or cut into chunks outside of the block"
+)
+
+
+def check_size_conditions(state: State) -> State:
+    """Every condition on a rank's token count that Dynamo recorded must hold for the whole row as well.
+
+    Runs before any pass puts guards of its own on sizes.
+    """
+    world_size, mode, sizes = state.sharding.world_size, fake_mode_of(state.graph_module.graph.nodes), _of_rank(state)
+    if world_size == 1 or not sizes or mode is None or mode.shape_env is None:
+        return state
+    shape_env = mode.shape_env
+    recorded = [(simplified(shape_env, condition), where) for condition, where in guards_of(shape_env)]
+    recorded = [(condition, where) for condition, where in recorded if condition.free_symbols & sizes]
+    refusals: list[Refusal] = []
+    divided: list[str] = []
+    for condition, where in recorded:
+        if not holds(shape_env, _of_row(condition, sizes, world_size)):
+            if {part.func.__name__ for part in condition.atoms(sympy.Function)} & _DIVISIONS:
+                divided.append(where)
+                continue
+            detail = f"`{where}` needs {condition}, which holds for a shard's tokens but not for the row's"
+            refusals.append(Refusal(Reason.TOKEN_COUNT, detail))
+    if divided:
+        refusals.append(Refusal(Reason.TOKEN_COUNT, _divided(divided)))
+    if state.chunked:
+        refusals.append(Refusal(Reason.TOKEN_COUNT, _CHUNKS))
+    places = size_places(state.graph_module.graph.find_nodes(op="placeholder"))
+    found = SizeConditions(dict(recorded), sizes, places) if recorded else None
+    return replace(state, size_conditions=found, refusals=(*state.refusals, *refusals))
+
+
+def guard_size_conditions(state: State) -> State:
+    """Have a batch for which a condition turns out otherwise for the whole row compiled, and checked, anew.
+
+    Torch takes long to prove and guard what is written with divisions: a dry run that is refused goes without.
+    """
+    found, mode = state.size_conditions, fake_mode_of(state.graph_module.graph.nodes)
+    if found is not None and mode is not None:
+        for condition in found.conditions:
+            tokens = condition.free_symbols & found.tokens
+            guard(mode.shape_env, _of_row(condition, tokens, state.sharding.world_size))
+    return state
+
+
+def _of_rank(state: State) -> set[Any]:
+    """Symbols that count a rank's tokens, of inputs that do not look as long as the row."""
+    sizes = [found.tokens for found in state.tokens.inputs if LOCAL not in found.node.meta]
+    for node, argument in state.tokens.masks.items():
+        if not argument.is_list and LOCAL not in node.meta:
+            sizes += value_of(node).shape[-2:]
+    return {symbol for size in sizes for symbol in expression(size).free_symbols}
+
+
+def _of_row(condition: Any, tokens: Iterable[Any], world_size: int) -> Any:
+    """A condition on a shard's tokens, said of the whole row's."""
+    return condition.xreplace({size: world_size * size for size in tokens})
+
+
+def _divided(places: Sequence[str]) -> str:
+    """Say that a model decides by a share of a shard's tokens, or how many chunks they are, at these places."""
+    lines = "line" if len(places) == 2 else "lines"
+    more = f", and {len(places) - 1} more {lines}," if len(places) > 1 else ""
+    return (
+        f"`{places[0]}`{more} divides the number of tokens, as a count of chunks does, and decides one thing by a "
+        "shard's and another by the row's"
+    )

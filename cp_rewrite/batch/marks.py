@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from cp_rewrite.agree import turns
+from cp_rewrite.batch.as_row import to_local
 
 TokenAxes = tuple[tuple[str | int, ...] | None, ...]
 """For each dim the factors of its size, major first: "T" tokens, "B" rows of the batch, a number, -1 for one that is
@@ -22,27 +23,27 @@ not known; None: the dim counts neither tokens nor rows."""
 
 def mark_token_dim(value: Tensor, dim: int) -> None:
     """Note which dim of a tensor counts this rank's tokens, and that its rows are in this rank's order."""
-    value._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]
+    to_local(value)._cp_rewrite_token_dim = dim  # type: ignore[attr-defined]
 
 
 def token_dim_of(value: Tensor) -> int | None:
     """The dim that `mark_token_dim` noted; None: of none."""
-    return getattr(value, "_cp_rewrite_token_dim", None)
+    return getattr(to_local(value), "_cp_rewrite_token_dim", None)
 
 
 def mark_token_axes(value: Tensor, axes: TokenAxes) -> None:
     """Note where a tensor's tokens are, where it has none of the dims that `mark_token_dim` notes."""
-    value._cp_rewrite_token_axes = axes  # type: ignore[attr-defined]
+    to_local(value)._cp_rewrite_token_axes = axes  # type: ignore[attr-defined]
 
 
 def token_axes_of(value: Tensor) -> TokenAxes | None:
     """What `mark_token_axes` noted."""
-    return getattr(value, "_cp_rewrite_token_axes", None)
+    return getattr(to_local(value), "_cp_rewrite_token_axes", None)
 
 
 def mark_part(value: Tensor, part: bool = True) -> None:
     """Note whether a tensor is this rank's part of a sum over the group, or what all ranks have."""
-    value._cp_rewrite_part = part  # type: ignore[attr-defined]
+    to_local(value)._cp_rewrite_part = part  # type: ignore[attr-defined]
 
 
 def is_part(value: Tensor) -> bool:
@@ -52,12 +53,12 @@ def is_part(value: Tensor) -> bool:
 
 def known_part(value: Tensor) -> bool | None:
     """What `mark_part` noted; None: nothing. Ops lose it."""
-    return getattr(value, "_cp_rewrite_part", None)
+    return getattr(to_local(value), "_cp_rewrite_part", None)
 
 
 def number_tokens(value: Tensor, number: int) -> None:
     """Mark a tensor of a rank's part with its batch. Ops lose the mark: it shows on what is handed over as it is."""
-    value._cp_rewrite_batch = number  # type: ignore[attr-defined]
+    to_local(value)._cp_rewrite_batch = number  # type: ignore[attr-defined]
 
 
 def version_of(value: Tensor) -> int:
@@ -67,7 +68,7 @@ def version_of(value: Tensor) -> int:
 
 def batch_number(value: Tensor) -> int | None:
     """The batch that a tensor was cut from; None: unknown."""
-    return getattr(value, "_cp_rewrite_batch", None)
+    return getattr(to_local(value), "_cp_rewrite_batch", None)
 
 
 Marks = Mapping[str, tuple[int, int, str]]

@@ -37,6 +37,8 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import LARGE_BLOCK
 
+from .as_row import as_row, to_local, traced_tokens
+
 _LOWEST = (torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 DROPPED = (-torch.inf, *_LOWEST, -1e9, -1e10)
 """What an additive mask may hold where a key is not seen. It must be one of these, because a model may ask for it."""
@@ -63,20 +65,21 @@ class MaskArgument:
     is_list: bool = False
 
 
-def stand_in(argument: MaskArgument, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(…, T_l, T_l): what a rank's model is called with in the place of a mask."""
+def stand_in(
+    argument: MaskArgument, shape: Sequence[int], tokens: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(…, T_l, T_l): what a rank's model is called with in the place of a mask of `tokens` tokens."""
     fill = float("nan") if dtype.is_floating_point else 0
     made = torch.full((1,), fill, dtype=dtype, device=device).expand(*shape)
-    for dim in (len(shape) - 2, len(shape) - 1):
-        torch._dynamo.maybe_mark_dynamic(made, dim)
-    return _marked(made, argument)
+    return _marked(as_row(made, (len(shape) - 2, len(shape) - 1), tokens), argument)
 
 
 def block_stand_in(
     argument: MaskArgument, shape: Sequence[int], device: torch.device
 ) -> tuple[BlockMask, list[Tensor]]:
     """The same of (B, T_l, T_l) as a BlockMask, of one block that is as large as any row; and its tensors."""
-    table = stand_in(argument, shape, torch.bool, device)
+    # Flex attention traces its mask function once more, and takes no tensor that looks longer than it is.
+    table = stand_in(argument, shape, shape[-1], torch.bool, device)
     listed = replace(argument, is_list=True)
     count, place = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     lists = [_marked(x.to(device), listed) for x in (count, place)]
@@ -89,11 +92,11 @@ def block_stand_in(
 
 def mask_argument(value: object) -> MaskArgument | None:
     """The mask that a tensor stands in for; None: it is no stand-in."""
-    return getattr(value, "_cp_rewrite_mask", None)
+    return getattr(to_local(value), "_cp_rewrite_mask", None)
 
 
 def _marked(value: Tensor, argument: MaskArgument) -> Tensor:
-    value._cp_rewrite_mask = argument  # type: ignore[attr-defined]
+    to_local(value)._cp_rewrite_mask = argument  # type: ignore[attr-defined]
     return value
 
 
@@ -351,7 +354,7 @@ class _Masks:
         seen = seen[None] if seen.ndim == 2 else seen
         argument = self._read(name, seen if seen.ndim == 4 else seen[:, None], added)
         shape = (*value.shape[:-2], self.plan.local_size, self.plan.local_size)
-        made = stand_in(argument, shape, value.dtype, self._device(value))
+        made = stand_in(argument, shape, traced_tokens(self.sharding, self.plan), value.dtype, self._device(value))
         self.tensors.append(made)
         return made
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from cp_rewrite.packing import packing_args
-from cp_rewrite.refusal import BACKWARD_HOOKS, Reason, Refusal, RewriteRefused
+from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.sharding import Sharding
 
 from .buffers import OVERWRITTEN
@@ -50,18 +46,6 @@ _NOT_SHIFTED = (
     "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
     "out where the model shifts its labels itself, or the batch holds shifted ones"
 )
-_SIZES = re.compile(
-    r"is out of bounds for dim|exceeds dimension size|ttempting to (expand|broadcast) a dimension|"
-    r"must match the (existing )?size|out of range for tensor of size|split_sizes|is invalid for input of size|"
-    r"izes of tensors must match|shapes cannot be multiplied|when making fake tensor call|out of range|"
-    r"Observed exception"
-)
-"""What torch says where a number or a tensor of the model is of other sizes than a shard: also of any op, or line of
-the model, that fails on the sizes that are traced."""
-
-_FAILED = re.compile(r"got \w+\([\'\"](.+)[\'\"]\)")
-"""What an op said that failed on fake tensors."""
-_USER_LINE = re.compile(r'File "([^"]+)", line (\d+), in .+\n +(.+)')
 
 
 class Block(AbstractContextManager[Any]):
@@ -102,9 +86,7 @@ def warn_if_nothing_ran(sharding: Sharding, ran: bool) -> None:
 
 
 @contextmanager
-def noted(
-    sharding: Sharding, batch: Mapping[str, Any], local: Mapping[str, Any], masks: Collection[str]
-) -> Generator[None]:
+def noted(sharding: Sharding, batch: Mapping[str, Any], masks: Collection[str]) -> Generator[None]:
     """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
     first, dim = next(iter(sharding.tokens.items()))
     try:
@@ -121,60 +103,12 @@ def noted(
             error.add_note(f"cp_rewrite: {OVERWRITTEN}")
         asserted = "Runtime assertion failed" in str(error)
         if type(error).__module__.startswith("torch.") or isinstance(error, IndexError) or asserted:
-            wrapped = [note for words, note in _WRAPPED.items() if any(said in str(error) for said in words)]
-            for note in wrapped:
-                error.add_note(f"cp_rewrite: {note}")
+            for words, note in _WRAPPED.items():
+                if any(said in str(error) for said in words):
+                    error.add_note(f"cp_rewrite: {note}")
             total = batch[first].shape[dim]
-            whole = _whole(sharding, local, total)
-            for name in whole:
-                error.add_note(
-                    f"cp_rewrite: local[{name!r}] has the {total} tokens of the whole row, not a rank's: put it into "
-                    "the batch before shard, which cuts it"
-                )
-            if _SIZES.search(str(error)):
-                beyond = None if whole or wrapped else _beyond_share(str(error), local[first].shape[dim], total)
-                if beyond is not None:
-                    raise RewriteRefused([beyond]) from error
-                error.add_note(f"cp_rewrite: {_of_shares(local[first].shape[dim], total)}")
             known = {*packing_args(sharding.packing), *masks} - {*sharding.tokens}
             given = {name: value for name, value in batch.items() if name not in known}
             for note in unnamed_tokens(given, sharding.tokens, total):
                 error.add_note(f"cp_rewrite: {note}")
         raise
-
-
-def _whole(sharding: Sharding, local: Mapping[str, Any], total: int) -> list[str]:
-    """Arguments of a rank that have the tokens of all."""
-    found: list[str] = []
-    for name, dim in sharding.tokens.items() if sharding.world_size > 1 else ():
-        value: Any = local.get(name)
-        if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == total:
-            found.append(name)
-    return found
-
-
-def _beyond_share(said: str, own: int, total: int) -> Refusal | None:
-    """Where torch fails on a place, or a size, that is beyond a rank's `own` tokens but not beyond those of the row."""
-    error, _, lines = said.partition("from user code:")
-    frames, place = _USER_LINE.findall(lines), re.search(r"index (\d+)", error)
-    numbers = [int(place[1]) + 1] if place else [int(n) for n in re.findall(r"(?<![\w.])\d+(?![\w.])", error)]
-    numbers += [prod(map(int, sizes.split(", "))) for sizes in re.findall(r"[\[(](\d+(?:, \d+)+)[\])]", error)]
-    # Weights that do not fit are the model's mistake, where its width is not made of the tokens' number.
-    unfit = re.search("multiplied|reduction dim", error) and "*s" not in error
-    if unfit or not frames or not any(own < number <= total for number in numbers):
-        return None
-    own_lines = [frame for frame in frames if "/torch/" not in frame[0]]
-    (file, number, code), failed = (own_lines or frames)[-1], _FAILED.search(error)
-    what = failed[1] if failed else error.strip().partition("\n")[0]
-    return Refusal(Reason.TOKEN_COUNT, f"{what}: {_of_shares(own, total)}", line=f"{file}:{number}, `{code}`")
-
-
-def _of_shares(own: int, total: int) -> str:
-    return (
-        f"torch traces the model on this rank's share of the row's {total} tokens, {own}. Places that stand in the "
-        "model as numbers (h[:, 20], h.narrow(1, 10, 8)) must lie in every rank's share: give them as a tensor "
-        "(h[:, places]), choose what is written (torch.where(torch.arange(T)[:, None] == 20, new, h)), or make rows "
-        "longer. The k of h.topk(k, 1) is at most a rank's share, too. A tensor of the "
-        "model's own for all tokens, as a (T, T) mask in a buffer or closure, is cut in forward ([:ids.shape[1]]) if "
-        "it is causal or a band, else made in forward or given as an argument"
-    )

@@ -28,6 +28,7 @@ from cp_rewrite.torch_internals import trace_transformers
 
 from . import steps
 from .active import Place
+from .as_row import as_row, traced_tokens
 from .buffers import buffers_of, fixed_values
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .marks import check_unchanged
@@ -131,7 +132,7 @@ def shard(
     heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start
-    with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, local, active.masks):
+    with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, active.masks):
         yield local
     note_batch(plan, active.sites, seconds)
     warn_if_nothing_ran(sharding, active.ran)
@@ -206,8 +207,7 @@ def _cut_batch(
         number_tokens(tensor, active.number)
     for name, dim in tokens.items():
         mark_token_dim(values[name], dim)
-        # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
-        torch._dynamo.maybe_mark_dynamic(values[name], dim)
+        values[name] = as_row(values[name], (dim,), traced_tokens(sharding, plan))
     return active, values
 
 

@@ -19,6 +19,7 @@ from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
 from .active import beside, last_plan, take_tokens, to_device
+from .as_row import to_local
 from .marks import batch_number, token_axes_of, token_dim_of
 
 
@@ -74,6 +75,7 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
     plan = last.plan
     if not isinstance(x, Tensor) or type(dim) is not int:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"unshard() takes a tensor and its token dim, got {type(x).__name__} and {dim!r}")
+    x = to_local(x)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be a dim of x, which has shape {tuple(x.shape)}, got {dim}")
     dim = dim % x.ndim

@@ -46,7 +46,7 @@ from cp_rewrite.sharding import Sharding
 
 def check_rope(sharding: Sharding) -> None:
     """Raise RewriteRefused where the block that is compiled now is of a model that chooses so."""
-    call = frame_call(lambda values: values) if sharding.block_tokens else None
+    call = frame_call() if sharding.block_tokens else None
     if call is None:
         return
     function, args, kwargs = call

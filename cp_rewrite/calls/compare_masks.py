@@ -66,11 +66,7 @@ def _gathered(sharding: Sharding, text: str) -> list[str]:
 
 def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
     missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.batch.get(name), Tensor)}
-    fixed = not _symbols(recorded.tokens)  # by a loop over tokens, say: the mask has the shape of a rank's
-    if fixed and plan.plan.local_size > SAMPLE:
-        log.warning("%s: mask not compared: the graph fixes the number of tokens, of which are many", recorded.where)
-        return []
-    if fixed or (recorded.assumed and missing):
+    if recorded.assumed and missing:
         return _compare_local(recorded, plan, args)
     if missing and recorded.blocks:
         return [f"{recorded.where}: the block mask can't be compared: {', '.join(sorted(missing))} not in the batch"]

@@ -291,7 +291,10 @@ class _Runner:
         unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
         graph, left_out = for_eager(state.graph_module), LeftOutputs(state)
 
+        local = passes.local_arguments(state.graph_module)
+
         def run(*args: Any) -> Any:
+            args = local(args)
             if checks is None:
                 raise RewriteRefused(state.refusals)
             if not self.captured:

@@ -347,7 +347,8 @@ class _Captured(BaseException):
 def _report(state: passes.State, model: Any) -> Report:
     before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
-    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
+    counted = next((hint(found.tokens) for found in state.tokens.inputs), None) or state.plan.plan.local_size
+    rows = counted * len(state.plan.plan.rows)  # in the graph before it has a rank's sizes
     target = facts_of(state)
     facts = target[1] if target else None
     needs = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
@@ -369,14 +370,15 @@ def _report(state: passes.State, model: Any) -> Report:
         *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
     ]
     notes = (_KERNELS.format(target[0]),) if target and target[1].capability and sites else ()
-    forecast = None if state.refusals else _forecast(state, needs, rows)
+    forecast = None if state.refusals else _forecast(state, needs)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
 
 
-def _forecast(state: passes.State, needs: Needs | None, rows: int) -> Target:
+def _forecast(state: passes.State, needs: Needs | None) -> Target:
     """What the rewritten graph takes: of its logits, all that it still gives or has."""
     if needs is None or state.sharding.tile is None:
         return target_of(state, needs)
+    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
     has, returns = logits_of(needs, state.graph_module, rows)
     return target_of(state, replace(needs, returned=returns), tiled=not has)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
-from cp_rewrite.passes.graph.dynamo import break_reason, ends_of, is_resumed, results_of
+from cp_rewrite.batch.as_row import AsRow, row_of
+from cp_rewrite.passes.graph.dynamo import break_reason, ends_of, is_resumed
 from cp_rewrite.passes.graph.new_nodes import insert, place_by
 from cp_rewrite.passes.graph.nodes import (
     RegionCall,
@@ -44,7 +44,7 @@ from cp_rewrite.passes.graph.nodes import (
     schema_of,
     value_of,
 )
-from cp_rewrite.passes.graph.tokens import TokenAxis
+from cp_rewrite.passes.graph.tokens import LOCAL, TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
@@ -229,6 +229,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     ends = ends_of(gm)
     kept = {copies[node]: where for node, where in ends.kept.items() if node in copies}
     _return_without(copy, {copies[node] for node in ends.unread if node in copies})
+    look_like_row(copy)
     give_sizes_once(copy)
     part_multihead(copy)
     part_flash_attn(copy)
@@ -250,8 +251,17 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
-    frame = Frame(kept, frozenset(places.values()), break_reason(gm), is_resumed(), partial(results_of, gm))
+    frame = Frame(kept, frozenset(places.values()), break_reason(gm), is_resumed())
     return State(copy, sharding, tokens, device, plan, frame, loss_alone, chunked=chunked)
+
+
+def look_like_row(gm: fx.GraphModule) -> None:
+    """Let inputs that look as long as the row have plain fake tensors of that shape; `LOCAL` keeps this rank's."""
+    for module in graph_modules(gm):
+        for node in module.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("example_value")
+            if isinstance(value, AsRow):
+                node.meta |= {"example_value": row_of(value).requires_grad_(value.requires_grad), LOCAL: value.held}
 
 
 def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:

@@ -347,6 +347,7 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
         counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.
     """
     cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, counts)) is not None}
+    cuts = {node: dim for node, dim in cuts.items() if not _erased_unread(gm.graph, node, kept)}
     mode = fake_mode_of(gm.graph.nodes)
     if not cuts or mode is None:
         return False
@@ -360,6 +361,16 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
         return False
     gone = {*cuts, *(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
     return not gone & {*kept} and _Joiner(gm.graph, chunks, mode).join(ends, gone)
+
+
+def _erased_unread(graph: fx.Graph, cut: fx.Node, kept: Collection[fx.Node]) -> bool:
+    """Take out chunks that Python only counts: `len(x.split(512, 1))`."""
+    parts = [*cut.users]
+    if any(part.target is not operator.getitem or part.users or part in kept for part in parts) or cut in kept:
+        return False
+    for node in (*parts, cut):
+        graph.erase_node(node)
+    return True
 
 
 @dataclass

@@ -74,7 +74,7 @@ def _lines(gm: fx.GraphModule, indent: str) -> Iterable[str]:
 
 
 def _line(node: fx.Node) -> str:
-    head = f"{node.name}{_type(node)}"
+    head = f"{_name(node)}{_type(node)}"
     if node.op in ("placeholder", "get_attr"):
         return f"{head} = {node.op}"
     args = [_text(arg) for arg in node.args] + [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
@@ -83,6 +83,12 @@ def _line(node: fx.Node) -> str:
     if node.op == "call_method":
         return f"{head} = {args[0]}.{node.target}({', '.join(args[1:])})"
     return f"{head} = {target_name(node.target)}({', '.join(args)})"
+
+
+def _name(node: fx.Node) -> str:
+    """What it is called; a size that is an input as its symbol, for on a rank the row's name for it is no more true."""
+    value = node.meta.get("example_value")
+    return str(value) if node.op == "placeholder" and isinstance(value, SymInt) else node.name
 
 
 def _type(node: fx.Node) -> str:
@@ -94,7 +100,7 @@ def _type(node: fx.Node) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, fx.Node):
-        return value.name
+        return _name(value)
     if isinstance(value, list | tuple):
         inner = ", ".join(_text(v) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"

@@ -5,27 +5,22 @@ Private parts of Dynamo and of flex_attention that the passes use.
 Read in torch 2.11 to 2.15, which agree in all of it unless a comment says otherwise. What is not Dynamo's is in
 `torch_internals.py`; tests are in `tests/passes/test_dynamo_internals.py`.
 
-Trace the function that is compiled now once more, on other tensors, and compare what comes of it.
-
-Python's own arithmetic leaves but its results in a graph: in `total / len(chunks)` nobody sees that the 3 counts what a
-shard is cut into. In the graph of a longer row it is another number.
+Compare two graphs that Dynamo made.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo.source as dynamo
 import torch.fx as fx
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource
@@ -34,7 +29,7 @@ from torch._dynamo.variables import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.refusal import RewriteRefused
 from cp_rewrite.torch_internals import FakeTensorMode, expression
@@ -249,8 +244,8 @@ def wrapped_names() -> dict[str, str]:
     return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
 
 
-def frame_call(replaced: Callable[[Any], Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
-    """The function that is compiled now, and what `replaced` makes of its arguments; None outside of a backend.
+def frame_call() -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
+    """The function that is compiled now, and its arguments; None outside of a backend.
 
     Its code is a copy, so that Dynamo notes nothing of a call for the code itself.
     """
@@ -258,7 +253,7 @@ def frame_call(replaced: Callable[[Any], Any]) -> tuple[Callable[..., Any], list
     if translator is None:
         return None
     code: CodeType = translator.f_code.replace()
-    values: dict[str, Any] = replaced(dict(translator.f_locals))
+    values: dict[str, Any] = dict(translator.f_locals)
     cells = tuple(CellType(values[name]) for name in code.co_freevars)
     function = FunctionType(code, translator.f_globals, code.co_name, None, cells)
     by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
@@ -385,116 +380,12 @@ def _rest(code: CodeType, kind: int) -> str | None:
     return code.co_varnames[code.co_argcount + code.co_kwonlyargcount + after]
 
 
-@dataclass(frozen=True)
-class Results:
-    """What a function returns and keeps, as Dynamo makes it of a graph's results.
-
-    tree: its containers, constants and what writes them, each by its kind and value. tensors: those in it, in order,
-    each as its place among the graph's results, or by the name of the input that it is.
-    """
-
-    tree: tuple[Any, ...]
-    tensors: tuple[int | str, ...]
-
-
-def results_of(gm: fx.GraphModule) -> Results | None:
-    """Those of the function whose graph is compiled now; None: they can't be told."""
-    translator = _translator()
-    if translator is None or break_reason(gm) is not None:
-        return None
-    effects, live = translator.output.side_effects, _Live(gm)
-    places = {x: place for place, x in reversed([*enumerate(outputs_of(gm))])}
-    roots = [("", "", [*translator.stack])]
-    roots += [(_where(holder), name, value) for holder, name, value in _writes(effects)]
-    tree: list[Any] = []
-    tensors: list[int | str] = []
-    for where, name, value in sorted(roots, key=lambda root: root[:2]):
-        tree.append((where, name))
-        for part in _parts_of(effects, value):
-            tree.append(_kind(part))
-            if issubclass(type(part), TensorVariable):
-                node = live.node(part)
-                source = source_of(node) or vars(part).get("source")  # inputs that nothing reads have no node left
-                if node not in places and source is None:
-                    return None
-                tensors.append(places[node] if node in places else source_name(source))
-    return Results(tuple(tree), tuple(tensors))
-
-
-def _kind(part: Any) -> Any:
-    """The kind of a value, where it was read, and the value of a constant."""
-    held, items, source = vars(part).get("value"), vars(part).get("items"), vars(part).get("source")
-    constant = isinstance(held, int | float | complex | str | bytes | slice | Enum | torch.dtype | torch.device)
-    return (
-        type(part).__name__,
-        None if source is None else source_name(source),
-        repr(held) if constant else type(held).__name__,
-        getattr(vars(part).get("fn"), "__code__", None),
-        len(items) if isinstance(items, list | tuple | dict) else None,
-    )
-
-
 def _translator() -> Any:
     """What translates the frame, while a backend runs; None outside of one."""
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:
         return None
-
-
-def traced_again(others: Mapping[int, Tensor], look: Callable[[fx.GraphModule], Any]) -> Any:
-    """What `look` says of the function's graph with other tensors; None: it can't be traced so, or no backend runs.
-
-    Args:
-        others: the `id` of a tensor among the function's arguments -> what takes its place.
-    """
-    call = frame_call(lambda values: _with_others(values, others))
-    if call is None:
-        return None
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        try:
-            found.append(look(gm))
-        except Exception as error:
-            found.append(error)
-        raise _Stop
-
-    try:
-        function, args, kwargs = call
-        with torch._dynamo.config.patch(suppress_errors=False):
-            torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-    except Exception:  # _Stop inside of one of Dynamo's, or what the function has against these tensors
-        pass
-    if found and isinstance(found[0], Exception):
-        raise found[0]
-    return found[0] if found else None
-
-
-def _with_others(value: Any, others: Mapping[int, Tensor], depth: int = 3) -> Any:
-    """With other tensors, also in the attributes of objects, which are copied then: a dataclass, a UserDict."""
-
-    def other(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return others.get(id(leaf), leaf)
-        if not depth or isinstance(leaf, nn.Module | type | ModuleType | FunctionType) or not hasattr(leaf, "__dict__"):
-            return leaf
-        changed = {name: new for name, part in vars(leaf).items() if (new := inside(part)) is not part}
-        if not changed:
-            return leaf
-        found = copy.copy(leaf)
-        vars(found).update(changed)
-        return found
-
-    def inside(part: Any) -> Any:
-        found = _with_others(part, others, depth - 1)
-        return part if all(map(operator.is_, tree_leaves(found), tree_leaves(part))) else found
-
-    return tree_map(other, value)
-
-
-class _Stop(Exception):
-    """The graph is known; nothing need run."""
 
 
 Same = Callable[[Any, Any], bool]

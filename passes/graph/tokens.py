@@ -112,6 +112,8 @@ def _last_component(full: str) -> tuple[str, int]:
 
 
 Size = int | SymInt
+LOCAL = "cp_rewrite_local"
+"""In the meta of an input that looks as long as the row: the fake tensor of what a rank has of it."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,13 @@ class TokenInput:
 
     @property
     def tokens(self) -> Size:
-        """How many tokens of a row a rank has."""
+        """How many tokens a row has in the graph."""
         return self.value.shape[self.dim]
+
+    @property
+    def local(self) -> Size:
+        """How many of them a rank has: as many, where the input was traced as a rank has it."""
+        return self.node.meta.get(LOCAL, self.value).shape[self.dim]
 
     @property
     def rows(self) -> Size:
@@ -198,12 +205,6 @@ class TokenAxis:
         return {symbol for count in self.counts for symbol in count.free_symbols}
 
     @property
-    def mask_symbols(self) -> set[Any]:
-        """What counts them in masks that come in, before `unified`."""
-        shapes = [node.meta["example_value"].shape for node, argument in self.masks.items() if not argument.is_list]
-        return {symbol for shape in shapes for size in shape[-2:] for symbol in expression(size).free_symbols}
-
-    @property
     def rows(self) -> Size:
         """The rows of the batch, of which some inputs (angles) may hold one for all."""
         return next((found.rows for found in self.inputs if expression(found.rows) != 1), 1)
@@ -211,7 +212,7 @@ class TokenAxis:
     @property
     def is_single(self) -> bool:
         """Whether a rank has one token, which torch compiles as a fixed size that means nothing."""
-        return bool(self.counts) and all(count == 1 for count in self.counts)
+        return bool(self.inputs) and all(expression(found.local) == 1 for found in self.inputs)
 
     def input(self, node: fx.Node) -> TokenInput | None:
         """The input that a placeholder is, where it carries tokens."""
@@ -229,8 +230,10 @@ class TokenAxis:
                 detail = f"{found.name} has {found.tokens} tokens in dim {found.dim}, {first.name} has {first.tokens}"
                 refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
             if not guard_equal(found.rows, self.rows):
+                other = next(x for x in self.inputs if expression(x.rows) == expression(self.rows))
                 detail = (
-                    f"{found.name} has {found.rows} rows of tokens, others have {self.rows}: expand it before the cut"
+                    f"{found.name} has {found.rows} rows of tokens, {other.name} has {self.rows}, whose tokens are dim "
+                    f"{other.dim}: expand it before the cut, or name another dim"
                 )
                 refusals.append(Refusal(Reason.TOKEN_INPUT, detail, found.node))
         for node, argument in self.masks.items():

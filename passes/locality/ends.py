@@ -117,7 +117,8 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
     if fixed:
         detail = (
             f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "
-            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True"
+            "copies; or mark the token dims (torch._dynamo.maybe_mark_dynamic), or compile with dynamic=True; what "
+            "came out of torch.export is exported with dynamic_shapes for the token dims (Dim.AUTO)"
         )
         return Refusal(Reason.TOKEN_INPUT, detail)
     for guard in getattr(extents.shape_env, "guards", ()):
@@ -128,9 +129,9 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
             elif "math." in line:
                 why = "as functions of math do but sqrt: math.log(T) is torch.ones(T).sum().log()"
-            detail = f"`{line}` fixes the number of tokens to the shard's {extents.tokens}, {why}"
+            detail = f"`{line}` fixes the number of tokens at {extents.tokens}, {why}"
             return Refusal(Reason.TOKEN_COUNT, detail)
-    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens a rank only")
+    return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens only")
 
 
 def _fixes(condition: Any, tokens: Any) -> bool:

@@ -67,7 +67,6 @@ class SizeConditions(_Conditions):
         conditions: expression -> the line it is from.
         tokens: symbols of a shard's token count.
         places: of all symbols, as `size_places` gives them.
-        exact: conditions on the shard's own count, for rows of all lengths that it may be a shard of.
     """
 
     def __init__(
@@ -75,10 +74,9 @@ class SizeConditions(_Conditions):
         conditions: Mapping[Any, str],
         tokens: set[Any],
         places: Mapping[Any, tuple[int, int | None]],
-        exact: Sequence[Any] = (),
     ) -> None:
         super().__init__(conditions, {symbol: place for symbol, place in places.items() if symbol not in tokens})
-        self.conditions, self.tokens, self.exact = conditions, tokens, exact
+        self.conditions, self.tokens = conditions, tokens
 
     def check(self, args: Sequence[Any], total: int) -> None:
         """Raise where a row of `total` tokens would have been computed otherwise."""

@@ -13,7 +13,7 @@ A wide output that a graph no longer gives, and how it is made of what the graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,6 @@ from cp_rewrite.masks import MaskMismatch, PackedMask
 from cp_rewrite.ops.scatter_heads import HeadScatter
 from cp_rewrite.ops.tiles import Region
 from cp_rewrite.passes.graph.canonicalize import Canonical, Ref
-from cp_rewrite.passes.graph.dynamo import Results
 from cp_rewrite.passes.graph.tokens import Size, TokenAxis
 from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.planning.routes.by_exchange import Exchange
@@ -348,14 +347,12 @@ class Frame:
         breaks: the line where the graph ends before the function does, and why; None: it does not.
         resumed: the graph begins in the middle of the function.
         places: of `kept` among the graph's outputs.
-        results: what the function returns and keeps, to be asked for while it is compiled; None: that can't be told.
     """
 
     kept: Mapping[fx.Node, str]
     places: frozenset[int]
     breaks: str | None
     resumed: bool
-    results: Callable[[], Results | None]
 
 
 @dataclass(frozen=True)

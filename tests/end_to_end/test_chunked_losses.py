@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,19 +291,13 @@ def test_a_chunk_that_is_treated_otherwise_is_told_of_the_loop(monkeypatch: pyte
     assert "shift" not in said
 
 
-def test_what_python_makes_of_the_number_of_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "beside", lambda m, h, y: (COUNTED["of_its_root"](m, h, y), len(h.split(3, 1))))
-    report = cp.explain(Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")))(**packed_batch())
-    assert [refusal.reason for refusal in report.refusals] == [cp.Reason.TOKEN_COUNT]
-
-
-@pytest.mark.slow
-def test_the_number_of_chunks_is_seen_of_a_batch_in_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "beside", COUNTED["of_count"])
-    model, sharding = Chunked("beside"), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
-    compiled = torch.compile(lambda given: model(**vars(given)), backend=cp.backend(sharding), fullgraph=True)
-    with sharding.shard(packed_batch(tokens=16)) as local, pytest.raises(cp.RewriteRefused, match="how many there are"):
-        compiled(SimpleNamespace(**local))
+@pytest.mark.parametrize("name", ["of_count", "before_the_loop", "returned"])
+def test_what_python_makes_of_the_number_of_chunks_is_the_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Loss] = COUNTED | {
+        "returned": lambda m, h, y: (COUNTED["of_its_root"](m, h, y), len(h.split(3, 1)))  # type: ignore[dict-item]
+    }
+    monkeypatch.setitem(LOSSES, "beside", given[name])
+    assert check_or_refuse(Chunked("beside"), tokens=14) is None
 
 
 @pytest.mark.slow

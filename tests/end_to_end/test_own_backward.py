@@ -264,5 +264,5 @@ def test_a_mean_of_losses_that_a_backward_makes_again(monkeypatch: pytest.Monkey
     monkeypatch.setitem(LOSSES, "beside", _mean_made_again)
     sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
     torch._dynamo.reset()
-    with pytest.raises(cp.RewriteRefused):
-        check_all(Functions(["beside"]).double(), sharding, [packed_batch(1, 13), packed_batch(1, 18)])
+    for report in check_all(Functions(["beside"]).double(), sharding, [packed_batch(1, 13), packed_batch(1, 18)]):
+        assert report.largest <= 1e-7, str(report)

@@ -237,16 +237,8 @@ BEYOND: dict[str, Write] = {
 """Of rows of 16 tokens, of which a rank has 8."""
 
 
-def test_writes_that_reach_beyond_the_row_are_right() -> None:
-    assert check_or_refuse(Writing("beyond", "by_choices"), tokens=16) is None
-
-
-def test_writes_that_reach_beyond_a_share_are_refused_with_what_to_do() -> None:
-    refused = str(check_or_refuse(Writing("beyond_a_share"), tokens=16))
-    assert all(said in refused for said in ("TOKEN_COUNT", "Rows of 24 tokens and more", "torch.where"))
-    assert check_or_refuse(Writing("beyond_a_share"), tokens=16, pad_to_multiple=12) is None
-    refused = str(check_or_refuse(Writing("at_a_place_beyond"), tokens=16))
-    assert all(said in refused for said in ("x[:, 12] = m.lin.bias", "torch.where"))
+def test_writes_that_reach_beyond_a_share_and_the_row_are_right() -> None:
+    assert check_or_refuse(Writing(*BEYOND), tokens=16) is None
 
 
 class WrittenIds(PackedModel):

@@ -1,4 +1,4 @@
-"""Models that decide by the number of tokens, and otherwise for a row than for a shard of it: right, or refused."""
+"""Models that decide by the number of tokens decide for the row, at each length anew: right, or refused at once."""
 
 from __future__ import annotations
 
@@ -75,13 +75,20 @@ RIGHT: dict[str, Mix] = {
     "number_of_chunks": lambda m, h, t: torch.cat(c := [m.out(x) for x in h.split(5, 1)], 1) / len(c),
     "checkpointed": lambda m, h, t: checkpoint(lambda x: of_chunks(m, x), h, use_reentrant=False),  # type: ignore[return-value]
     "detached": lambda m, h, t: h + (m.out(h).detach() if t > 16 else m.out(h)),
-}
-REFUSED: dict[str, Mix] = {
-    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
     "more_than_a_shard": lambda m, h, t: h + h[:, :20].mean(1, keepdim=True) if t > 20 else h,
     "behind_the_shard": lambda m, h, t: h + h[:, 20:21] if t > 20 else h,
     "another_weight": lambda m, h, t: h * m.more if t > 16 else h,
     "a_table": lambda m, h, t: h * m.table[:t] if t > 16 else h,
+    "by_thirds": lambda m, h, t: h * 2 if t % 3 == 0 else h + 1,
+    "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
+    "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
+    "sum_of_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,  # type: ignore[operator]
+}
+REFUSED: dict[str, Mix] = {
+    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
+    "up_to_a_place": lambda m, h, t: h + h[:, : min(t, 20)].mean(1, keepdim=True),
+    "as_a_value": lambda m, h, t: h * torch.where(torch.tensor(t > 16), 2.0, 3.0),
+    "filled": lambda m, h, t: h * torch.full((1,), float(t > 16)) + h.new_tensor(t % 5 == 2),
     "logarithm": lambda m, h, t: h * math.log(t) if t > 16 else h,
     "chunks_that_differ": lambda m, h, t: torch.cat([x * i for i, x in enumerate(h.split(16, 1))], 1),
     "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
@@ -89,7 +96,7 @@ REFUSED: dict[str, Mix] = {
 
 
 class Returning(Deciding):
-    """What Python makes of the number of tokens beside the graph is of the shard."""
+    """What Python makes of the number of tokens beside the graph is of the row."""
 
     flag = 1
 
@@ -110,8 +117,8 @@ def test_some_are_right() -> None:
 
 
 @pytest.mark.parametrize("name", ["number", "fewer", "flag"])
-def test_what_is_returned_and_kept_must_be_the_rows(name: str) -> None:
-    assert "holds for a shard's tokens but not for the row's" in str(check_or_refuse(Returning(name), tokens=24))
+def test_what_is_returned_and_kept_is_the_rows(name: str) -> None:
+    assert check_or_refuse(Returning(name), tokens=24) is None
 
 
 class WindowWhereLong(PackedModel):
@@ -144,15 +151,12 @@ def test_decisions_are_the_rows(name: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_batches_for_which_it_is_decided_otherwise_are_compiled_anew() -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", RIGHT)
+def test_lengths_in_turn(name: str, ranks: int) -> None:
+    """Nothing is refused, or wrong, later than at the first length."""
     torch._dynamo.reset()
-    sharding = cp.Sharding(3, TOKENS, cp.DocumentIds("doc_ids"))
-    batches = [pack([5, 4, 5]), pack([20, 4]), pack([23]), pack([6, 1, 3]), pack([30, 20, 7])]
-    for report in check_all(Deciding("scaled", "mean", "chunks").double(), sharding, batches):
+    sharding = cp.Sharding(ranks, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
+    batches = [pack(lengths) for lengths in ([5, 4, 5], [20, 4], [23], [6, 1, 3, 6], [30, 20, 7])]
+    for report in check_all(Deciding(name).double(), sharding, batches):
         assert report.largest <= 1e-7, str(report)
-
-
-@pytest.mark.slow
-def test_a_row_that_is_filled_up_must_be_decided_alike() -> None:
-    with pytest.raises(ValueError, match="otherwise for this row of 23 than for the rows that its ranks hold"):
-        check_or_refuse(Deciding("in_a_loop"), tokens=23)

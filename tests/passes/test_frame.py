@@ -227,8 +227,6 @@ class Switching(PackedModel):
         return h * self.now
 
 
-@pytest.mark.parametrize(("tokens", "refused"), [(14, True), (40, False)])
-def test_a_weight_that_is_kept_by_the_number_of_tokens(tokens: int, refused: bool) -> None:
-    said = check_or_refuse(Switching(), tokens=tokens)
-    assert (said is not None) == refused
-    assert said is None or "self.now = self.long" in said
+@pytest.mark.parametrize("tokens", [10, 14, 40])
+def test_a_weight_that_is_kept_by_the_number_of_tokens_is_the_rows(tokens: int) -> None:
+    assert check_or_refuse(Switching(), tokens=tokens) is None

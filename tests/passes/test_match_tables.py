@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
@@ -223,7 +224,7 @@ def step_of_rank(mesh: DeviceMesh) -> dict[str, Any]:
             if change is not None:
                 model.bias.copy_(change)
             run(batch if change is not None else {k: v.repeat_interleave(3, 1) for k, v in batch.items()})
-        except (cp.RewriteRefused, MaskMismatch) as error:
+        except (MaskMismatch, TorchRuntimeError) as error:
             found[name] = str(error)
     return found
 
@@ -238,5 +239,5 @@ def test_a_table_on_two_ranks(pool: Pool) -> None:
         torch.testing.assert_close(found["grad"], model.table.weight.grad)
         torch.testing.assert_close(found["restored"], out.detach())
         assert "holds others now" in found["unseen"]
-        assert "TOKEN_COUNT" in found["longer"]
+        assert "broadcast" in found["longer"]  # as on one process: the table is for 32 tokens
         assert found["changed"].startswith("L['self']._buffers['bias'] was proven as a mask by its numbers")

@@ -130,7 +130,6 @@ class TestShortDiffs(TestCase):
             """\
 check_frame
 check_size_conditions
-    conditions: [] -> ['T > 5']
 check_checkpoints
 unify_token_sizes
     token counts: 2 -> 1
@@ -154,6 +153,7 @@ rewrite_sites
     plan inputs: 0 -> 13
     nodes: 26 -> 50
 tile_rows
+local_sizes
 verify_graph""",
         )
 
@@ -163,46 +163,46 @@ verify_graph""",
             "\n".join(line for exchange in EXCHANGES for line in (exchange, *rows_moved(exchange))),
             """\
 local
-+gather_rows_default: float32[S6, 32] = cp_rewrite.gather_rows(cat, cp_kv_rows_0)
++gather_rows_default: float32[S5, 32] = cp_rewrite.gather_rows(cat, cp_kv_rows_0)
 +packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'fa4', False, False, 'local', '', 1, None)
 all_gather
-+all_gather_into_tensor_default: float32[4*S1, 32] = _c10d_functional.all_gather_into_tensor(cat, 4, 'cp')
-+gather_rows_default: float32[S6, 32] = cp_rewrite.gather_rows(wait_tensor_default, cp_kv_rows_0)
++all_gather_into_tensor_default: float32[4*S0, 32] = _c10d_functional.all_gather_into_tensor(cat, 4, 'cp')
++gather_rows_default: float32[S5, 32] = cp_rewrite.gather_rows(wait_tensor_default, cp_kv_rows_0)
 +packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'all_gather', 'cp', 4, None)
 needed
-+exchange_rows_default: float32[S6, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
++exchange_rows_default: float32[S5, 32] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
 +packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, exchange_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 4, None)
 push
-+push_rows_default: float32[S6, 32] = cp_rewrite.push_rows(detach, detach_1, cp_*_0, 'cp', None)
++push_rows_default: float32[S5, 32] = cp_rewrite.push_rows(detach, detach_1, cp_*_0, 'cp', None)
 +packed_attention_default = cp_rewrite.packed_attention(flatten, flatten_1, flatten_2, push_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'push', 'cp', 4, None)
 p2p
 +ring_attention_default = cp_rewrite.ring_attention(flatten, flatten_1, flatten_2, cp_*_0, 0.353553, 0, 'reference', False, 'cp', 4, None)
 a2a
-+all_to_all_single_default: float32[4, S1, 24] = _c10d_functional.all_to_all_single(contiguous, [1, 1, 1, 1], [1, 1, 1, 1], 'cp')
-+permute_rows_default: float32[4*S1, 24] = cp_rewrite.permute_rows(flatten_8, cp_*_0)
-+gather_rows_default: float32[S6, 16] = cp_rewrite.gather_rows(cat_1, cp_kv_rows_0)
++all_to_all_single_default: float32[4, S0, 24] = _c10d_functional.all_to_all_single(contiguous, [1, 1, 1, 1], [1, 1, 1, 1], 'cp')
++permute_rows_default: float32[4*S0, 24] = cp_rewrite.permute_rows(flatten_8, cp_*_0)
++gather_rows_default: float32[S5, 16] = cp_rewrite.gather_rows(cat_1, cp_kv_rows_0)
 +packed_attention_default = cp_rewrite.packed_attention(unflatten_3, unflatten_4, unflatten_5, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'local', '', 1, None)
-+permute_rows_default_1: float32[4*S1, 8] = cp_rewrite.permute_rows(flatten_11, cp_*_0)
-+all_to_all_single_default_1: float32[4, S1, 8] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1, 1, 1], [1, 1, 1, 1], 'cp')
++permute_rows_default_1: float32[4*S0, 8] = cp_rewrite.permute_rows(flatten_11, cp_*_0)
++all_to_all_single_default_1: float32[4, S0, 8] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1, 1, 1], [1, 1, 1, 1], 'cp')
 a2a+all_gather
-+all_to_all_single_default: float32[2, S1, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
-+permute_rows_default: float32[2*S1, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
-+all_gather_into_tensor_default: float32[4*S1, 16] = _c10d_functional.all_gather_into_tensor(cat_1, 2, 'cp')
-+gather_rows_default: float32[S6, 16] = cp_rewrite.gather_rows(wait_tensor_default_1, cp_kv_rows_0)
++all_to_all_single_default: float32[2, S0, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
++permute_rows_default: float32[2*S0, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
++all_gather_into_tensor_default: float32[4*S0, 16] = _c10d_functional.all_gather_into_tensor(cat_1, 2, 'cp')
++gather_rows_default: float32[S5, 16] = cp_rewrite.gather_rows(wait_tensor_default_1, cp_kv_rows_0)
 +packed_attention_default = cp_rewrite.packed_attention(unflatten_3, unflatten_4, unflatten_5, gather_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'all_gather', 'cp', 2, None)
-+permute_rows_default_1: float32[2*S1, 16] = cp_rewrite.permute_rows(flatten_9, cp_*_0)
-+all_to_all_single_default_1: float32[2, S1, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')
++permute_rows_default_1: float32[2*S0, 16] = cp_rewrite.permute_rows(flatten_9, cp_*_0)
++all_to_all_single_default_1: float32[2, S0, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')
 a2a+needed
-+all_to_all_single_default: float32[2, S1, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
-+permute_rows_default: float32[2*S1, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
-+exchange_rows_default: float32[S6, 16] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
++all_to_all_single_default: float32[2, S0, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
++permute_rows_default: float32[2*S0, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
++exchange_rows_default: float32[S5, 16] = cp_rewrite.exchange_rows(detach, detach_1, cp_*_0, 'cp', None)
 +packed_attention_default = cp_rewrite.packed_attention(unflatten_3, unflatten_4, unflatten_5, exchange_rows_default, cp_*_0, [cp_*_0], 0.353553, 0, 'reference', False, False, 'needed', 'cp', 2, None)
-+permute_rows_default_1: float32[2*S1, 16] = cp_rewrite.permute_rows(flatten_7, cp_*_0)
-+all_to_all_single_default_1: float32[2, S1, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')
++permute_rows_default_1: float32[2*S0, 16] = cp_rewrite.permute_rows(flatten_7, cp_*_0)
++all_to_all_single_default_1: float32[2, S0, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')
 a2a+p2p
-+all_to_all_single_default: float32[2, S1, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
-+permute_rows_default: float32[2*S1, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
++all_to_all_single_default: float32[2, S0, 32] = _c10d_functional.all_to_all_single(contiguous, [1, 1], [1, 1], 'cp')
++permute_rows_default: float32[2*S0, 32] = cp_rewrite.permute_rows(flatten_6, cp_*_0)
 +ring_attention_default = cp_rewrite.ring_attention(unflatten_3, unflatten_4, unflatten_5, cp_*_0, 0.353553, 0, 'reference', False, 'cp', 2, None)
-+permute_rows_default_1: float32[2*S1, 16] = cp_rewrite.permute_rows(flatten_7, cp_*_0)
-+all_to_all_single_default_1: float32[2, S1, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')""",
++permute_rows_default_1: float32[2*S0, 16] = cp_rewrite.permute_rows(flatten_7, cp_*_0)
++all_to_all_single_default_1: float32[2, S0, 16] = _c10d_functional.all_to_all_single(unflatten_6, [1, 1], [1, 1], 'cp')""",
         )
