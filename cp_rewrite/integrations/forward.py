@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
 from cp_rewrite.backend import Backend
-from cp_rewrite.batch.marks import batch_number, is_part, known_part
+from cp_rewrite.batch.marks import batch_number, is_part, known_part, mark_part, mark_token_dim
 from cp_rewrite.batch.tokens import gathered, map_tensors
 from cp_rewrite.packing import Packing, packing_args
 
@@ -232,6 +233,54 @@ class GlobalForward:
             sharding = replace(sharding, tokens=tokens)
             self._variants[key] = sharding, self.compiled(sharding, loss_only)
         return self._variants[key]
+
+
+class FusedForward(GlobalForward):
+    """For models whose head TRL replaced (`trl.trainer.utils.add_fused_lm_head`): it returns log-probabilities of the
+    labels and no logits.
+
+    The model below the head is compiled, and proven. The head works on each token alone, in kernels of TRL's own, and
+    runs as it is, on this rank's tokens.
+    """
+
+    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+        backbone: Any = self.model.base_model
+        of_backbone = backbone.forward if self.twin is None else cast(Any, self.twin.module).base_model.forward
+
+        # A frame of our own: transformers changes the dict of its arguments, which in the outermost frame reads like a
+        # value that outlives the call.
+        def inner(**kwargs: Any) -> Any:
+            return of_backbone(**kwargs)
+
+        run = self.compile(inner, sharding, loss_only)
+
+        def forward(**local: Any) -> Any:
+            with patch.object(backbone, "forward", run):
+                return self.plain(**local)
+
+        return forward
+
+    def joined(self, outputs: Any, sharding: cp.Sharding) -> Any:
+        if "aux_loss" in outputs:
+            raise ValueError("the auxiliary loss of experts mixes tokens: set router_aux_loss_coef=0.0")
+        for value in outputs.values():
+            if isinstance(value, Tensor) and value.ndim > 1:  # of the head, by token
+                mark_part(value, False)
+                mark_token_dim(value, 1)
+        outputs = super().joined(outputs, sharding)
+        if "log_probs" in outputs:
+            # One value for each label but a row's first. The labels were shifted before the cut, so that the last token
+            # has one too, which is ignored.
+            # Copies: an op in place on a view would pass by the hooks that FSDP has on outputs.
+            values = {name: value[:, :-1].clone() if value.ndim > 1 else value for name, value in outputs.items()}
+            return type(outputs)(**values)
+        return outputs
+
+
+def forward_class_of(model: nn.Module) -> type[GlobalForward]:
+    """What takes the place of a model's forward."""
+    code = getattr(getattr(model.forward, "__func__", None), "__code__", None)
+    return FusedForward if getattr(code, "co_name", "") == "_fused_forward" else GlobalForward
 
 
 def forward_of(model: nn.Module) -> GlobalForward | None:

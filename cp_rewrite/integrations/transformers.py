@@ -9,7 +9,7 @@ metrics and checkpoints are those of a Trainer that has the group's rows on one 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +24,7 @@ from cp_rewrite.integrations.accelerator import (
     refused_settings,
     shard_model,
 )
-from cp_rewrite.integrations.forward import GlobalForward, Switch, forward_of
+from cp_rewrite.integrations.forward import Switch, forward_class_of, forward_of
 from cp_rewrite.integrations.parallelize import drop_checkpoint_hooks
 from cp_rewrite.sharding import require_sharding
 
@@ -47,8 +47,6 @@ class ContextParallelMixin(_Base):
         TypeError: no Sharding. ValueError: a training argument that would be silently wrong; the message says which.
     """
 
-    forward_class: ClassVar[type[GlobalForward]] = GlobalForward
-
     def __init__(self, *args: Any, sharding: cp.Sharding, **kwargs: Any) -> None:
         self.sharding, self._switch = require_sharding(sharding), Switch()
         torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
@@ -68,7 +66,7 @@ class ContextParallelMixin(_Base):
         if before is None:
             drop_checkpoint_hooks(inner)
             twin = make_twin(inner, self.sharding, self.accelerator)
-            self.forward_class(inner, self.sharding, self._switch, twin).install()
+            forward_class_of(inner)(inner, self.sharding, self._switch, twin).install()
         else:
             before.adopt(self.sharding, self._switch)
 

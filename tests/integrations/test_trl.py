@@ -134,6 +134,36 @@ def prefer(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], adapt
         return result
 
 
+def judge(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Run:
+    """KTO: each answer is good or bad."""
+    from trl import KTOConfig, KTOTrainer  # type: ignore[import-not-found]
+
+    from cp_rewrite.integrations.trl import ContextParallelKTOTrainer
+
+    with launched(mesh):
+        rows: dict[str, Any] = {
+            "prompt": [text(9 + i, i) for i in range(8)],
+            "completion": [" " + text(20 - i, 50 + i) for i in range(8)],
+            "label": [i % 3 > 0 for i in range(8)],
+        }
+        args = on_cpu(KTOConfig(**settings_of(str(folder), **{"per_device_train_batch_size": 4, **options})))
+        model, reference = build_model("llama"), build_model("llama")
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.01)
+        extras: dict[str, Any] = {
+            "processing_class": tokenizer(),
+            "train_dataset": on_disk(folder / "train", rows),
+        }
+        if mesh is None:
+            return trained(KTOTrainer(model, reference, args, **extras))
+        return trained(ContextParallelKTOTrainer(model, reference, args, sharding=sharding_of(mesh), **extras))
+
+
+def judge_as_rank(mesh: DeviceMesh, *args: Any) -> Run:
+    return judge(mesh, *args)
+
+
 def tune_as_rank(mesh: DeviceMesh, *args: Any) -> Run:
     return tune(mesh, *args)
 
@@ -224,6 +254,14 @@ def test_dpo_equals_one_process(pair: Pool, tmp_path: Path, case: str) -> None:
 def test_dpo_under_fsdp_equals_one_process(pair: Pool, tmp_path: Path) -> None:
     expected = prefer(None, tmp_path / "one", PREFERENCES["accumulated"])
     for found in pair.run(2, prefer_as_rank, tmp_path / "two", {**PREFERENCES["accumulated"], **FSDP}):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_kto_equals_one_process(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = judge(None, tmp_path / "one", {"max_steps": 3})
+    for found in pair.run(2, judge_as_rank, tmp_path / "two", {"max_steps": 3, **options}):
         compare(expected, found)
 
 
