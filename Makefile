@@ -16,13 +16,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## train a packed Llama on 2 CPU processes and on 1, compare, print report and graph diff
 	$(BIN)/python examples/train_packed.py --world-size 2
 
-test: $(VENV)/.installed  ## what a newcomer runs: within 6 minutes on 2 cores
+test: $(VENV)/.installed  ## what a newcomer runs: within 7 minutes on 2 idle cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-fast: $(VENV)/.installed  ## what starts no processes and captures few graphs, within a minute on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow and not sweep and not gpu and not long'
 
-test-slow: $(VENV)/.installed  ## trainers, every rule on processes, drawn cases of each day: within 40 minutes on 2 cores
+test-slow: $(VENV)/.installed  ## trainers, every rule on processes, drawn cases of each day: within 30 minutes on 2 idle cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow and not sweep and not gpu' $(SLOW)
 
 sweep: $(VENV)/.installed  ## every test and case that needs no GPU, every model of transformers: hours of a core

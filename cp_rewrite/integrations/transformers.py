@@ -148,11 +148,11 @@ def _check_arguments(trainer: ContextParallelMixin) -> None:
         ),
         "a trainer that generates (GRPO, RLOO)": (
             hasattr(args, "num_generations"),
-            "ranks of a group would sample other completions; SFT and DPO do not generate",
+            "ranks of a group would sample other completions; SFT, DPO and KTO do not generate",
         ),
         "a trainer of rewards": (
             hasattr(args, "center_rewards_coefficient"),
-            "its loss compares scores of whole rows, read off their last tokens; SFT and DPO compare tokens",
+            "its loss compares scores of whole rows, read off their last tokens; SFT, DPO and KTO compare tokens",
         ),
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
