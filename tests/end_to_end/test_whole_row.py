@@ -82,7 +82,6 @@ RIGHT: dict[str, Mix] = {
     "by_thirds": lambda m, h, t: h * 2 if t % 3 == 0 else h + 1,
     "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
     "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
-    "sum_of_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,  # type: ignore[operator]
 }
 REFUSED: dict[str, Mix] = {
     "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
