@@ -84,10 +84,8 @@ class Backend:
             warnings.warn(f"{refused}\nstrict=False: the graph runs as it is, on this rank's tokens only", stacklevel=2)
             look_like_row(gm)
             passes.give_local_sizes(gm)
-            local, compiled = (
-                passes.local_arguments(gm),
-                self._inner(gm, passes.local_examples(gm, example_inputs), patches),
-            )
+            local = passes.local_arguments(gm)
+            compiled = self._inner(gm, passes.local_examples(gm, example_inputs), patches)
             return lambda *args: compiled(*local(args))
         nodes = state.graph_module.graph.find_nodes(op="placeholder")
         added = nodes[len(nodes) - len(state.inputs) :]

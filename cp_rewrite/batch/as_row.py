@@ -76,7 +76,7 @@ class AsRow(Tensor):
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD and is_of_fsdp(sys._getframe(1)):
             return False
-        return on_local(func, args, kwargs or {})
+        return _on_local(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,14 +95,14 @@ def traced_tokens(sharding: Sharding, plan: BatchPlan) -> int:
 def as_row(local: Tensor, dims: Sequence[int], tokens: int) -> Tensor:
     """`local` with the look of `tokens` tokens at `dims`; itself, where it has as many."""
     if all(local.shape[dim] == tokens for dim in dims):
-        return marked_dynamic(local, dims)
+        return _marked_dynamic(local, dims)
     size = list(local.shape)
     for dim in dims:
         size[dim] = tokens
-    return marked_dynamic(AsRow(local, size, tuple(dims)), dims)
+    return _marked_dynamic(AsRow(local, size, tuple(dims)), dims)
 
 
-def marked_dynamic(value: Tensor, dims: Sequence[int]) -> Tensor:
+def _marked_dynamic(value: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         # A number made from a fixed token count would be a plain constant in the graph, and wrong on a shard unseen.
         torch._dynamo.maybe_mark_dynamic(value, dim)
@@ -161,7 +161,7 @@ def _as_traced(value: Any) -> Any:
     return row_of(value) if mode_of(value.held) is not None else value.local
 
 
-def on_local(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_local(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of torch, run on this rank's tensors. What it gives keeps the look of the row where it has the tokens
     in the dims of its operand."""
     given = next((x for x in tree_leaves((args, kwargs)) if type(x) is AsRow), None)

@@ -35,7 +35,7 @@ from cp_rewrite.batch.marks import (
 )
 from cp_rewrite.batch.padding import PaddingReaders
 from cp_rewrite.passes.checks import Unmasked
-from cp_rewrite.passes.graph.dynamo import frame_call, input_value, source_name, source_of
+from cp_rewrite.passes.graph.dynamo import frame_values, input_value, source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, outputs_of, region_call, region_calls, value_of
 from cp_rewrite.passes.graph.tokens import number_places, weight_places
 from cp_rewrite.passes.locality.liveness import live_nodes
@@ -46,11 +46,7 @@ from cp_rewrite.sharding import Sharding
 
 def check_rope(sharding: Sharding) -> None:
     """Raise RewriteRefused where the block that is compiled now is of a model that chooses so."""
-    call = frame_call() if sharding.block_tokens else None
-    if call is None:
-        return
-    function, args, kwargs = call
-    values = [*args, *kwargs.values(), *(cell.cell_contents for cell in function.__closure__ or ())]
+    values = frame_values() if sharding.block_tokens else []
     for module in (part for value in values if isinstance(value, nn.Module) for part in value.modules()):
         for rope_type in _types(module):
             if "dynamic" in rope_type or rope_type in ("longrope", "su"):

@@ -347,7 +347,9 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
         counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.
     """
     cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, counts)) is not None}
-    cuts = {node: dim for node, dim in cuts.items() if not _erased_unread(gm.graph, node, kept)}
+    for cut in [*cuts]:
+        if _erased_unread(gm.graph, cut, kept):
+            del cuts[cut]
     mode = fake_mode_of(gm.graph.nodes)
     if not cuts or mode is None:
         return False

@@ -14,7 +14,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -244,26 +244,18 @@ def wrapped_names() -> dict[str, str]:
     return {f"L['{rest}'][{i}]": name for i, name in enumerate(names[code.co_argcount :])}
 
 
-def frame_call() -> tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
-    """The function that is compiled now, and its arguments; None outside of a backend.
-
-    Its code is a copy, so that Dynamo notes nothing of a call for the code itself.
-    """
+def frame_values() -> list[Any]:
+    """The arguments of the function that is compiled now, those in its `*args` and `**kwargs` too, and what it reads of
+    outer functions; none outside of a backend."""
     translator = _translator()
     if translator is None:
-        return None
-    code: CodeType = translator.f_code.replace()
-    values: dict[str, Any] = dict(translator.f_locals)
-    cells = tuple(CellType(values[name]) for name in code.co_freevars)
-    function = FunctionType(code, translator.f_globals, code.co_name, None, cells)
-    by_place, by_name = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
-    args = [values[name] for name in code.co_varnames[:by_place]]
-    kwargs = {name: values[name] for name in code.co_varnames[by_place:by_name]}
-    if (rest := _rest(code, inspect.CO_VARARGS)) is not None:
-        args += values[rest]
-    if (rest := _rest(code, inspect.CO_VARKEYWORDS)) is not None:
-        kwargs |= values[rest]
-    return function, args, kwargs
+        return []
+    code, values = translator.f_code, dict[str, Any](translator.f_locals)
+    several = [values.pop(name) for kind in _SEVERAL if (name := _rest(code, kind)) is not None]
+    return [*values.values(), *(x for rest in several for x in (rest.values() if isinstance(rest, dict) else rest))]
+
+
+_SEVERAL = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
 
 
 @dataclass(frozen=True)

@@ -226,23 +226,25 @@ def test_inputs_of_the_inner_compiler() -> None:
     assert dynamo_frame.inner_mode(mode) is mode
 
 
-@canary("the frame that Dynamo translates", "dynamo_frame.frame_call")
+@canary("the frame that Dynamo translates", "dynamo_frame.frame_values")
 def test_the_arguments_of_a_function_are_known_while_it_is_traced() -> None:
     seen: list[Any] = []
+    outer = nn.Linear(2, 2)
 
-    def function(x: Tensor, *more: Tensor, y: Tensor, **others: Any) -> Tensor:
-        return x + y + others["z"] + sum(more)
+    def function(x: Tensor, *more: Any, y: Tensor, **others: Any) -> Tensor:
+        return outer(x) + y + others["z"] + more[0] * more[1]
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        seen.append(dynamo_frame.frame_call())
+        seen.extend(dynamo_frame.frame_values())
         return gm.forward
 
     torch._dynamo.reset()
-    given = torch.ones(2)
-    torch.compile(function, backend=backend)(given, given, y=given, z=given)
-    again, args, kwargs = seen[0]
-    assert torch.equal(again(*args, **kwargs), 4 * given)
-    assert dynamo_frame.frame_call() is None
+    given = [torch.full((2,), float(i)) for i in range(4)]
+    torch.compile(function, backend=backend)(given[0], given[1], 3.0, y=given[2], z=given[3])
+    assert all(any(value is known for known in seen) for value in (*given, outer))
+    assert 3.0 in [value for value in seen if isinstance(value, float)]
+    assert len(seen) == 6
+    assert dynamo_frame.frame_values() == []
 
 
 # -- higher-order ops --------------------------------------------------------------------------------------
