@@ -1,12 +1,14 @@
 """Peak memory and speed of training steps beside what `python -m cp_rewrite memory` predicts.
 
     torchrun --nproc-per-node 2 examples/bench/memory.py llama-1.1b:131072:checkpointed,tile \\
-        llama-1.1b:131072:checkpointed,tile,wrapped
+        llama-1.1b:131072:checkpointed,tile,wrapped llama-1.1b:131072:checkpointed,tile
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
 (checkpoints there), `host-weights` and `wrapped` (in a module that returns the loss alone). Each is a Llama or a
 Qwen3-MoE of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed
-documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. A
+documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. Gradients
+of the first step are compared with those of the model's first setting with as many tokens: the relative norm of the
+difference, over all weights and of the worst one. A setting that is given twice shows how far two runs are apart. A
 setting that runs out of memory says so; put it last.
 """
 
@@ -16,9 +18,10 @@ import argparse
 import gc
 import json
 import os
+import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -70,6 +73,11 @@ class Setting:
         return cls(text, model, int(tokens), chosen)
 
     @property
+    def of(self) -> tuple[str, int]:
+        """What settings that are compared have in common."""
+        return self.model, self.tokens
+
+    @property
     def offload(self) -> tuple[Any, ...]:
         names = {"host": "checkpoints", "host-weights": "weights"}
         return tuple(names[option] for option in self.options if option in names)
@@ -91,7 +99,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """GiB at the worst moment of forward, backward and optimizer; seconds of a step; the first loss and norm."""
+    """GiB at the worst moment of forward, backward and optimizer; seconds of a step; the first loss and norm; how far
+    gradients are from those of the same model's first setting, over all weights and of the worst."""
 
     forward: float
     backward: float
@@ -99,6 +108,8 @@ class Found:
     seconds: float
     loss: float
     norm: float
+    apart: float = 0.0
+    worst: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -137,34 +148,40 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
-    lines: list[tuple[Setting, Found | str]] = []
-    for setting in args.settings:
-        lines.append((setting, measured(setting, mesh, args)))
-        if dist.get_rank() == 0:
-            print(setting.name, lines[-1][1], flush=True)
     if dist.get_rank() == 0:
-        show(lines, dist.get_world_size(), args.predict)
+        device = torch.cuda.get_device_name() if gpu else "CPU"
+        print(f"{dist.get_world_size()} x {device}, torch {torch.__version__}\n{HEAD}", flush=True)
+    kept: Kept = {}
+    for place, setting in enumerate(args.settings):
+        compared = setting.of in kept or setting.of in [other.of for other in args.settings[place + 1 :]]
+        found = measured(setting, mesh, args, kept if compared else None)
+        if dist.get_rank() == 0:
+            print(row_of(setting, found, dist.get_world_size() if args.predict else 0), flush=True)
     dist.destroy_process_group()
 
 
-def measured(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found | str:
+Kept = dict[tuple[str, int], list[Tensor]]
+"""Gradients of this rank's parts of the weights, on the host, of the first setting of a model and its tokens."""
+
+
+def measured(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept | None) -> Found | str:
     """What came of a setting, or why nothing did, on all ranks alike."""
     torch._dynamo.reset()
     gc.collect()
     if mesh.device_type == "cuda":
         torch.cuda.empty_cache()
     try:
-        found, error = run(setting, mesh, args), ""
+        found, error = run(setting, mesh, args, kept), ""
     except torch.OutOfMemoryError as raised:
         found, error = None, f"out of memory: {str(raised).split('. ')[1]}"
-    worst = torch.tensor([0.0] * 6 if found is None else [*asdict(found).values()])
+    worst = torch.tensor([0.0] * len(fields(Found)) if found is None else [*asdict(found).values()])
     failed = torch.tensor(float(found is None))
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return (error or "out of memory on another rank") if failed else Found(*worst.tolist())
 
 
-def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
+def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept | None) -> Found:
     """The steps of a setting."""
     device = torch.device(mesh.device_type)
     before = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0  # what earlier settings left
@@ -178,7 +195,7 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()  # so that its states are there in the first step
     optimizer.zero_grad()
-    batch, times, peaks, first = make_batch(setting), list[float](), [0.0] * 3, (0.0, 0.0)
+    batch, times, peaks, first, apart = make_batch(setting), list[float](), [0.0] * 3, (0.0, 0.0), (0.0, 0.0)
     for step in range(args.steps):
         start = time.perf_counter()
         moments: list[float] = [peak(device)]
@@ -187,6 +204,8 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
             moments.append(peak(device))
             loss.backward()
         moments.append(peak(device))
+        if not step and kept is not None:
+            apart = compare(model, kept.setdefault(setting.of, []))
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -196,7 +215,21 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace) -> Found:
         times.append(time.perf_counter() - start)
     later = sorted(times[1:]) or times
     forward, backward, stepped = (found - before for found in peaks)
-    return Found(forward, backward, stepped, later[len(later) // 2], first[0], first[1])
+    return Found(forward, backward, stepped, later[len(later) // 2], *first, *apart)
+
+
+def compare(model: nn.Module, first: list[Tensor]) -> tuple[float, float]:
+    """How far gradients are from those in `first`, relative to these: over all weights, and of the worst one. Puts them
+    there where it is empty."""
+    grads: list[Any] = [weight.grad for weight in model.parameters()]
+    here = [grad.to_local().cpu() for grad in grads]
+    if not first:
+        first += [grad.clone() for grad in here]
+    pairs = [[(a - b).square().sum(), b.square().sum()] for a, b in zip(here, first, strict=True)]
+    squares = torch.tensor(pairs, dtype=torch.float64)
+    dist.all_reduce(squares)
+    each, whole = (squares[:, 0] / squares[:, 1]).sqrt(), (squares[:, 0].sum() / squares[:, 1].sum()).sqrt()
+    return float(whole), float(each.max())
 
 
 def peak(device: torch.device) -> float:
@@ -236,21 +269,21 @@ def make_batch(setting: Setting) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": torch.cat(positions)[None], "labels": ids.clone()}
 
 
-def show(lines: list[tuple[Setting, Found | str]], world: int, predicts: bool) -> None:
-    """The table, with the predicted peaks."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{world} x {device}, torch {torch.__version__}")
-    print("| setting | GiB: forward, backward, optimizer | peak | predicted | s/step | tokens/s | loss | norm |")
-    print("|---|---|---|---|---|---|---|---|")
-    for setting, found in lines:
-        predicted = forecast(setting, world) if predicts else 0.0
-        if isinstance(found, str):
-            print(f"| {setting.name} | {found} | – | {predicted:.1f} | – | – | – | – |", flush=True)
-            continue
-        by_moment = f"{found.forward:.1f}, {found.backward:.1f}, {found.optimizer:.1f}"
-        off = f"{100 * (predicted / found.peak - 1):+.0f} %" if found.peak else "–"
-        speed = f"{found.seconds:.3f} | {setting.tokens / found.seconds:,.0f} | {found.loss:.5f} | {found.norm:.5f}"
-        print(f"| {setting.name} | {by_moment} | {found.peak:.1f} | {predicted:.1f} ({off}) | {speed} |", flush=True)
+HEAD = """\
+| setting | GiB: forward, backward, optimizer | peak | predicted | s/step | tokens/s | loss | norm | gradients apart |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def row_of(setting: Setting, found: Found | str, world: int) -> str:
+    """A line of the table, with the peak that is predicted for so many ranks; 0: with none."""
+    predicted = forecast(setting, world) if world else 0.0
+    if isinstance(found, str):
+        return f"| {setting.name} | {found} | – | {predicted:.1f} | – | – | – | – | – |"
+    by_moment = f"{found.forward:.1f}, {found.backward:.1f}, {found.optimizer:.1f}"
+    off = f"{100 * (predicted / found.peak - 1):+.0f} %" if found.peak else "–"
+    speed = f"{found.seconds:.3f} | {setting.tokens / found.seconds:,.0f} | {found.loss:.5f} | {found.norm:.5f}"
+    apart = f"{found.apart:.1e}, worst {found.worst:.1e}"
+    return f"| {setting.name} | {by_moment} | {found.peak:.1f} | {predicted:.1f} ({off}) | {speed} | {apart} |"
 
 
 def forecast(setting: Setting, world: int) -> float:
@@ -265,7 +298,7 @@ def forecast(setting: Setting, world: int) -> float:
     needs = target.needs.of_loss() if "wrapped" in setting.options else target.needs
     needs = needs.checkpointed() if "checkpointed" in setting.options else needs
     memory = predict(needs, replace(target.share(), on_host=setting.offload, accumulated=False))
-    print(json.dumps({"setting": setting.name, "at": memory.at, **memory.parts}))
+    print(json.dumps({"setting": setting.name, "at": memory.at, **memory.parts}), file=sys.stderr)
     return memory.peak / GIB
 
 
