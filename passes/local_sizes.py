@@ -19,7 +19,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.batch.as_row import AsRow, own_of
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, memory_id, symbolic
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, is_wrapped, memory_id, symbolic
 
 from .graph.dynamo import inner_mode
 from .graph.nodes import graph_modules
@@ -41,7 +41,7 @@ def give_local_sizes(gm: fx.GraphModule) -> None:
     nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
     values = [x for node in nodes for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
     moved = _Moved(sizes, mode)
-    moved.memory = {memory_id(x) for x in values if x.layout == torch.strided and moved.differs(x)}
+    moved.memory = {memory_id(x) for x in values if moved.differs(x)}
     inner = _Moved(sizes, inner_mode(mode))
     for node in nodes:
         if "example_value" in node.meta:
@@ -107,6 +107,8 @@ class _Moved:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def differs(self, x: Tensor) -> bool:
+        if x.layout != torch.strided or is_wrapped(x):  # of masks, which are no longer read
+            return False
         numbers = (*x.shape, *x.stride(), x.storage_offset())
         return any(isinstance(n, SymInt) and expression(n).free_symbols & self.sizes.keys() for n in numbers)
 
@@ -120,7 +122,7 @@ class _Moved:
     def value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return self.number(value)
-        if value.layout != torch.strided or memory_id(value) not in self.memory:
+        if value.layout != torch.strided or is_wrapped(value) or memory_id(value) not in self.memory:
             return value
         if id(value) not in self._known:
             self._known[id(value)] = value, self._view(value).requires_grad_(value.requires_grad)

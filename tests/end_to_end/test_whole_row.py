@@ -142,6 +142,21 @@ def test_a_window_that_a_shard_does_not_reach(ranks: int, tokens: int) -> None:
     assert cp.check(model, sharding, packed_batch(1, tokens)).largest <= 1e-9
 
 
+class MaskOfAFunction(PackedModel):
+    """Its mask is a function of (head, query, key), as transformers' are, mapped over all of them; it reads no head."""
+
+    def mask(self, h: Tensor, doc_ids: Tensor, position_ids: Tensor, input_ids: Tensor) -> Tensor:
+        d, i = doc_ids[0], torch.arange(h.shape[1])
+        keep = torch.vmap(lambda head, q, k: (d[q] == d[k]) & (k <= q), in_dims=(None, None, 0))
+        mapped = torch.vmap(torch.vmap(keep, in_dims=(None, 0, None)), in_dims=(0, None, None))
+        return mapped(torch.arange(h.shape[1]), i, i)[:1]
+
+
+def test_a_mask_of_a_function_that_reads_no_head() -> None:
+    """What of the map is left in the graph has no memory whose size could be a rank's."""
+    assert check_or_refuse(MaskOfAFunction(), tokens=23) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
