@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
-from cp_rewrite.torch_internals import compiled_by, is_of_compiler, is_of_fsdp, is_traced, mode_of
+from cp_rewrite.torch_internals import compiled_by, is_of_compiler, is_of_fsdp, is_traced, leave_ones_open, mode_of
 
 _BY_ITSELF = (
     "a tensor of the batch came into what another backend of torch.compile compiles, as a loss outside of the model, "
@@ -63,6 +63,7 @@ class AsRow(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if compiled_by("torch"):
             raise TypeError(_BY_ITSELF)
+        leave_ones_open()
         return ["held"], self.axes
 
     @staticmethod

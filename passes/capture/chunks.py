@@ -75,13 +75,12 @@ def _equal(a: Any, b: Any) -> bool:
     return expression(a) == expression(b)
 
 
-def check_alone(node: fx.Node, chunked: Collection[fx.Node]) -> None:
-    """Raise NotAlike of a node that makes a tensor of a chunk's size alone, as positions in a chunk are.
+def _makes_tensor(node: fx.Node, chunked: Collection[fx.Node]) -> bool:
+    """Whether a node makes a tensor of a chunk's size alone, as positions in a chunk are.
 
     chunked: those of its operands that are computed of a chunk.
     """
-    if _has_tensor(node) and chunked and not any(map(_has_tensor, chunked)):
-        raise NotAlike
+    return _has_tensor(node) and bool(chunked) and not any(map(_has_tensor, chunked))
 
 
 def _has_tensor(node: fx.Node) -> bool:
@@ -138,10 +137,9 @@ def _body_on(
         elif node.op == "output":
             result = fx.map_arg(new.args[0], lambda n: n.meta["example_value"])
         elif node.op != "get_attr" and "example_value" in node.meta:
-            if nested_graphs(node) or written_nodes(node):
-                raise NotAlike
             read = [n for n in node.all_input_nodes if n in chunked]
-            check_alone(node, read)
+            if nested_graphs(node) or written_nodes(node) or _makes_tensor(node, read):
+                raise NotAlike
             with autocasts_open(modes[node][0]):
                 place_by(new, node, mode)
             if read:
@@ -183,7 +181,7 @@ class Chunks:
     """Nodes by what they compute of chunks.
 
     cuts: nodes that cut into chunks -> along which dim. symbols: of the number of tokens -> one of them, since they
-    will be one.
+    will be one. unfit: keys of what can't be done with all chunks at once.
     """
 
     cuts: dict[fx.Node, int]
@@ -194,6 +192,7 @@ class Chunks:
     counts: dict[int, int] = field(default_factory=dict)
     firsts: dict[Any, fx.Node] = field(default_factory=dict)
     bodies: Bodies = field(default_factory=Bodies)
+    unfit: set[int] = field(default_factory=set[int])
 
     def visit(self, node: fx.Node) -> None:
         source: Any = node.args[0] if node.args else None
@@ -204,19 +203,22 @@ class Chunks:
         parts = [self.parts[n] for n in node.all_input_nodes if n in self.parts]
         if len({(part.number, part.sizes) for part in parts}) != 1 or node.op not in ("call_function", "call_method"):
             return
-        if any(self._has_all(n) for n in node.all_input_nodes if n not in self.parts):
-            raise NotAlike
-        if written_nodes(node) and op_name(node) != "add":
-            raise NotAlike
-        check_alone(node, [n for n in node.all_input_nodes if n in self.parts])
         args: Any = node.args
         if (call := region_call(node)) is not None:
             read = [given for inside, given in call.filled.items() if inside.users]  # a chunk's own sizes may not be
             args = (self.bodies.number(call.body), *read)
-        elif nested_graphs(node):
-            raise NotAlike
         key = (node.op, node.target, self._pattern(args), self._pattern(node.kwargs))
         self._add(node, key, parts[0].number, parts[0].sizes)
+        if self._is_unfit(node) or (call is None and nested_graphs(node)):
+            self.unfit.add(self.parts[node].key)
+
+    def _is_unfit(self, node: fx.Node) -> bool:
+        """Whether a node does more with its chunk than can be done with all at once."""
+        if any(self._has_all(n) for n in node.all_input_nodes if n not in self.parts):
+            return True
+        if written_nodes(node) and op_name(node) != "add":
+            return True
+        return _makes_tensor(node, [n for n in node.all_input_nodes if n in self.parts])
 
     def _has_all(self, node: fx.Node) -> bool:
         """Whether a node's tensor has a dim of all tokens."""
@@ -259,9 +261,10 @@ class Chunks:
         ]
 
     def ends(self) -> list[End]:
-        """Raises NotAlike where something else reads chunks."""
+        """Raises NotAlike where something else reads chunks. (What is computed of some chunks only, as a loop's total is,
+        is read behind an end.)"""
         whole = {*self.whole}
-        if not all(self.keys.get(("cut", cut)) in whole for cut in self.cuts):
+        if self.unfit & whole or not all(self.keys.get(("cut", cut)) in whole for cut in self.cuts):
             raise NotAlike
         found: list[End] = []
         adds: dict[fx.Node, None] = {}

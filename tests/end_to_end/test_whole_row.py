@@ -81,6 +81,7 @@ RIGHT: dict[str, Mix] = {
     "a_table": lambda m, h, t: h * m.table[:t] if t > 16 else h,
     "by_thirds": lambda m, h, t: h * 2 if t % 3 == 0 else h + 1,
     "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
+    "added_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,
     "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
 }
 REFUSED: dict[str, Mix] = {
@@ -168,10 +169,10 @@ def test_decisions_are_the_rows(name: str, rows: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", [name for name in RIGHT if name != "for_shards_alone"])
 def test_lengths_in_turn(name: str, ranks: int) -> None:
-    """Nothing is refused, or wrong, later than at the first length. (No last chunk has one token, where torch makes a
-    plain number of T; the left out one sorts short rows.)"""
+    """Nothing is refused, or wrong, later than at the first length, nor where a last chunk has one token. (The left out
+    one sorts short rows.)"""
     torch._dynamo.reset()
     sharding = cp.Sharding(ranks, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
-    batches = [pack(lengths) for lengths in ([5, 4, 5], [20, 4], [23], [6, 1, 3, 8], [30, 20, 9])]
+    batches = [pack(lengths) for lengths in ([5, 4, 5], [20, 4], [16, 1], [20, 1], [6, 1, 3, 8], [30, 20, 9])]
     for report in check_all(Deciding(name).double(), sharding, batches):
         assert report.largest <= 1e-7, str(report)
