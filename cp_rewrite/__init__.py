@@ -6,7 +6,8 @@ from cp_rewrite.batch.trace import Trace, trace
 from cp_rewrite.diagnose.check import CheckReport, check
 from cp_rewrite.diagnose.check_op import OpReport, check_op
 from cp_rewrite.diagnose.explain import explain
-from cp_rewrite.integrations.parallelize import parallelize
+from cp_rewrite.experts.layers import Experts
+from cp_rewrite.integrations.parallelize import clip_grad_norm_, parallelize
 from cp_rewrite.ops.max_logits import max_logits
 from cp_rewrite.planning.cost.states import StateLayers
 from cp_rewrite.planning.plan import Plan, plan
@@ -38,6 +39,7 @@ __all__ = [
     "DocumentIds",
     "Documents",
     "EndOfDocument",
+    "Experts",
     "MaskMismatch",
     "OpReport",
     "PackedMask",
@@ -57,6 +59,7 @@ __all__ = [
     "backend",
     "check",
     "check_op",
+    "clip_grad_norm_",
     "context_parallel",
     "explain",
     "max_logits",

@@ -37,6 +37,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -390,6 +392,23 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh of several dims."""
     return mesh._flatten().get_group()
+
+
+def cut_in_groups(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of a mesh of one dim, in groups of `size` consecutive ranks: the mesh of this rank's place in all groups, and of
+    its group."""
+    grid = mesh._unflatten(0, (mesh.size() // size, size), ("efsdp", "ep"))
+    return grid["efsdp"], grid["ep"]
+
+
+def shards_over_some() -> bool:
+    """True where FSDP shards some weights over other ranks than the rest: since torch 2.13."""
+    return hasattr(_fsdp_common, "ShardPlacementResult")
+
+
+def sharded_over(mesh: DeviceMesh, dim: int) -> Any:
+    """What `shard_placement_fn` gives for a weight that FSDP shards over `mesh`, in `dim`."""
+    return _fsdp_common.ShardPlacementResult(Shard(dim), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
 _grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()

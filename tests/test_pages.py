@@ -34,6 +34,7 @@ LEFT_OUT = {
     ("docs/guides/checkpoint.md", "needs GPUs"),
     ("docs/guides/code_bases.md", "needs litgpt"),
     ("docs/guides/code_bases.md", "needs torchtitan"),
+    ("docs/guides/experts.md", "needs GPUs"),
     ("docs/guides/hybrids.md", "needs GPUs"),
     ("docs/reference/usage.md", "needs GPUs"),
 }
@@ -136,7 +137,13 @@ def hybrid_plans(names: Names) -> None:
     assert attention[0] == attention[-1]
 
 
+def gives_rows(names: Names) -> None:
+    assert names["y"].shape == (10, 32)
+    assert names["y"].isfinite().all()
+
+
 IN_ONE_PROCESS: dict[str, tuple[Names, Callable[[Names], None]]] = {
+    "docs/guides/experts.md": ({"cp": cp, "torch": torch}, gives_rows),
     "docs/guides/hybrids.md": ({"cp": cp}, hybrid_plans),
     "docs/guides/memory.md": (
         {"cp": cp, "mesh": 2, "tokens": {"ids": 1}, "packing": cp.WholeRows()},

@@ -17,6 +17,7 @@ FLOORS = (
     {"sharding"},
     {"kernels"},
     {"ops"},
+    {"experts"},
     {"agree"},
     {"batch"},
     {"passes.graph"},

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -455,6 +456,22 @@ def test_whole_mesh_group() -> None:
     with one_process():
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
         assert ours.whole_mesh_group(mesh).size() == 1
+
+
+@canary("DeviceMesh._unflatten, ShardPlacementResult", "torch_internals.cut_in_groups, for experts that ranks share")
+def test_weights_that_some_ranks_shard() -> None:
+    """Over a mesh of one rank torch 2.13 divides gradients by the factor twice: `SharedExperts` lets FSDP leave such
+    weights alone. Where this fails, torch has changed that."""
+    with one_process():
+        rest, group = ours.cut_in_groups(init_device_mesh("cpu", (1,), mesh_dim_names=("all",)), 1)
+        assert (rest.size(), group.size()) == (1, 1)
+        assert ours.shards_over_some()
+        model: Any = nn.Linear(2, 2, bias=False)
+        fully_shard(model, mesh=rest, shard_placement_fn=lambda _: ours.sharded_over(rest, 0))
+        model.set_gradient_divide_factor(2)
+        model.set_force_sum_reduction_for_comms(True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((2, 2), 0.25))
 
 
 @canary("dist.new_group(use_local_synchronization=True)", "torch_internals.grid_groups, for nodes of a flat mesh")

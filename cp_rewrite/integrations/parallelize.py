@@ -39,6 +39,7 @@ from cp_rewrite.batch.marks import is_part
 from cp_rewrite.batch.stand_in import StandIn
 from cp_rewrite.batch.steps import begun_from
 from cp_rewrite.batch.tokens import map_tensors
+from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
@@ -169,6 +170,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
     offload: Collection[Offload] = (),
+    experts: int = 1,
 ) -> nn.Module:
     """Shard a model's weights over a mesh (FSDP2), or copy them (DDP), and make it context-parallel: compiled, proven.
 
@@ -200,6 +202,9 @@ def parallelize(
             the backward, all that is kept where blocks are checkpointed. `weights`: this rank's shards, their gradients
             and the optimizer's states, by FSDP's CPUOffloadPolicy; the mesh then needs a backend for CPU tensors too
             (`init_process_group("cpu:gloo,cuda:nccl")`) for norms of gradients.
+        experts: how many consecutive ranks of `mesh`, its dims joined, share one set of experts, with FSDP: each has
+            some of them, and tokens go to the ranks that own their choices (`docs/guides/experts.md`). A divisor of
+            `mesh.size()` and of each layer's experts.
     Returns:
         The model itself, changed in place; with `ddp` the wrapper.
     Raises:
@@ -207,21 +212,34 @@ def parallelize(
             other weights or buffers.
     """
     _check(model, mesh, sharding, data_parallel, offload)
+    check_size(experts, mesh.size())
     turns.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
-        if blocks or mp_policy is not None or offload:
-            raise ValueError("blocks, mp_policy and offload are FSDP's: leave them out, or data_parallel='fsdp'")
+        if blocks or mp_policy is not None or offload or experts != 1:
+            words = "blocks, mp_policy, offload and experts are FSDP's: leave them out, or data_parallel='fsdp'"
+            raise ValueError(words)
         wrapped = _with_ddp(model, mesh, sharding)
     else:
         _check_no_optimizer(model.parameters())
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         check_shared_weights(model, chosen)
+        shared = SharedExperts(model, _flat(mesh), experts) if experts > 1 else None
+        if shared is not None:
+            if "weights" in offload:
+                raise ValueError("experts that ranks share stay on their device: leave 'weights' out of offload")
+            shared.begin()
         twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
+        if shared is not None:
+            shared.mark([(stand_in, module._parameters[name]) for stand_in, module, name in twin.owners.values()])
+            shared.cut(device_of(sharding), divide_by)
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
-        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host)
+        placement = None if shared is None else shared.placement()
+        wrapped = shard_weights(
+            model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host, placement
+        )
         watch_steps(model, sharding)
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
@@ -231,6 +249,41 @@ def parallelize(
     refuse_copies(model)
     note_summed(wrapped.parameters())
     return wrapped
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale gradients in place so that their norm, of all parameters together, is `max_norm` at most.
+
+    torch's function of this name takes weights of one mesh; with `experts=` they are on two. A collective of all ranks.
+
+    Args:
+        parameters: with their gradients: of a model that `parallelize` gave, or plain ones. norm_type: p of the norm.
+        error_if_nonfinite: raise where the norm is none.
+    Returns:
+        The norm before, a tensor of no dims, the same on all ranks.
+    Raises:
+        RuntimeError: `error_if_nonfinite`, and the norm is infinite or no number.
+    """
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    for p in given:
+        if p.grad is not None:
+            by_mesh.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
+    norms: list[Tensor] = []
+    for owned in by_mesh.values():
+        norm = nn.utils.get_total_norm([p.grad for p in owned if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: it can't be clipped")
+    for owned in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(owned, max_norm, total)
+    return total
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

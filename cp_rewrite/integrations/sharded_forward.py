@@ -27,16 +27,18 @@ from torch.distributed.tensor import DTensor
 from cp_rewrite.backend import Backend
 from cp_rewrite.batch.stand_in import gone
 from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
+from cp_rewrite.experts.layers import OWNED, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
-from cp_rewrite.passes.graph.nodes import value_of
+from cp_rewrite.passes.graph.nodes import graph_modules, value_of
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
+from cp_rewrite.torch_internals import fake_mode_of, memory_id
 
 from .offload import HostStore
-from .twin import Twin
+from .twin import Twin, without_memory
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -50,22 +52,22 @@ def shard_weights(
     reshard_after_forward: bool,
     divide_by: float,
     offload: OffloadPolicy | None = None,
+    placement: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
-    `divide_by`. `offload`: where weights lie between their uses."""
+    `divide_by`. `offload`: where weights lie between their uses. `placement`: of weights that are shared out already,
+    as arguments of `fully_shard`."""
     for name, weight in model.named_parameters():
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise ValueError(f"{name} has a hook, which FSDP would lose with the tensor: put it on the sharded weight")
     # What crosses from block to block has the dtype that the model gave it.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
-    where = offload or OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), **(placement or {}))
     for block in blocks:
         skip_hooks(block, lambda value: isinstance(value, _Segment))
-        fully_shard(
-            block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward, offload_policy=where
-        )
+        shard(block, mp_policy=inner, reshard_after_forward=reshard_after_forward)
         _run_segments_in(block)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=where)
+    shard(model, mp_policy=policy)
     for module in (model, *blocks):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(divide_by)
@@ -137,6 +139,7 @@ class SegmentBackend(Backend):
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
+        example_inputs = own_parts(gm, example_inputs)
         weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
         owners = {node: owner for node, (owner, _) in weights.items()}
         segments = cut_graph(gm, {node: unit for node, (_, unit) in weights.items()})
@@ -214,9 +217,27 @@ class _Segment:
 
     def __call__(self, *inputs: Any) -> Any:
         rest = iter(inputs)
-        operands = [_held(*w) if w is not None else next(rest) for w in self._weights]
+        operands = [local_weight(_alive(w[0]), _held(*w)) if w is not None else next(rest) for w in self._weights]
         with nullcontext() if self._store is None else self._store.holding(inputs):
             return self._run(*operands)
+
+
+def own_parts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """What a compiler is given of a graph's inputs: of weights that ranks share, which passes read whole, this rank's
+    part. Nodes that are such weights, in nested regions too, get its size."""
+    given, found = list(example_inputs), dict[int, Tensor]()
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")[: len(given)]):
+        part: SharedWeight | None = getattr(input_value(node), OWNED, None)
+        if part is not None:
+            whole = value_of(node)
+            given[i] = found[memory_id(whole)] = without_memory(whole, part.shape, part.dtype, whole.device)
+    mode = fake_mode_of(gm.graph.nodes)
+    for module in graph_modules(gm) if found else ():
+        for node in module.graph.find_nodes(op="placeholder"):
+            if isinstance(value_of(node), Tensor) and (own := found.get(memory_id(value_of(node)))) is not None:
+                assert mode is not None, "a graph of a model has tensors"
+                node.meta["example_value"] = mode.from_tensor(own)
+    return given
 
 
 def _run_segments_in(block: nn.Module) -> None:

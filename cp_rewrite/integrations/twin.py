@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NoReturn, cast
@@ -114,7 +114,7 @@ class Twin:
     ) -> None:
         """`dtype`: of weights in the forward, where that is not their own. `hooks`: hooks that come later are an error,
         too."""
-        stand_ins = {id(p): _without_memory(p, device, dtype) for p in model.parameters()}
+        stand_ins = {id(p): _stand_in(p, device, dtype) for p in model.parameters()}
         memo: dict[int, Any] = dict(stand_ins) | {id(buffer): buffer for buffer in model.buffers()}
         if (config := getattr(model, "config", None)) is not None:
             memo[id(config)] = config
@@ -184,8 +184,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def _without_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
-    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    empty: Tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=device)
+def without_memory(like: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter without memory; one of fewer entries in dim 0 than `like` has its other strides."""
+    empty: Tensor = torch.empty_strided(shape, like.stride(), dtype=dtype, device=device)
     empty.untyped_storage().resize_(0)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return nn.Parameter(empty, requires_grad=like.requires_grad)
+
+
+def _stand_in(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return without_memory(parameter, parameter.shape, dtype, device)

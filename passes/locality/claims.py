@@ -7,6 +7,7 @@ Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-proces
     Partial()      the sum of x_l over the ranks is x
     WHOLE          x_l == x, and the gradient that comes to x_l is x's; of REPLICATED it is a part of x's on each rank
     Moved(pieces)  what x is made of is known; x_l is not used
+    Owned(group)   x_l holds some of x's entries in dim 0, each rank of the group others: of weights of experts
     UNKNOWN        a refusal stands before it; nothing more is said about it
 
 The dims of a tensor, by the axes that they count: tokens, rows of the batch, both, or neither.
@@ -360,6 +361,13 @@ WHOLE = Partial(reduced=True)
 
 
 @dataclass(frozen=True)
+class Owned:
+    """A weight of which each rank of a group has its own part: `group` is the name by which graphs know it."""
+
+    group: str
+
+
+@dataclass(frozen=True)
 class Deferred:
     """The result of an op that is not the same on a shard, harmless until something but an assertion reads it."""
 
@@ -409,7 +417,7 @@ class Known(Enum):
 
 
 REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
-TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Known
+TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Owned | Known
 
 
 def plain(state: Rows) -> Rows:

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.arguments import IGNORE_INDEX, LABELS
 from cp_rewrite.batch.marks import TokenAxes
+from cp_rewrite.experts.layers import OWNED
 from cp_rewrite.packing import CuSeqlens, DocumentIds, PaddingMask
-from cp_rewrite.passes.graph.dynamo import is_random_number, source_name, source_of
+from cp_rewrite.passes.graph.dynamo import input_value, is_random_number, source_name, source_of
 from cp_rewrite.passes.graph.nodes import needs_gradient, outputs_of, value_of
 from cp_rewrite.passes.graph.tokens import TokenAxis, TokenInput
 from cp_rewrite.passes.values.edits import Locality, NeighbourRead, PositionGenerator
@@ -38,6 +39,7 @@ from .claims import (
     GroupSizes,
     Number,
     Order,
+    Owned,
     Partial,
     Rows,
     T,
@@ -78,6 +80,8 @@ def input_state(
     packing = sharding.packing
     if isinstance(packing, CuSeqlens) and name in (packing.arg, packing.padded_arg):
         return REPLICATED, None
+    if (shared := getattr(input_value(node), OWNED, None)) is not None:
+        return Owned(shared.group), None
     if any(map(extents.counts_tokens, value.shape)):
         called = name or node.name
         detail = (
@@ -248,6 +252,8 @@ class Outputs:
             self.findings.refuse(leaf, Reason.POSITION_GENERATOR, f"{detail}; {COUNT_HINT}")
         elif isinstance(state, Deferred):
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, state.detail)
+        elif isinstance(state, Owned):
+            self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output is a weight of experts that ranks share")
         elif isinstance(state, GroupSizes):
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output counts the shard's tokens")
         elif isinstance(state, Rows):

@@ -46,6 +46,7 @@ from .claims import (
     Rows,
     TensorState,
 )
+from .rules.experts import owned_elsewhere
 from .rules.picked import LookedUp
 from .rules.rule import (
     Alone,
@@ -211,6 +212,8 @@ class Ways:
 
     def pick(self, call: Call) -> Taken | Mixes:
         """The way that an op goes; else why it can't go the first of them."""
+        if (refused := owned_elsewhere(call)) is not None:
+            return refused
         ways = self._ways(call)
         found, why = self._first(call, [AS_IT_IS], ways, None)
         if found is None:

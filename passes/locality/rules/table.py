@@ -34,7 +34,7 @@ from cp_rewrite.passes.locality.rules import moves
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from . import indexing, largest, picked, reductions, scans, shapes, states, wholes
+from . import experts, indexing, largest, picked, reductions, scans, shapes, states, wholes
 from .elementwise import cast, log_sigmoid, pointwise
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
@@ -201,6 +201,8 @@ SORTED = (
     rule("histc", Alone(indexing.group_sizes), OverRanks(wholes.histc)),
     rule("cumsum", Alone(indexing.cumsum, GROUPS), OverRanks(scans.scanned)),
     rule("_grouped_mm transformers::grouped_mm_fallback", Alone(indexing.grouped_product, GROUPS)),
+    # rows go to their experts, on whatever rank these are, and come back -> the same dims
+    rule(experts.OP, OverRanks(experts.without_fill), Alone(experts.experts)),
 )
 
 # A state passes through all tokens of a sequence. Each rank runs over its own; what they do to the state goes to ranks

@@ -1,0 +1,306 @@
+"""Experts that ranks share: a token goes once to each rank that owns one of its choices, and one row comes back.
+
+    rank 0 owns experts 0 1, rank 1 owns 2 3       tokens a b c of rank 0, two choices each
+
+    token   chosen    to rank 0          to rank 1                comes back, and is added up in the order of ranks
+    a       0 3       a: 0 -             a: - 1                   w0 f0(a)   +   w3 f3(a)
+    b       2 3                          b: 0 1                   w2 f2(b) + w3 f3(b), one row
+    c       1 -1      c: 1 -                                      w1 f1(c)
+
+    counts ─ rows to each rank, and what its experts get of them, so that the host knows all sizes at once
+    rows ─── to the owners, with their choices there and the weights of these
+    owner ── sorts (row, choice) pairs by expert, runs grouped products, and adds up each row's pairs in order
+    back ─── one row for each that came; a token adds up what its ranks gave
+
+Nothing is dropped. All sums are over lists in a fixed order: two runs are bitwise equal. Rows that fill a rank up have
+the choice -1, and go nowhere. The backward sends rows once more with their gradients beside them, and computes what
+stands between the two products again.
+
+Shapes: N tokens with k choices, C columns, F columns between the products; P ranks of e experts, E = P e. S rows are
+sent, R received; M (row, choice) pairs are of experts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+
+from cp_rewrite.kernels import rows as row_kernels
+from cp_rewrite.kernels.cuda import nvtx
+from cp_rewrite.ops.exchanges.needed import all_to_all_rows
+from cp_rewrite.ops.schemas import bind, gradients, keep, kept
+
+Gate = Callable[[Tensor], Tensor]
+"""(M, columns of the first product) -> (M, F), each row by itself."""
+
+
+def _halves(activation: Gate) -> Gate:
+    def gate(rows: Tensor) -> Tensor:
+        first, second = rows.chunk(2, -1)
+        return activation(first) * second
+
+    return gate
+
+
+GATES: dict[str, Gate] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda rows: F.relu(rows).square(),
+    "swiglu": _halves(F.silu),
+    "geglu": _halves(F.gelu),
+}
+"""Names that all ranks know -> what runs between the two products. The last two halve their rows."""
+GROUPS: dict[str, tuple[str, int]] = {}
+"""Names that all ranks know, as graphs are compared -> (the name of this rank's process group, its size)."""
+_ops: Any = torch.ops.cp_rewrite
+_vjp: Any = torch.func.vjp
+
+
+@custom_op("cp_rewrite::experts", mutates_args=())
+def experts(
+    x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, gate: str, transposed: bool, group: str,
+) -> Tensor:  # fmt: skip
+    """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype.
+
+    Args:
+        x: (N, C). chosen: (N, k) integers, of all E experts; others than 0 … E - 1 count for nothing. weight: (N, k).
+        up: (e, G, C), G the columns that the gate takes. down: (e, C, F). Both are used in x's dtype. `transposed`:
+            their last two dims are swapped.
+        up_bias, down_bias: (e, G) and (e, C).
+        gate: of `GATES`. group: of `GROUPS`, whose ranks share experts; "": this rank owns all.
+    """
+    way = Dispatch(chosen, weight, up.shape[0], group)
+    rows = way.go(x)
+    y = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype).forward(rows, GATES[gate])
+    return way.home(y).to(x.dtype)
+
+
+@experts.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op("cp_rewrite::experts_backward", mutates_args=())
+def experts_backward(
+    grad: Tensor, x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, gate: str, transposed: bool, group: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x, weight, up, down and the biases that there are. Those of experts are sums over the tokens of all
+    ranks of the group."""
+    way = Dispatch(chosen, weight, up.shape[0], group)
+    rows, grads = way.go(torch.cat([x, grad.to(x.dtype)], 1)).split(x.shape[1], 1)
+    products = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype)
+    dx, dweight, *others = products.backward(rows.contiguous(), grads.contiguous(), GATES[gate])
+    return [way.home(dx).to(x.dtype), way.home_by_choice(dweight).to(weight.dtype), *others]
+
+
+@experts_backward.register_fake
+def _(grad: Tensor, x: Tensor, chosen: Tensor, weight: Tensor, *others: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (x, weight, *others) if isinstance(t, Tensor)]
+
+
+class Dispatch:
+    """Where a rank's tokens go, and what came.
+
+    send, recv: rows to and from each rank. token: (S,) of each row sent. at: (N, P) the row sent for a token to a rank,
+    -1 for none; owner: (N, k) the rank of a choice, P for none.
+    ids: (R, k) choices of received rows, e where one is not of this rank; weight: (R, k) of these, 0 there.
+    sizes: pairs of each expert of this rank; `ends` (e,) int32, their running sum.
+    """
+
+    def __init__(self, chosen: Tensor, weight: Tensor, own: int, group: str) -> None:
+        self.own, (self.group, self.ranks) = own, GROUPS[group] if group else ("", 1)
+        N, k = chosen.shape
+        there = (chosen >= 0) & (chosen < own * self.ranks)
+        self.owner = torch.where(there, chosen // own, self.ranks)
+        hit = chosen.new_zeros(N, self.ranks + 1, dtype=torch.bool).scatter_(1, self.owner, True)[:, : self.ranks]
+        pairs = _counts(torch.where(there, chosen, own * self.ranks).flatten(), own * self.ranks)
+        counts = torch.cat([hit.sum(0)[:, None], pairs.view(self.ranks, own)], 1)
+        got = counts if not self.group else _all_to_all(counts, [1] * self.ranks, [1] * self.ranks, self.group)
+        known = torch.cat([counts[:, 0], got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
+        self.send, self.recv, self.sizes = (known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
+        self.ends = got[:, 1:].sum(0).cumsum(0).to(torch.int32)
+        S = sum(self.send)
+        flat = hit.T.reshape(-1)
+        place = torch.where(flat, flat.cumsum(0) - 1, S)
+        self.token = place.new_empty(S + 1).scatter_(0, place, _count(self.ranks * N, place) % max(N, 1))[:S]
+        self.at = torch.where(hit, place.view(self.ranks, N).T, -1)
+        here = torch.repeat_interleave(_count(self.ranks, place), counts[:, 0], output_size=S)[:, None]
+        mine = self.owner[self.token] == here
+        wide = torch.promote_types(weight.dtype, torch.float32)  # which holds the numbers of experts, too
+        ids = torch.where(mine, chosen[self.token] - here * own, own).to(wide)
+        came = self.exchange(torch.cat([ids, torch.where(mine, weight[self.token], 0).to(wide)], 1))
+        self.ids, self.weight = came[:, :k].long(), came[:, k:]
+
+    def go(self, x: Tensor) -> Tensor:
+        """(R, …) what ranks sent, by rank, of rows (N, …)."""
+        return self.exchange(row_kernels.gather_rows(x.contiguous(), self.token.int()))
+
+    def home(self, rows: Tensor) -> Tensor:
+        """(N, C): of each token the sum of what comes back, rank after rank. rows: (R, C)."""
+        return add_listed(self.exchange(rows, back=True), self.at, sum(self.send))
+
+    def home_by_choice(self, rows: Tensor) -> Tensor:
+        """(N, k): what comes back for each choice. rows: (R, k)."""
+        found = self.exchange(rows, back=True)
+        at = F.pad(self.at, (0, 1), value=-1).gather(1, self.owner)  # the row of each choice
+        found = torch.cat([found, found.new_zeros(1, found.shape[1])])
+        return found.gather(0, torch.where(at < 0, found.shape[0] - 1, at))
+
+    def exchange(self, x: Tensor, back: bool = False) -> Tensor:
+        if not self.group:
+            return x
+        recv, send = (self.send, self.recv) if back else (self.recv, self.send)
+        return _all_to_all(x, recv, send, self.group)
+
+
+class _Products:
+    """The pairs of received rows and experts here, sorted by expert, and the products over them.
+
+    row: (M,) the received row of each pair. at: (R, k) the pair of a row's choice, -1 for none.
+    weight: (M, 1). expert: (M,).
+    """
+
+    def __init__(
+        self, way: Dispatch, transposed: bool, up: Tensor, down: Tensor, up_bias: Tensor | None,
+        down_bias: Tensor | None, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.given = [up, down, *(bias for bias in (up_bias, down_bias) if bias is not None)]
+        # (e, C, G) and (e, F, C)
+        self.up, self.down = (w.to(dtype) if transposed else w.to(dtype).transpose(1, 2) for w in (up, down))
+        self.up_bias, self.down_bias, self.transposed = up_bias, down_bias, transposed
+        self.sizes, self.ends, self.size = way.sizes, way.ends, sum(way.sizes)
+        flat, k = way.ids.flatten(), way.ids.shape[1]
+        order = flat.argsort(stable=True)[: self.size]
+        self.row, self.expert, self.weight = order // k, flat[order], way.weight.flatten()[order][:, None]
+        self.at = flat.new_full(flat.shape, -1).scatter_(0, order, _count(self.size, flat)).view(way.ids.shape)
+
+    def forward(self, rows: Tensor, gate: Gate) -> Tensor:
+        """(R, C) of received rows: what the experts here give, weighed and added up, in the rows' dtype."""
+        inner = gate(self._first(self._picked(rows))) * self.weight
+        y = self._grouped(inner.to(rows.dtype), self.down)
+        if self.down_bias is not None:
+            y = y + (self.down_bias[self.expert] * self.weight).to(y.dtype)
+        return self._added(y).to(rows.dtype)
+
+    def backward(self, rows: Tensor, grads: Tensor, gate: Gate) -> list[Tensor]:
+        """Gradients of received rows, of the weights of their choices, and of what is `given`."""
+        x, dy = self._picked(rows), self._picked(grads)
+        inner, pull = _vjp(gate, self._first(x))
+        weighed = (inner * self.weight).to(x.dtype)
+        dweighed = self._grouped(dy, self.down.transpose(1, 2))
+        dweight = (dweighed * inner).to(self.weight.dtype).sum(1, keepdim=True)
+        (dfirst,) = pull((dweighed * self.weight).to(inner.dtype))
+        dx = self._grouped(dfirst, self.up.transpose(1, 2))
+        if self.transposed:
+            dup, ddown = self._outer(x, dfirst), self._outer(weighed, dy)
+        else:
+            dup, ddown = self._outer(dfirst, x), self._outer(dy, weighed)
+        biases: list[Tensor] = []
+        if self.up_bias is not None:
+            biases.append(self._by_expert(dfirst))
+        if self.down_bias is not None:
+            dweight = dweight + (dy * self.down_bias[self.expert]).to(dweight.dtype).sum(1, keepdim=True)
+            biases.append(self._by_expert(dy * self.weight))
+        at = torch.where(self.at < 0, self.size, self.at)
+        dweight = torch.cat([dweight[:, 0], dweight.new_zeros(1)])[at]
+        found = [g.to(p.dtype).contiguous() for g, p in zip([dup, ddown, *biases], self.given, strict=True)]
+        return [self._added(dx).to(rows.dtype), dweight, *found]
+
+    def _picked(self, rows: Tensor) -> Tensor:
+        return row_kernels.gather_rows(rows, self.row.int())
+
+    def _added(self, pairs: Tensor) -> Tensor:
+        """(R, C): of each row the sum of its pairs, choice after choice."""
+        return add_listed(pairs, self.at, self.size)
+
+    def _first(self, x: Tensor) -> Tensor:
+        first = self._grouped(x, self.up)
+        return first if self.up_bias is None else first + self.up_bias[self.expert].to(first.dtype)
+
+    def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(M, B): each pair's row (M, A) times the matrix of its expert, of (e, A, B)."""
+        if not self.size:
+            return x.new_zeros(0, weight.shape[2])
+        if _has_grouped(x, weight):
+            return F.grouped_mm(x, weight, offs=self.ends)
+        return torch.cat([part @ weight[i] for i, part in enumerate(x.split(self.sizes))])
+
+    def _outer(self, a: Tensor, b: Tensor) -> Tensor:
+        """(e, A, B): of each expert the sum over its pairs of a (M, A) times b (M, B)."""
+        if not self.size:
+            return a.new_zeros(len(self.sizes), a.shape[1], b.shape[1])
+        if _has_grouped(a, b):
+            return F.grouped_mm(a.t(), b, offs=self.ends)
+        return torch.stack([x.t() @ y for x, y in zip(a.split(self.sizes), b.split(self.sizes), strict=True)])
+
+    def _by_expert(self, rows: Tensor) -> Tensor:
+        """(e, A): of each expert the sum over its pairs of rows (M, A)."""
+        return torch.stack([part.sum(0) for part in rows.split(self.sizes)])
+
+
+def add_listed(rows: Tensor, at: Tensor, total: int) -> Tensor:
+    """(n, C) in fp32 (fp64 for fp64): the sum of `rows` at each of `at` (n, m), in that order; -1 is none. `total`: how
+    many are not -1."""
+    n, there = at.shape[0], (at >= 0).flatten()
+    place = torch.where(there, there.cumsum(0) - 1, total)
+    listed = place.new_empty(total + 1).scatter_(0, place, at.flatten())[:total]
+    ptr = 2 * n + F.pad((at >= 0).sum(1).cumsum(0), (1, 0))
+    lists = torch.cat([place.new_full((2 * n,), -1), listed]).int()
+    return row_kernels.sum_rows(rows, ptr.int(), lists)
+
+
+def _has_grouped(a: Tensor, b: Tensor) -> bool:
+    aligned = all(size % 8 == 0 for t in (a, b) for size in t.shape[1:])
+    return a.is_cuda and a.dtype is torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+def _counts(values: Tensor, bins: int) -> Tensor:
+    """(bins,) int64: how many values are 0, 1, …; `bins` itself is not counted."""
+    return values.new_zeros(bins + 1).scatter_add_(0, values, torch.ones_like(values))[:bins]
+
+
+def _count(size: int, like: Tensor) -> Tensor:
+    return torch.arange(size, device=like.device)
+
+
+def _spans(*sizes: int) -> list[tuple[int, int]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _all_to_all(x: Tensor, recv: Sequence[int], send: Sequence[int], group: str) -> Tensor:
+    with nvtx("experts"):
+        return all_to_all_rows(x, [*recv], [*send], group)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    keep(ctx, **vars(bind(_ops.experts.default, inputs)))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x = kept(ctx)
+    names = [n for n in ("x", "weight", "up", "down", "up_bias", "down_bias") if getattr(x, n) is not None]
+    found = _ops.experts_backward(
+        grad.contiguous(), x.x, x.chosen, x.weight, x.up, x.down, x.up_bias, x.down_bias, x.gate, x.transposed, x.group
+    )
+    return gradients(_ops.experts.default, x, **dict(zip(names, found, strict=True)))
+
+
+register_autograd("cp_rewrite::experts", _backward, setup_context=_setup)
+
+
+def join_group(ranks: Sequence[int], group: dist.ProcessGroup, size: int) -> str:
+    """The name by which graphs know one of the groups that a mesh of these ranks is made of, `size` of them each: equal
+    on all ranks of the mesh."""
+    name = f"experts_{size}_of_{'_'.join(map(str, ranks))}"
+    GROUPS[name] = (group.group_name, size)
+    return name

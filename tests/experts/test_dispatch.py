@@ -1,0 +1,215 @@
+"""The op `experts` over ranks against one that owns all of them, in fp64: rows, gradients, and what mutants break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_rewrite.experts import dispatch
+from cp_rewrite.experts.dispatch import Dispatch, join_group
+from tests.helpers.pool import Pool
+
+E, C, F, K = 12, 5, 3, 3
+Case = tuple[list[int], int, int]
+"""Tokens of each rank, and the experts that are chosen: from, to."""
+CASES: dict[str, Case] = {
+    "uneven": ([7, 3, 6, 2], 0, E),
+    "a rank without tokens": ([7, 0, 5, 2], 0, E),
+    "all to the first rank": ([7, 3, 5, 2], 0, 3),
+    "all to the last rank, from one": ([0, 0, 9, 0], 9, E),
+    "none at all": ([0, 0, 0, 0], 0, E),
+}
+Operands = dict[str, Tensor]
+
+
+def operands(case: Case, ranks: int, biased: bool) -> tuple[list[Operands], Operands]:
+    """Of each rank's tokens; and the weights. Some choices are of no expert, some tokens choose one expert twice."""
+    draw = torch.Generator().manual_seed(1)
+    counts, low, high = case
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    of_ranks: list[Operands] = []
+    for n in counts[:ranks]:
+        chosen = torch.randint(low, high, (n, K), generator=draw)
+        chosen[1:2, 0], chosen[2:3, 2], chosen[3:4] = -1, E, -1
+        of_ranks.append({"x": made(n, C), "chosen": chosen, "weight": made(n, K), "grad": made(n, C)})
+    weights = {"up": made(E, 2 * F, C), "down": made(E, C, F)}
+    if biased:
+        weights |= {"up_bias": made(E, 2 * F), "down_bias": made(E, C)}
+    return of_ranks, weights
+
+
+def by_hand(rows: Operands, weights: Operands, transposed: bool) -> Tensor:
+    """Expert by expert, over masks."""
+    out = torch.zeros_like(rows["x"])
+    for e in range(E):
+        up, down = (weights[name][e] if transposed else weights[name][e].T for name in ("up", "down"))
+        first = rows["x"] @ up + (weights["up_bias"][e] if "up_bias" in weights else 0)
+        y = dispatch.GATES["swiglu"](first) @ down + (weights["down_bias"][e] if "down_bias" in weights else 0)
+        out = out + ((rows["chosen"] == e) * rows["weight"]).sum(1, keepdim=True) * y
+    return out
+
+
+def run(rows: Operands, weights: Operands, transposed: bool, group: str) -> Tensor:
+    given = [weights.get(name) for name in ("up", "down", "up_bias", "down_bias")]
+    return torch.ops.cp_rewrite.experts(rows["x"], rows["chosen"], rows["weight"], *given, "swiglu", transposed, group)
+
+
+def leaves(values: Operands) -> Operands:
+    return {k: v.detach().clone().requires_grad_(v.is_floating_point() and k != "grad") for k, v in values.items()}
+
+
+def grads(*values: Operands) -> Operands:
+    return {k: v.grad for each in values for k, v in each.items() if v.grad is not None}
+
+
+def whole(case: Case, ranks: int, biased: bool, transposed: bool, how: Callable[..., Tensor]) -> list[Operands]:
+    """What each rank must get: its rows and their gradients, and those of the experts that it owns."""
+    of_ranks, weights = operands(case, ranks, biased)
+    if transposed:
+        weights |= {name: weights[name].transpose(1, 2).contiguous() for name in ("up", "down")}
+    w, found = leaves(weights), list[Operands]()
+    rows = [leaves(each) for each in of_ranks]
+    outs = [how(each, w, transposed) for each in rows]
+    torch.stack([(out * each["grad"]).sum() for out, each in zip(outs, rows, strict=True)]).sum().backward()
+    of_weights = grads(w)
+    for rank in range(ranks):
+        own = {name: g.chunk(ranks)[rank] for name, g in of_weights.items()}
+        found.append({"out": outs[rank].detach(), **grads(rows[rank]), **own})
+    return found
+
+
+def on_ranks(mesh: DeviceMesh, case: Case, biased: bool, transposed: bool, mutant: str) -> tuple[Operands, bool]:
+    """The same of this rank; and whether a second run is equal bit for bit."""
+    of_ranks, weights = operands(case, mesh.size(), biased)
+    if transposed:
+        weights |= {name: weights[name].transpose(1, 2).contiguous() for name in ("up", "down")}
+    rank, group = mesh.get_local_rank(), join_group(mesh.mesh.tolist(), mesh.get_group(), mesh.size())
+    runs: list[Operands] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if mutant:
+            MUTANTS[mutant](patch)
+        for _ in range(2):
+            rows, own = leaves(of_ranks[rank]), leaves({k: v.chunk(mesh.size())[rank] for k, v in weights.items()})
+            out = run(rows, own, transposed, group)
+            out.backward(rows["grad"])
+            runs.append({"out": out.detach(), **grads(rows, own)})
+    return runs[0], all(torch.equal(a, b) for a, b in zip(runs[0].values(), runs[1].values(), strict=True))
+
+
+def same(found: Operands, expected: Operands) -> bool:
+    assert found.keys() == expected.keys()
+    return all(torch.allclose(found[name], expected[name], rtol=1e-10, atol=1e-12) for name in expected)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_one_rank_is_right(biased: bool, transposed: bool) -> None:
+    case = CASES["uneven"]
+    expected = whole(case, 2, biased, transposed, by_hand)
+    found = whole(case, 2, biased, transposed, lambda *given: run(*given, group=""))
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_are_right(pool: Pool, ranks: int, name: str) -> None:
+    biased, transposed = ranks != 2, ranks == 3
+    expected = whole(CASES[name], ranks, biased, transposed, by_hand)
+    results = pool.run(ranks, on_ranks, CASES[name], biased, transposed, "")
+    for (found, again), one in zip(results, expected, strict=True):
+        assert same(found, one)
+        assert again
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    (rows, _), weights = operands(CASES["uneven"], 2, True)
+    names, given = ("x", "weight", *weights), {**rows, **weights}
+
+    def call(*values: Tensor) -> Tensor:
+        each = {**given, **dict(zip(names, values, strict=True))}
+        return run(each, each, False, "")
+
+    assert torch.autograd.gradcheck(call, [given[name].clone().requires_grad_() for name in names])
+
+
+# -- mutants: each is one change of the dispatch that must show ----------------------------------------------
+
+
+def _skip_a_sum(patch: pytest.MonkeyPatch) -> None:
+    """A token takes the row of its first rank alone."""
+
+    def home(self: Any, rows: Tensor) -> Tensor:
+        first = torch.where((self.at >= 0).cumsum(1) == 1, self.at, -1)
+        return dispatch.add_listed(self.exchange(rows, back=True), first, int((first >= 0).sum()))
+
+    patch.setattr(Dispatch, "home", home)
+
+
+def _skip_pairs(patch: pytest.MonkeyPatch) -> None:
+    """An owner adds up none but a row's last choice."""
+
+    def added(self: Any, pairs: Tensor) -> Tensor:
+        last = torch.where((self.at >= 0).flip(1).cumsum(1).flip(1) == 1, self.at, -1)
+        return dispatch.add_listed(pairs, last, int((last >= 0).sum()))
+
+    patch.setattr(dispatch._Products, "_added", added)
+
+
+def _swap_owners(patch: pytest.MonkeyPatch) -> None:
+    """Ranks are taken in the other order."""
+    plain = Dispatch.__init__
+
+    def init(self: Any, chosen: Tensor, weight: Tensor, own: int, group: str) -> None:
+        ranks = dispatch.GROUPS[group][1]
+        there = (chosen >= 0) & (chosen < own * ranks)
+        plain(self, torch.where(there, chosen % own + (ranks - 1 - chosen // own) * own, chosen), weight, own, group)
+
+    patch.setattr(Dispatch, "__init__", init)
+
+
+def _weights_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Choices of other ranks are sent as this one's last, with their weights."""
+    plain = Dispatch.exchange
+
+    def exchange(self: Any, x: Tensor, back: bool = False) -> Tensor:
+        if not back and not hasattr(self, "ids") and x.shape[1] == 2 * K:
+            ids = torch.where(x[:, :K] == self.own, self.own - 1, x[:, :K])
+            x = torch.cat([ids, torch.where(x[:, K:] == 0, 1.0, x[:, K:])], 1)
+        return plain(self, x, back)
+
+    patch.setattr(Dispatch, "exchange", exchange)
+
+
+def _weights_not_masked_home(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of a token's weights are those of its first rank, whoever owns the choice."""
+
+    def home(self: Any, rows: Tensor) -> Tensor:
+        found = torch.cat([self.exchange(rows, back=True), rows.new_zeros(1, K)])
+        at = self.at.max(1, keepdim=True).values.expand(-1, K)
+        return found.gather(0, torch.where(at < 0, found.shape[0] - 1, at))
+
+    patch.setattr(Dispatch, "home_by_choice", home)
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a sum over ranks skipped": _skip_a_sum,
+    "a sum over choices skipped": _skip_pairs,
+    "owners swapped": _swap_owners,
+    "weights' mask dropped": _weights_of_others,
+    "weights' gradients not masked": _weights_not_masked_home,
+}
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS])
+def test_mutants_die(pool: Pool, mutant: str) -> None:
+    expected = whole(CASES["uneven"], 2, False, False, by_hand)
+    results = pool.run(2, on_ranks, CASES["uneven"], False, False, mutant)
+    assert not all(same(found, one) for (found, _), one in zip(results, expected, strict=True))
