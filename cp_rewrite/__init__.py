@@ -1,72 +1,26 @@
-"""A torch.compile pass that makes a single-device model context-parallel over packed documents."""
+"""A torch.compile pass that makes a single-device model context-parallel over packed documents.
 
-from cp_rewrite.batch.as_row import to_local
-from cp_rewrite.batch.gradients import sum_gradients, token_mean
-from cp_rewrite.batch.trace import Trace, trace
-from cp_rewrite.diagnose.check import CheckReport, check
-from cp_rewrite.diagnose.check_op import OpReport, check_op
-from cp_rewrite.diagnose.explain import explain
-from cp_rewrite.experts.layers import Experts
-from cp_rewrite.integrations.parallelize import clip_grad_norm_, parallelize
-from cp_rewrite.ops.max_logits import max_logits
-from cp_rewrite.planning.cost.states import StateLayers
-from cp_rewrite.planning.plan import Plan, plan
+Names are loaded with the first one that is asked for: the command line answers without torch where it needs none.
+"""
 
-from .backend import backend, context_parallel
-from .capacity import Capacity
-from .documents import Documents
-from .masks import MaskMismatch, PackedMask
-from .packing import (
-    CuSeqlens,
-    DocumentIds,
-    EndOfDocument,
-    PaddingMask,
-    PositionIds,
-    Spans,
-    StartOfDocument,
-    Tree,
-    WholeRows,
-)
-from .refusal import Reason, Refusal, RewriteRefused
-from .sharding import Sharding
+from importlib import import_module
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # at run time `__getattr__` gives them
+    from .public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Capacity",
-    "CheckReport",
-    "CuSeqlens",
-    "DocumentIds",
-    "Documents",
-    "EndOfDocument",
-    "Experts",
-    "MaskMismatch",
-    "OpReport",
-    "PackedMask",
-    "PaddingMask",
-    "Plan",
-    "PositionIds",
-    "Reason",
-    "Refusal",
-    "RewriteRefused",
-    "Sharding",
-    "Spans",
-    "StartOfDocument",
-    "StateLayers",
-    "Trace",
-    "Tree",
-    "WholeRows",
-    "backend",
-    "check",
-    "check_op",
-    "clip_grad_norm_",
-    "context_parallel",
-    "explain",
-    "max_logits",
-    "parallelize",
-    "plan",
-    "sum_gradients",
-    "to_local",
-    "token_mean",
-    "trace",
-]
+
+def __getattr__(name: str) -> Any:
+    if PathFinder.find_spec(f"{__name__}.{name}", __path__) is None:  # of modules import statements ask
+        public = import_module(f"{__name__}.public")
+        if name == "__all__" or name in public.__all__:
+            globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module(f"{__name__}.public").__all__})

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_rewrite.diagnose.calibrate import measure
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.names import LAYOUTS
 from cp_rewrite.planning.plan import compare, plan
@@ -188,6 +187,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure, and write the speeds to a file; under torchrun on rank 0 only."""
     if not Path(arguments.output).absolute().parent.is_dir():
         raise ValueError(f"--output must be a file in a folder that there is, got {arguments.output!r}")
+    from cp_rewrite.diagnose.calibrate import measure  # late: plan needs no torch
+
     device = measure(arguments.name)
     if device is None:  # another rank writes
         return 0

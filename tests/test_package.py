@@ -33,6 +33,26 @@ def test_planning_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("words", ["--version", "plan --lengths 500,300,224 --world-size 2"])
+def test_the_command_line_answers_without_torch(words: str) -> None:
+    code = (
+        "import runpy, sys; sys.argv[1:] = sys.argv[1].split()\n"
+        "try: runpy.run_module('cp_rewrite', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, words], cwd=ROOT, check=True)
+
+
+def test_public_names_are_there_once_one_is_asked_for() -> None:
+    """Whatever was imported before; a name that there is not is an error that names it."""
+    code = (
+        "import cp_rewrite.entry, cp_rewrite as cp; assert callable(cp.backend); assert {*cp.__all__} <= {*vars(cp)}\n"
+        "try: cp.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.slow
 def test_wheel_holds_passes_and_sources_and_runs_where_it_is_installed(tmp_path: Path) -> None:
     """Built from the source distribution, as an index gets both, and installed beside what it depends on."""

@@ -184,7 +184,7 @@ def run_as_rank(mesh: DeviceMesh, page: str, folder: Path) -> None:
     begin, ask = ON_RANKS[page]
     torch._dynamo.reset()
     torch.manual_seed(0)
-    eager = mock.patch("cp_rewrite.backend.lookup_backend", return_value=lambda gm, *_, **__: gm)
+    eager = mock.patch("cp_rewrite.entry.lookup_backend", return_value=lambda gm, *_, **__: gm)
     with contextlib.chdir(folder), eager, launched(mesh, page):
         follow(page, folder, names := begin(), languages=("python",))
         ask(names)

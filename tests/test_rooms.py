@@ -30,8 +30,9 @@ FLOORS = (
     {"calls"},
     {"segments"},
     {"diagnose"},
-    {"backend"},
+    {"entry"},
     {"integrations"},
+    {"public"},
     {"__init__"},
     {"__main__"},
 )

@@ -36,7 +36,7 @@ from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
-from .target import Target, facts_of, logits_of, needs_of, target_of
+from .target import Target, facts_of, is_given, needs_of, target_of
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
@@ -347,11 +347,11 @@ class _Captured(BaseException):
 def _report(state: passes.State, model: Any) -> Report:
     before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
-    counted = next((hint(found.tokens) for found in state.tokens.inputs), None) or state.plan.plan.local_size
-    rows = counted * len(state.plan.plan.rows)  # in the graph before it has a rank's sizes
+    length = next((hint(found.tokens) for found in state.tokens.inputs), None) or state.plan.plan.local_size
+    rows = length * len(state.plan.plan.rows)  # in the graph before it has a rank's sizes
     target = facts_of(state)
     facts = target[1] if target else None
-    needs = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
+    counted = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
     state = passes.run_passes(replace(state, target=facts))
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
@@ -370,17 +370,20 @@ def _report(state: passes.State, model: Any) -> Report:
         *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
     ]
     notes = (_KERNELS.format(target[0]),) if target and target[1].capability and sites else ()
-    forecast = None if state.refusals else _forecast(state, needs)
+    forecast = None if state.refusals else _forecast(state, counted)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
 
 
-def _forecast(state: passes.State, needs: Needs | None) -> Target:
-    """What the rewritten graph takes: of its logits, all that it still gives or has."""
-    if needs is None or state.sharding.tile is None:
-        return target_of(state, needs)
-    rows = state.plan.plan.local_size * len(state.plan.plan.rows)
-    has, returns = logits_of(needs, state.graph_module, rows)
-    return target_of(state, replace(needs, returned=returns), tiled=not has)
+def _forecast(state: passes.State, counted: tuple[Needs, fx.Node | None] | None) -> Target:
+    """What the rewritten graph takes: of its logits, what it still has or gives."""
+    if counted is None:
+        return target_of(state, None)
+    needs, head = counted
+    if state.sharding.tile is None or head is None:
+        return target_of(state, needs, state.sharding.tile)
+    if any(head in body.graph.nodes for body in graph_modules(state.graph_module)):
+        return target_of(state, replace(needs, returned=is_given(head)))
+    return target_of(state, needs.of_loss(), state.sharding.tile)
 
 
 _KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is installed (pip install 'cp_rewrite[fa4]')"

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch.fx as fx
 from torch import SymInt, Tensor, nn
@@ -39,7 +39,7 @@ from cp_rewrite.passes.locality.rules.states import OnPieces, kind_of
 from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, most_of, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.choose_exchange import exchange_seconds, needed_bytes, scattered_bytes
-from cp_rewrite.planning.cost.constants import BESIDE_TENSORS, TILE_GAIN, TILE_GAIN_AGAIN
+from cp_rewrite.planning.cost.constants import BESIDE_TENSORS, TILE_GAIN_AGAIN
 from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import GIB, Layer, Memory, Needs, Share, predict
@@ -64,9 +64,11 @@ _LAYER = re.compile(r"^(.*?(?:\.|\[)\d+\]?)(?=\.|$)")
 """Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists."""
 
 
-def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> Needs:
-    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows.
-    target: of the GPUs that it is for; None: it runs here."""
+def needs_of(
+    model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None
+) -> tuple[Needs, fx.Node | None]:
+    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows; and
+    the node that makes the loss's logits. target: of the GPUs that it is for; None: it runs here."""
     graph = _Graph(gm, tokens, target)
     layers = {path: graph.layer(path) for path in graph.paths if path}
     weights = _weights_by_layer(model, layers)
@@ -75,20 +77,25 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
         for path, sizes in layers.items()
     ]
     # The widest product outside of layers is the logits, which are counted by themselves.
-    logits = max((graph.size(n) for n in graph.products[""] if layers), default=0.0)
+    head = max(graph.products[""], key=graph.size, default=None) if layers else None
+    logits = graph.size(head) if head else 0.0
     outside = graph.layer("")["kept"] - logits
-    returned = logits > 0 and any(graph.size(n) >= logits for n in gm.graph.output_node().all_input_nodes)
-    return Needs(tuple(found), *weights[""], outside, logits, returned)
+    returned = head is not None and is_given(head)
+    return Needs(tuple(found), *weights[""], outside, logits, returned), head
 
 
-def logits_of(needs: Needs, gm: fx.GraphModule, tokens: int) -> tuple[bool, bool]:
-    """Of a graph that passes rewrote: (has it logits of all rows that tiles would spare, does it return them)."""
-    graph = _Graph(gm, tokens, None)
-    widest = max((layer.enters for layer in needs.layers), default=0.0)
-    if needs.logits < TILE_GAIN * widest or not needs.logits:
-        return False, needs.returned
-    has = any(graph.size(node) >= needs.logits for node in gm.graph.nodes if node.op != "output")
-    return has, any(graph.size(node) >= needs.logits for node in gm.graph.output_node().all_input_nodes)
+def is_given(node: fx.Node) -> bool:
+    """Whether a graph gives a node's tensor, or one that is made of it and as large."""
+    size, pending, seen = hint(value_of(node).numel()), [node], {node}
+    while pending:
+        for user in pending.pop().users.keys() - seen:
+            if user.op == "output":
+                return True
+            seen.add(user)
+            value = value_of(user)
+            if isinstance(value, Tensor) and hint(value.numel()) == size:
+                pending.append(user)
+    return False
 
 
 @dataclass
@@ -310,7 +317,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
-        tiled: heads and MLPs run in tiles, by `Sharding(tile=…)`.
+        tile: heads and MLPs run in tiles of so many rows, by `Sharding(tile=…)`; None: they don't.
         cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
@@ -324,7 +331,7 @@ class Target:
     needs: Needs | None
     planned_for: str = ""
     cuts: int = 0
-    tiled: bool = False
+    tile: int | Literal["auto"] | None = None
 
     @property
     def room(self) -> int:
@@ -339,7 +346,7 @@ class Target:
     def share(self, data_parallel: int = 1) -> Share:
         """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
         expanded = max((site.expanded for site in self.attention), default=0)
-        return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts, tiled=self.tiled)
+        return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts, tile=self.tile)
 
     @property
     def memory(self) -> Memory | None:
@@ -414,8 +421,8 @@ def facts_of(state: State) -> tuple[str, DeviceFacts] | None:
     return None
 
 
-def target_of(state: State, needs: Needs | None, tiled: bool = False) -> Target:
-    """The target of a graph whose sites are decided."""
+def target_of(state: State, needs: Needs | None, tile: int | Literal["auto"] | None = None) -> Target:
+    """The target of a graph whose sites are decided. tile: rows of the tiles that its head runs in."""
     speeds, ranks = target_speeds(state.sharding, state.device), state.sharding.world_size
     per_node = state.sharding.node_size or ranks
     asked, sites = state.sharding.exchange, list[Attention]()
@@ -450,9 +457,7 @@ def target_of(state: State, needs: Needs | None, tiled: bool = False) -> Target:
     rows = plan.local_size * len(plan.rows)
     steps = (step.run for lowered in state.locality.lowered for step in lowered.steps)
     cuts = max((state.plan.most_cut(run.states) for run in steps if isinstance(run, OnPieces)), default=0)
-    return Target(
-        speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts, tiled
-    )
+    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts, tile)
 
 
 def _planned_for(state: State) -> str:

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import cp_rewrite as cp
-from cp_rewrite.backend import Backend
 from cp_rewrite.batch.marks import batch_number, is_part, known_part, mark_part, mark_token_dim
 from cp_rewrite.batch.tokens import gathered, map_tensors
+from cp_rewrite.entry import Backend
 from cp_rewrite.packing import Packing, packing_args
 
 from .parallelize import scaled, whole

@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cp_rewrite.agree import heartbeat, turns
-from cp_rewrite.backend import backend
 from cp_rewrite.batch import steps as later
 from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.gradients import note_summed, summed
@@ -39,6 +38,7 @@ from cp_rewrite.batch.marks import is_part
 from cp_rewrite.batch.stand_in import StandIn
 from cp_rewrite.batch.steps import begun_from
 from cp_rewrite.batch.tokens import map_tensors
+from cp_rewrite.entry import backend
 from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh

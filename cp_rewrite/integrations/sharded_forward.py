@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from cp_rewrite.backend import Backend
 from cp_rewrite.batch.stand_in import gone
 from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
+from cp_rewrite.entry import Backend
 from cp_rewrite.experts.layers import OWNED, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
 from cp_rewrite.passes.graph.nodes import graph_modules, value_of

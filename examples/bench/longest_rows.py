@@ -52,7 +52,7 @@ class Model:
         found, tokens = None, DOCUMENT
         while True:
             rows = tokens // gpus
-            share = Share(rows, round(rows * self.expanded), gpus, on_host=on_host, tiled=True, accumulated=False)
+            share = Share(rows, round(rows * self.expanded), gpus, on_host=on_host, tile="auto", accumulated=False)
             peak = predict(self.needs, share).peak
             if peak > DEVICES[MACHINES[machine]].device_bytes - BESIDE_TENSORS:
                 return found

@@ -145,15 +145,15 @@ MEASURED = (
 )
 """(vocabulary, tokens of a row, checkpointed, H200s, GiB per GPU), gradients accumulated: docs/guides/memory.md."""
 ONCE: tuple[tuple[str, int, dict[str, Any], float], ...] = (
-    ("1.1b", 131_072, {"tiled": True}, 20.5),
-    ("1.1b", 131_072, {"tiled": True, "on_host": ("checkpoints",)}, 18.6),
+    ("1.1b", 131_072, {"tile": "auto"}, 20.5),
+    ("1.1b", 131_072, {"tile": "auto", "on_host": ("checkpoints",)}, 18.6),
     ("0.9b", 131_072, {}, 16.1),
-    ("8b", 262_144, {"tiled": True}, 108.5),
-    ("8b", 524_288, {"tiled": True, "on_host": ("checkpoints",)}, 120.9),
+    ("8b", 262_144, {"tile": "auto"}, 108.5),
+    ("8b", 524_288, {"tile": "auto", "on_host": ("checkpoints",)}, 120.9),
     ("1.1b", 131_072, {}, 29.6),
     ("8b-of-8", 65_536, {}, 30.1),
-    ("8b-of-8", 131_072, {"tiled": True}, 33.6),
-    ("experts-64", 65_536, {"tiled": True, "on_host": ("checkpoints",)}, 30.3),
+    ("8b-of-8", 131_072, {"tile": "auto"}, 33.6),
+    ("experts-64", 65_536, {"tile": "auto", "on_host": ("checkpoints",)}, 30.3),
 )
 """(model, tokens, what `Share` has, GiB a GPU), checkpointed, 2 H200 or H100, no accumulation; MLPs of 8b-of-8 are
 tiled, experts are not."""
@@ -255,13 +255,13 @@ def test_a_forecast_counts_the_logits_that_the_rewritten_graph_keeps(tmp_path: P
     assert plain is not None
     assert tiled is not None
     assert kept is not None
-    assert [(x.tiled, x.needs and x.needs.returned) for x in (plain, tiled, kept)] == [
-        (False, True), (True, False), (False, True)
+    assert [(x.tile, x.needs and x.needs.returned) for x in (plain, tiled, kept)] == [
+        (None, True), ("auto", False), (None, True)
     ]  # fmt: skip
     assert kept.memory == plain.memory
     assert tiled.needs is not None
     long = replace(tiled.share(), rows=2**20)
-    of_all = predict(tiled.needs, replace(long, tiled=False)).logits
+    of_all = predict(tiled.needs, replace(long, tile=None)).logits
     assert predict(tiled.needs, long).logits < of_all / 4
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from cp_rewrite import Reason
-from cp_rewrite.backend import Backend
+from cp_rewrite.entry import Backend
 
 TOKENS = {"ids": 1, "pos": 1}
 
@@ -159,7 +159,7 @@ def test_mode_is_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(config_patches)
         return gm
 
-    monkeypatch.setattr(importlib.import_module("cp_rewrite.backend"), "lookup_backend", lambda _: compile_fx)
+    monkeypatch.setattr(importlib.import_module("cp_rewrite.entry"), "lookup_backend", lambda _: compile_fx)
     sharding, mode = make_sharding(inner="inductor"), "max-autotune-no-cudagraphs"
     options: Any = {"sharding": sharding, "mode": mode, "epilogue_fusion": False}
     ways: list[dict[str, Any]] = [

@@ -7,8 +7,9 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
     activations                 b R × the elements per token that the backward reads, of every layer; of a
                                 checkpointed layer those that enter it. And states at cuts of pieces, in fp32
     and the largest of
-      the loss                  b R × logits per token, whose place their gradient takes; (4 + b) if returned; with
-                                tiles those of a tile. And the gradients of the hidden states and of the head
+      the loss                  b R × logits per token, whose place their gradient takes; three times if returned: with
+                                them comes a gradient of zeros. With tiles those of a tile. And the gradients of the
+                                hidden states and of the head
       a layer's backward        its elements again where it is checkpointed, and the gradients of its two widest tensors
                                 and of what enters it; or of attention, with the keys of other ranks. With tiles no more
                                 of its wide tensors than a tile holds. And b bytes per parameter for the layer's
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Literal
 
 from .constants import LAYERS_ON_DEVICE, TILE_BYTES, TILE_ROWS
 
@@ -98,7 +100,7 @@ class Share:
         ranks: over which weights, gradients and optimizer states are sharded; 1: they are whole on each (DDP).
         item_bytes: of an element of activations and gathered weights.
         on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
-        tiled: `Sharding(tile="auto")`: of logits and of wide MLPs that are checkpointed there are a tile's.
+        tile: as `Sharding(tile=…)`: of logits and of wide MLPs that are checkpointed there are a tile's; None: all.
         accumulated: gradients of an earlier micro-batch are there.
     """
 
@@ -108,8 +110,13 @@ class Share:
     cuts: int = 0
     item_bytes: int = 2
     on_host: Collection[str] = ()
-    tiled: bool = False
+    tile: int | Literal["auto"] | None = None
     accumulated: bool = True
+
+    def tile_rows(self, widest: float) -> float:
+        """Rows of a tile whose widest tensor has so many bytes a row."""
+        assert self.tile is not None, "nothing is tiled"
+        return min(self.rows, *((TILE_ROWS, TILE_BYTES / widest) if self.tile == "auto" else (self.tile,)))
 
 
 @dataclass(frozen=True)
@@ -193,10 +200,10 @@ def _at_loss(needs: Needs, share: Share) -> float:
     """Bytes of all logits or of a tile's, and the gradients of hidden states and head."""
     item, logits = share.item_bytes, needs.logits
     hidden = needs.layers[-1].enters if needs.layers else 0.0
-    if not share.tiled or not logits:
-        each = 4 + item if needs.returned else item
+    if share.tile is None or not logits:
+        each = 3 * item if needs.returned else item
         return each * share.rows * logits + item * share.rows * hidden + _head(needs, share)
-    rows = min(share.rows, TILE_ROWS, TILE_BYTES / (4 * logits))
+    rows = share.tile_rows(4 * logits)
     # The head's gradient is summed in fp32.
     return (4 + item) * rows * logits + item * share.rows * hidden + _head(needs, share) * (4 + item) / item
 
@@ -215,9 +222,9 @@ def _in_layer(layer: Layer, share: Share) -> int:
     # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32.
     attention = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
     attention += item * rows * (again - gone)
-    if not (share.tiled and layer.checkpointed and layer.wide):
+    if share.tile is None or not layer.checkpointed or not layer.wide:
         return states + round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
-    tile = min(rows, TILE_ROWS, TILE_BYTES / (item * layer.widest))
+    tile = share.tile_rows(item * layer.widest)
     inside = item * tile * (layer.wide + 2 * layer.widest) + 4 * layer.parameters  # their gradients' sums, in fp32
     outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
     return states + round(max(outside + inside, attention))
@@ -229,8 +236,8 @@ def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield "gradient checkpointing of the layers", predict(needs, share)
-    tiled = replace(share, tiled=True)
-    if not share.tiled and predict(needs.of_loss(), tiled).peak < predict(needs, share).peak:
+    tiled = replace(share, tile="auto")
+    if share.tile is None and predict(needs.of_loss(), tiled).peak < predict(needs, share).peak:
         needs, share = needs.of_loss(), tiled
         yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
