@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -42,11 +43,15 @@ from torch.distributed.tensor import Shard
 from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.functions import Max, Min, OpaqueUnaryFn_log
+from torch.utils._sympy.printers import CppPrinter, PythonPrinter
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "Max",
+    "Min",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
@@ -223,6 +228,32 @@ def symbolic(shape_env: Any, expr: Any, kind: type) -> Any:
     if kind is SymInt:
         return shape_env.create_symintnode(expr, hint=None)
     return shape_env.create_symfloatnode(expr, hint=None) if kind is SymFloat else shape_env.create_symboolnode(expr)
+
+
+class Logarithms:
+    """Whether Dynamo keeps math.log of a symbolic number in a graph, as it does math.sqrt; else it makes a constant of
+    the number, as torch does."""
+
+    kept = False
+
+
+def _sym_log(a: Any, *base: Any) -> Any:
+    """Dynamo looks for torch's function of this name where math.log is given a symbolic number."""
+    if not Logarithms.kept or not isinstance(a, SymInt | SymFloat) or any(not isinstance(b, int | float) for b in base):
+        return math.log(a, *base)
+    number = torch.sym_float(a).node
+    found = symbolic(number.shape_env, OpaqueUnaryFn_log(number.expr), SymFloat)
+    return found / math.log(*base) if base else found
+
+
+if not hasattr(torch, "_sym_log"):
+    torch._sym_log = _sym_log  # type: ignore[attr-defined]
+    for printer, function in ((PythonPrinter, "math.log"), (CppPrinter, "std::log")):  # of guards
+
+        def write(self: Any, expr: Any, function: str = function) -> str:
+            return f"{function}({self._print(expr.args[0])})"
+
+        printer._print_OpaqueUnaryFn_log = write  # type: ignore[attr-defined]
 
 
 def hint(size: Any) -> Any:

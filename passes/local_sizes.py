@@ -3,25 +3,25 @@
     x: (B, T, 8)    x[:, 1:]: (B, T - 1, 8)    sym_size(x, 1): T          as Dynamo traced it, and passes read it
     x: (B, R, 8)    x[:, 1:]: (B, R - 1, 8)    sym_size(x, 1): R          as it runs, R the rows of a rank
 
-No node changes: the rewrite has put what a rank computes in the place of all that depends on T itself. Fake values do,
-for compilers read and guard them.
+The rewrite has put what a rank computes in the place of all that depends on T itself: numbers that nothing reads any
+more go, no other node changes. Fake values do, for compilers read and guard them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.batch.as_row import AsRow, own_of
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, is_wrapped, memory_id, symbolic
+from cp_rewrite.torch_internals import expression, fake_mode_of
 
 from .graph.dynamo import inner_mode
+from .graph.new_nodes import OtherSizes, give_sizes
 from .graph.nodes import graph_modules
 from .graph.tokens import LOCAL
 from .values.state import State
@@ -38,16 +38,21 @@ def give_local_sizes(gm: fx.GraphModule) -> None:
     mode, sizes = fake_mode_of(gm.graph.nodes), _local_symbols(gm)
     if mode is None or not sizes:
         return
+    _erase_unread_numbers(gm)
     nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
-    values = [x for node in nodes for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
-    moved = _Moved(sizes, mode)
-    moved.memory = {memory_id(x) for x in values if moved.differs(x)}
-    inner = _Moved(sizes, inner_mode(mode))
+    give_sizes(nodes, sizes, mode)
+    inner = OtherSizes(sizes, inner_mode(mode))
     for node in nodes:
-        if "example_value" in node.meta:
-            node.meta["example_value"] = tree_map(moved.value, node.meta["example_value"])
         if isinstance(given := node.meta.get("example_input"), Tensor) and inner.differs(given):
             node.meta["example_input"] = inner.made(given)
+
+
+def _erase_unread_numbers(gm: fx.GraphModule) -> None:
+    for module in graph_modules(gm):
+        for node in reversed(module.graph.nodes):
+            number = isinstance(node.meta.get("example_value"), SymInt | SymFloat | SymBool)
+            if number and not node.users and node.op in ("call_function", "call_method"):
+                module.graph.erase_node(node)
 
 
 def local_examples(gm: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
@@ -96,55 +101,3 @@ def _local_symbols(gm: fx.GraphModule) -> dict[Any, Any]:
                 if row.is_Symbol and row != rank:
                     found[row] = rank
     return found
-
-
-class _Moved:
-    """Makes values of a rank's sizes. `memory`: of tensors that have others there, with all that shares it."""
-
-    def __init__(self, sizes: Mapping[Any, Any], mode: FakeTensorMode) -> None:
-        self.sizes, self.mode, self.memory = sizes, mode, set[int]()
-        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def differs(self, x: Tensor) -> bool:
-        if x.layout != torch.strided or is_wrapped(x):  # of masks, which are no longer read
-            return False
-        numbers = (*x.shape, *x.stride(), x.storage_offset())
-        return any(isinstance(n, SymInt) and expression(n).free_symbols & self.sizes.keys() for n in numbers)
-
-    def number(self, value: Any) -> Any:
-        """A size of the row's graph as a rank has it."""
-        if not isinstance(value, SymInt | SymFloat | SymBool):
-            return value
-        expr = expression(value)
-        return symbolic(self.mode.shape_env, expr.xreplace(self.sizes), type(value)) if expr.free_symbols else value
-
-    def value(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return self.number(value)
-        if value.layout != torch.strided or is_wrapped(value) or memory_id(value) not in self.memory:
-            return value
-        if id(value) not in self._known:
-            self._known[id(value)] = value, self._view(value).requires_grad_(value.requires_grad)
-        return self._known[id(value)][1]
-
-    def made(self, x: Tensor) -> Tensor:
-        """A tensor of its own."""
-        shape, stride = (tuple(map(self.number, numbers)) for numbers in (x.shape, x.stride()))
-        with self.mode, torch.no_grad():
-            return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
-
-    def _view(self, x: Tensor) -> Tensor:
-        """One that shares memory where x does."""
-        key = memory_id(x), x.dtype
-        number: Callable[[Any], Any] = self.number
-        if key not in self._bases:
-            same = next((base for (memory, _), base in self._bases.items() if memory == key[0]), None)
-            size = number(x.untyped_storage().nbytes()) // x.element_size()
-            with self.mode, torch.no_grad():
-                own = torch.empty((size,), dtype=x.dtype, device=x.device)
-                self._bases[key] = own if same is None else same.view(x.dtype)
-        with self.mode, torch.no_grad():
-            return self._bases[key].as_strided(
-                [*map(number, x.shape)], [*map(number, x.stride())], number(x.storage_offset())
-            )

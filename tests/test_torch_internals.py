@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite import torch_internals as ours
@@ -259,6 +261,22 @@ def test_symbolic_sizes() -> None:
     assert bool(x == 6)
     assert ours.fixed_number(x) == 6.0
     assert ours.expression(x) == 6
+
+
+@canary("torch._sym_log, which Dynamo calls for math.log of a symbolic number", "torch_internals.Logarithms")
+def test_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * math.log(x.shape[0], 2) if math.log(x.shape[0] / 2) > 1 else x
+
+    with pytest.raises(ConstraintViolationError):
+        captured(model, torch.ones(6), dynamic=(0,))
+    monkeypatch.setattr(ours.Logarithms, "kept", True)
+    (node,) = tensors_of(captured(model, torch.ones(6), dynamic=(0,)))
+    assert ours.fixed_number(node.meta["example_value"].shape[0]) is None
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for size in (4, 6, 7, 9):
+        assert torch.equal(compiled(torch.ones(size)), model(torch.ones(size)))
 
 
 @canary("ShapeEnv.guards, replace, evaluate_expr and backed_var_to_val", "torch_internals.guards_of, simplified, guard")

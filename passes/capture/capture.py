@@ -18,17 +18,18 @@ import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cp_rewrite.batch.active import ActivePlan
 from cp_rewrite.batch.as_row import AsRow, row_of
 from cp_rewrite.passes.graph.dynamo import break_reason, ends_of, is_resumed
-from cp_rewrite.passes.graph.new_nodes import insert, place_by
+from cp_rewrite.passes.graph.new_nodes import give_sizes, insert, place_by
 from cp_rewrite.passes.graph.nodes import (
     RegionCall,
     attribute_of,
@@ -47,7 +48,7 @@ from cp_rewrite.passes.graph.nodes import (
 from cp_rewrite.passes.graph.tokens import LOCAL, TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, Max, Min, expression, fake_mode_of, guard, holds, is_wrapped
 
 from .chunks import join_chunks
 from .picks import sum_picked
@@ -231,6 +232,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     _return_without(copy, {copies[node] for node in ends.unread if node in copies})
     look_like_row(copy)
     give_sizes_once(copy)
+    decide_bounds(copy)
     part_multihead(copy)
     part_flash_attn(copy)
     for module in graph_modules(copy):
@@ -262,6 +264,42 @@ def look_like_row(gm: fx.GraphModule) -> None:
             value = node.meta.get("example_value")
             if isinstance(value, AsRow):
                 node.meta |= {"example_value": row_of(value).requires_grad_(value.requires_grad), LOCAL: value.held}
+
+
+def decide_bounds(gm: fx.GraphModule) -> None:
+    """Let a size that is the lesser or the greater of two be the one that it is in this batch; another batch, where it
+    is the other, is compiled anew.
+
+    h[:, :min(T, 20)]: (B, min(T, 20), 8)    ->    h[:, :T]: (B, T, 8)    guarded by T <= 20
+    """
+    mode = fake_mode_of(gm.graph.nodes)
+    nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
+    values = [x for node in nodes for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
+    # Not of maps: what is wrapped has no sizes of its own.
+    sizes = dict.fromkeys(expression(n) for x in values if not is_wrapped(x) for n in x.shape if isinstance(n, SymInt))
+    bounds = sorted({bound for size in sizes for bound in size.atoms(Min, Max)}, key=lambda b: (b.count_ops(), str(b)))
+    if mode is None or not bounds:
+        return
+    found: dict[Any, Any] = {}
+    for bound in bounds:
+        best = bound.args[0]
+        for other in bound.args[1:]:
+            less = sympy.Le(best, other)
+            if less not in (sympy.true, sympy.false):
+                guard(mode.shape_env, less)
+            best = best if holds(mode.shape_env, less) == isinstance(bound, Min) else other
+        found[bound] = best.xreplace(found)
+    give_sizes(nodes, found, mode)
+    for node in nodes:
+        numbers = [n for n in node.all_input_nodes if n.target in (torch.sym_min, torch.sym_max)]
+        for number in numbers:
+            if isinstance(value := value_of(number), int):
+                node.args, node.kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda n, of=number, by=value: by if n is of else n
+                )
+            else:
+                same = [n for n in number.all_input_nodes if expression(value_of(n)) == expression(value)]
+                node.replace_input_with(number, same[0]) if same else None
 
 
 def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher, expression, memory_id
+from cp_rewrite.torch_internals import (
+    FakeTensorMode,
+    enable_python_dispatcher,
+    expression,
+    is_wrapped,
+    memory_id,
+    symbolic,
+)
 
 _POSITION = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -223,3 +230,70 @@ def _pasted_attribute(node: fx.Node, graph: fx.Graph, like: fx.Node) -> fx.Node:
     copy = graph.get_attr(name)
     copy.meta["example_value"] = getattr(owner, name)
     return copy
+
+
+def give_sizes(nodes: Sequence[fx.Node], sizes: Mapping[Any, Any], mode: FakeTensorMode) -> None:
+    """Give nodes fake values of other sizes, as of `OtherSizes`; views share memory as before."""
+    values = [x for node in nodes for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
+    new = OtherSizes(sizes, mode)
+    new.memory = {memory_id(x) for x in values if new.differs(x)}
+    for node in nodes:
+        if "example_value" in node.meta:
+            node.meta["example_value"] = tree_map(new.value, node.meta["example_value"])
+
+
+class OtherSizes:
+    """Makes values of other sizes: what stands for a symbol, or another expression. `memory`: of tensors that have
+    others then, with all that shares it."""
+
+    def __init__(self, sizes: Mapping[Any, Any], mode: FakeTensorMode) -> None:
+        self.sizes, self.mode, self.memory = sizes, mode, set[int]()
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def differs(self, x: Tensor) -> bool:
+        if x.layout != torch.strided or is_wrapped(x):  # of masks, which are no longer read
+            return False
+        numbers = (*x.shape, *x.stride(), x.storage_offset())
+        return any(isinstance(n, SymInt) and self.of(expression(n)) != expression(n) for n in numbers)
+
+    def of(self, expr: Any) -> Any:
+        """An expression of sizes, with the others in it."""
+        return expr.xreplace(self.sizes)
+
+    def number(self, value: Any) -> Any:
+        """A size with the others in it."""
+        if not isinstance(value, SymInt | SymFloat | SymBool):
+            return value
+        expr = expression(value)
+        return symbolic(self.mode.shape_env, self.of(expr), type(value)) if expr.free_symbols else value
+
+    def value(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return self.number(value)
+        if value.layout != torch.strided or is_wrapped(value) or memory_id(value) not in self.memory:
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._view(value).requires_grad_(value.requires_grad)
+        return self._known[id(value)][1]
+
+    def made(self, x: Tensor) -> Tensor:
+        """A tensor of its own."""
+        shape, stride = (tuple(map(self.number, numbers)) for numbers in (x.shape, x.stride()))
+        with self.mode, torch.no_grad():
+            return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+
+    def _view(self, x: Tensor) -> Tensor:
+        """One that shares memory where x does."""
+        key = memory_id(x), x.dtype
+        number: Callable[[Any], Any] = self.number
+        if key not in self._bases:
+            same = next((base for (memory, _), base in self._bases.items() if memory == key[0]), None)
+            size = number(x.untyped_storage().nbytes()) // x.element_size()
+            with self.mode, torch.no_grad():
+                own = torch.empty((size,), dtype=x.dtype, device=x.device)
+                self._bases[key] = own if same is None else same.view(x.dtype)
+        with self.mode, torch.no_grad():
+            return self._bases[key].as_strided(
+                [*map(number, x.shape)], [*map(number, x.stride())], number(x.storage_offset())
+            )

@@ -269,6 +269,13 @@ class Call:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     @property
+    def numbers(self) -> dict[str, Any]:
+        """The arguments that are numbers, but no sizes or places: some stand where a tensor may."""
+        kinds = {a.name: str(a.type).removeprefix("Optional[").rstrip("]") for a in self.func._schema.arguments}
+        found = {name: value for name, value in self.bound.items() if kinds[name] in ("number", "float", "Tensor")}
+        return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+
+    @property
     def written(self) -> list[Tensor]:
         """The tensors that the op writes into."""
         arguments = self.func._schema.arguments
@@ -372,8 +379,8 @@ def aten_name(func: OpOverload) -> str:
     return name if space == "aten" else f"{space}::{name}"
 
 
-COPIES = frozenset({"clone", "view", "_unsafe_view"})
-"""Ops that torch runs or leaves out as strides ask for: places of other ops are counted without them."""
+COPIES = frozenset({"clone", "view", "_unsafe_view", "detach"})
+"""Ops that torch runs or leaves out as strides and gradients ask for: places of other ops are counted without them."""
 METADATA = frozenset(
     {"prim::device", "prim::layout", "aten::is_contiguous", "aten::is_strides_like_format", "aten::sym_size"}
     | {"aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim"}

@@ -28,7 +28,6 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
-from sympy.core.function import Application
 from torch import Tensor
 
 from cp_rewrite.passes.values.sizes import token_count
@@ -178,7 +177,7 @@ class Extents:
         return token_count(self.size(value), self.tokens)
 
     def counted(self, value: Any) -> Any:
-        """A number of the graph as an int, or an expression in the symbol of its token count, see `of_row`.
+        """A number or comparison of the graph as an int, or an expression in the symbol of its tokens, see `of_row`.
 
         Raises:
             Mixes: it is made in a way that is not followed.
@@ -186,7 +185,7 @@ class Extents:
         expr: Any = self.size(value)
         if isinstance(expr, int):
             return expr
-        functions = {f.func.__name__ for f in expr.atoms(Application)}
+        functions = {part.func.__name__ for part in sympy.preorder_traversal(expr) if part.args}
         if expr.free_symbols != {self.tokens} or functions - _FUNCTIONS.keys():
             raise Mixes("the number is made from the token count in a way that is not followed")
         return expr
@@ -276,34 +275,74 @@ def _quotient(a: Size, b: Size) -> Size | None:
 
 
 def of_row(expr: Any, tokens: Any, row_tokens: Tensor) -> Any:
-    """The value of such a number, `tokens` its symbol, for a row of (1,) tokens: a number, or a tensor of no dims."""
-    if isinstance(expr, int):
+    """The value of such a number or comparison, `tokens` its symbol, for a row of (1,) tokens: a number, or a tensor of
+    no dims."""
+    if expr == tokens:
+        return row_tokens.select(0, 0)
+    if not isinstance(expr, sympy.Basic):
         return expr
-    return sympy.lambdify([tokens], expr, [_FUNCTIONS])(row_tokens.select(0, 0))
+    if not expr.args:
+        kind = bool if expr in (sympy.true, sympy.false) else int if expr.is_Integer else float
+        return kind(expr)
+    return _FUNCTIONS[expr.func.__name__](*(of_row(arg, tokens, row_tokens) for arg in expr.args))
 
 
 def _wide(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) else float(x)
 
 
-def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
-    return lambda a, b: function(*(torch.as_tensor(x) for x in (a, b)))
+def _of_tensors(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda *args: functools.reduce(function, (torch.as_tensor(x) for x in args))
+
+
+def _of_float(name: str) -> Callable[[Any], Any]:
+    return lambda a: getattr(torch, name)(torch.as_tensor(_wide(a)))
+
+
+def _to_int(name: str) -> Callable[[Any], Any]:
+    return lambda a: getattr(torch, name)(torch.as_tensor(_wide(a))).to(torch.int64)
+
+
+def _power(a: Any, b: Any) -> Any:
+    return a**b if isinstance(b, int) and b >= 0 else _wide(a) ** b
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Add": lambda *args: functools.reduce(operator.add, args),
+    "Mul": lambda *args: functools.reduce(operator.mul, args),
+    "Pow": _power,
+    "PowByNatural": lambda a, b: a**b,
+    "FloatPow": lambda a, b: _wide(a) ** b,
     "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
     "PythonMod": lambda a, b: a % b,
     "Mod": lambda a, b: a % b,
     "IntTrueDiv": lambda a, b: _wide(a) / _wide(b),
     "FloatTrueDiv": lambda a, b: a / b,
-    "FloatPow": lambda a, b: a**b,
     "ToFloat": _wide,
-    "Max": _of_two(torch.maximum),
-    "Min": _of_two(torch.minimum),
-    "OpaqueUnaryFn_sqrt": lambda a: _wide(a).sqrt(),
-    "OpaqueUnaryFn_log": lambda a: _wide(a).log(),
+    "Abs": abs,
+    "Max": _of_tensors(torch.maximum),
+    "Min": _of_tensors(torch.minimum),
+    "FloorToInt": _to_int("floor"),
+    "CeilToInt": _to_int("ceil"),
+    "TruncToInt": _to_int("trunc"),
+    "RoundToInt": _to_int("round"),
+    **{
+        f"OpaqueUnaryFn_{name}": _of_float(name)
+        for name in "sqrt log log2 exp sin cos tan sinh cosh tanh asin acos atan".split()
+    },
+    "StrictGreaterThan": operator.gt,
+    "StrictLessThan": operator.lt,
+    "GreaterThan": operator.ge,
+    "LessThan": operator.le,
+    "Equality": operator.eq,
+    "Unequality": operator.ne,
+    "And": _of_tensors(torch.logical_and),
+    "Or": _of_tensors(torch.logical_or),
+    "Not": lambda a: torch.logical_not(torch.as_tensor(a)),
 }
-"""What Python's numbers are made with, by torch's names, as functions of numbers and tensors of no dims."""
+"""What Python's numbers are made with, by the names of sympy's and torch's classes, as functions of numbers and tensors
+of no dims."""
 
 
 @dataclass(frozen=True)

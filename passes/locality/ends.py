@@ -132,7 +132,7 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
             if "opt_einsum" in line:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
             elif "math." in line:
-                why = "as functions of math do but sqrt: math.log(T) is torch.ones(T).sum().log()"
+                why = "as some functions of math do: math.exp(T) is torch.ones(T).sum().exp()"
             detail = f"`{line}` fixes the number of tokens at {extents.tokens}, {why}"
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens only")

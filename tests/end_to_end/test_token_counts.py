@@ -7,10 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_rewrite.passes.graph.nodes import bind_op
+from cp_rewrite.passes.locality.rules.wholes import Counted
+from cp_rewrite.passes.values.edits import Ranks
+from cp_rewrite.planning.plan_input import ROW_TOKENS
 from tests.helpers.one_process import check_or_refuse
 from tests.helpers.packed_model import PackedModel
 
@@ -57,17 +62,25 @@ RIGHT: dict[str, Factor] = {
     "larger": lambda h, i, t: i / torch.sym_max(t, 14),
     "smaller_in_python": lambda h, i, t: i / min(t, 14),
     "without_the_last": lambda h, i, t: h.masked_fill((i == t - 1)[:, None], 0),
-}
-REFUSED: dict[str, Factor] = {
-    "one_too_many": lambda h, i, t: torch.arange(1, t + 2, device=h.device).log().sum(),
-    "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t, device=h.device), (1, 0)),
-    "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2, device=h.device).log1p(),
     "cosine": lambda h, i, t: i * math.cos(t),
     "one_of_two": lambda h, i, t: torch.where(torch.tensor(t > 10), i, i.cos()),
     "filled": lambda h, i, t: i * torch.full((1,), t > 10),
     "remainder_compared": lambda h, i, t: i * h.new_tensor(t % 64 == 13),
     "both": lambda h, i, t: i * torch.tensor((t > 10) & (t < 20)),
-    "like_a_token": lambda h, i, t: i[:, None] * torch.full_like(h[0, 0], 1 / t),
+    "like_a_token": lambda h, i, t: i[:, None] * torch.full_like(h[:, 0], 1 / t)[:, None],
+    "logarithm": lambda h, i, t: i * (0.1 * math.log(t / 8) + math.log(t, 10)),
+    "rounded_up": lambda h, i, t: i * math.ceil(t / 7) - int(math.sqrt(t)),
+    "power": lambda h, i, t: (h.abs() + 1) ** (t / 20) + 3.0 ** (t / 20 * (i + 1).log())[:, None],
+    "between": lambda h, i, t: torch.lerp(h, h * 2, t / 64) + torch.addcmul(h, h, h, value=t),
+    "scaled": lambda h, i, t: torch.add(h, h, alpha=t),
+    "written": lambda h, i, t: i * torch.zeros(1).fill_(t) + torch.tensor([t, 2 * t, 3]).sum(),
+    "where_masked": lambda h, i, t: torch.where(h > 0, h, t / 9).masked_fill(i[:, None] == 3, t),
+    "entry_of_a_table": lambda h, i, t: i * torch.arange(20)[t % 5] - torch.arange(99)[-t],
+}
+REFUSED: dict[str, Factor] = {
+    "one_too_many": lambda h, i, t: torch.arange(1, t + 2, device=h.device).log().sum(),
+    "one_fewer": lambda h, i, t: F.pad(torch.arange(1, t, device=h.device), (1, 0)),
+    "every_other": lambda h, i, t: torch.arange(0, 2 * t, 2, device=h.device).log1p(),
 }
 
 
@@ -79,12 +92,20 @@ def test_numbers_of_tokens_are_the_rows(name: str, rows: int, tokens: int) -> No
 
 
 def test_some_are() -> None:
-    assert check_or_refuse(Counting("from_one", "last", "sum_rounded")) is None
+    assert check_or_refuse(Counting("from_one", "last", "sum_rounded", "one_of_two", "logarithm", "power")) is None
 
 
-@pytest.mark.parametrize("name", ["one_of_two", "like_a_token"])
-def test_a_comparison_is_no_number_of_the_row(name: str) -> None:
-    assert "number of tokens as a value" in str(check_or_refuse(Counting(name)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_as_precise_as_on_one_process(dtype: torch.dtype) -> None:
+    """Of 16-bit tensors: they hold few numbers of tokens."""
+    ranks = Ranks("", 1, {ROW_TOKENS: torch.tensor([1027])})
+    t, x = sympy.Symbol("t", integer=True), torch.randn(5, dtype=dtype)
+    for func, run, expected in (
+        (torch.ops.aten.mul.Tensor, (("other", sympy.Float(1 / 3) * t),), x * (1027 / 3)),
+        (torch.ops.aten.clamp.default, (("max", t - 1026),), x.clamp(max=1)),
+    ):
+        found = Counted(t, run, dtype)(ranks, func, bind_op(func, (x,), {}))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 class Windowed(PackedModel):
@@ -125,9 +146,8 @@ class Logarithm(PackedModel):
         return h * self.by(h)
 
 
-@pytest.mark.parametrize("by", [lambda h: math.log(h.shape[1]), lambda h: 1 / torch.tensor(h.shape[1])])
-def test_counts_that_are_refused_are_told_how_to_count(by: Callable[[Tensor], Any]) -> None:
-    assert "torch.ones(T).sum()" in str(check_or_refuse(Logarithm(by)))
+def test_counts_that_are_refused_are_told_how_to_count() -> None:
+    assert "torch.ones(T).sum()" in str(check_or_refuse(Logarithm(lambda h: math.log1p(h.shape[1]))))
 
 
 def test_what_they_are_told_is_right() -> None:

@@ -83,13 +83,16 @@ RIGHT: dict[str, Mix] = {
     "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
     "added_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,
     "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
-}
-REFUSED: dict[str, Mix] = {
-    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
     "up_to_a_place": lambda m, h, t: h + h[:, : min(t, 20)].mean(1, keepdim=True),
     "as_a_value": lambda m, h, t: h * torch.where(torch.tensor(t > 16), 2.0, 3.0),
     "filled": lambda m, h, t: h * torch.full((1,), float(t > 16)) + h.new_tensor(t % 5 == 2),
     "logarithm": lambda m, h, t: h * math.log(t) if t > 16 else h,
+    "scaled_as_yarn": lambda m, h, t: h * (0.1 * math.log(t / 8) + 1 if t > 8 else 1.0) * math.log(t, 16),
+    "kept_from_the_end": lambda m, h, t: h + h[:, max(t - 20, 0) :].amax(1, keepdim=True) * max(t, 20),
+    "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
+}
+REFUSED: dict[str, Mix] = {
+    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
     "chunks_that_differ": lambda m, h, t: torch.cat([x * i for i, x in enumerate(h.split(16, 1))], 1),
     "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
 }

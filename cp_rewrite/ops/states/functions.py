@@ -48,6 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.torch_internals import (
+    Logarithms,
     comptime,  # pyright: ignore[reportAttributeAccessIssue]
     traced_object,  # pyright: ignore[reportAttributeAccessIssue]
 )
@@ -340,15 +341,16 @@ Given = Mapping[str, Any]
 
 @contextmanager
 def state_ops() -> Generator[None]:
-    """Inside, Dynamo puts state ops in the place of the functions of all modules that are loaded."""
+    """Inside, Dynamo puts state ops in the place of the functions of all modules that are loaded, and keeps logarithms
+    of the token count."""
     substitute_loaded()
     Blocks.count += 1
-    Blocks.inside = True
+    Blocks.inside = Logarithms.kept = True
     try:
         yield
     finally:
         Blocks.count -= 1
-        Blocks.inside = Blocks.count > 0
+        Blocks.inside = Logarithms.kept = Blocks.count > 0
 
 
 def _delta(op: Callable[..., Tensor], given: Given) -> Any:

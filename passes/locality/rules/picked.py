@@ -96,7 +96,10 @@ _aten: Any = torch.ops.aten
 
 
 def select(call: Call) -> tuple[States, RunOverRanks]:
-    """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]."""
+    """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]; table[x.shape[1]], of what all ranks have."""
+    if call.state(call.first) is REPLICATED and not call.written:
+        place = call.extents.counted(call.arg("index"))
+        return REPLICATED, EntryOfAll(Places(place, 1, 1, call.extents.tokens))
     rows, dim = _rows_at(call, call.arg("dim"))
     place = call.extents.counted(call.arg("index"))
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(place, 1, 1, call.extents.tokens))
@@ -173,6 +176,18 @@ class Places:
         first = of_row(self.first, self.tokens, row_tokens)
         places = torch.arange(self.count, device=row_tokens.device) * self.step + first
         return torch.where(places < 0, places + length, places)
+
+
+@dataclass(frozen=True)
+class EntryOfAll:
+    """One entry of a dim of what all ranks have, at a place that depends on the token count."""
+
+    places: Places
+
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+        x, dim = args["self"], args["dim"]
+        length = torch.full_like(ranks.row_tokens, x.shape[dim])
+        return x.index_select(dim, self.places.of(ranks.row_tokens, length)).squeeze(dim)
 
 
 @dataclass(frozen=True)

@@ -205,30 +205,25 @@ def _geometry(x: Tensor) -> tuple[Any, ...]:
 
 
 def filled(call: Call) -> TensorState:
-    """A tensor of one number: its sizes tell. `new_zeros` and the like take nothing of their input."""
-    value, out = call.arg("fill_value", "s"), call.outs[0]
-    _check_number(call, value)
-    number: Any = {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_"), value)
+    """A tensor of one number, which may not be the token count, or what looks like it in a graph of fixed shapes."""
+    call.check_numbers(call.arg("fill_value", "value", "s"))
+    return of_one_number(call)
+
+
+def of_one_number(call: Call) -> TensorState:
+    """A tensor of one number: its sizes tell, of which `new_zeros` and the like take nothing of their input; or those
+    of the first argument, of `zeros_like` and the like, and in place, where other tensors are read."""
+    value, out, name = call.arg("fill_value", "value", "s"), call.outs[0], call.name.removeprefix("new_")
+    number: Any = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "zero": 0}.get(name, value)
+    number = number if isinstance(number, int | float) else None
+    if name.endswith("_like") or name in ("fill", "zero"):
+        state = call.state(call.first)
+        if isinstance(state, Partial) or (isinstance(value, Tensor) and call.state(value) is not REPLICATED):
+            raise Mixes(f"{call.name} on a per-rank part of a sum")
+        return Rows(state.dims, fill=number) if isinstance(state, Rows) else state
     dims = call.extents.label(call.sizes(out), several=True)
     call.facts.numbers[id(out)] = number
-    return REPLICATED if dims is None else Rows(dims, fill=number if isinstance(number, int | float) else None)
-
-
-def filled_like(call: Call) -> TensorState:
-    """A tensor of one number in the first argument's shape (or in place, where other tensors are read)."""
-    state, value = call.state(call.first), call.arg("fill_value", "value")
-    _check_number(call, value)
-    if isinstance(state, Partial) or (isinstance(value, Tensor) and call.state(value) is not REPLICATED):
-        raise Mixes(f"{call.name} on a per-rank part of a sum")
-    number: Any = {"zeros_like": 0, "ones_like": 1, "zero": 0}.get(call.name, value)
-    if isinstance(state, Rows):
-        return Rows(state.dims, fill=number if isinstance(number, int | float) else None)
-    return state
-
-
-def _check_number(call: Call, value: Any) -> None:
-    """A tensor may not be filled with the token count, or with what looks like it in a graph of fixed shapes."""
-    call.check_numbers(value)
+    return REPLICATED if dims is None else Rows(dims, fill=number)
 
 
 def arange(call: Call) -> TensorState:

@@ -74,31 +74,28 @@ VIEWS = (
 )
 
 # A tensor is made of one number, or counts 0, 1, 2, … -> its dim of T entries is the token dim.
+_FILLED = SUMS | SIZES | UNCUT | POSITIONS
 FILLED = (
-    rule("zeros ones full empty empty_strided scalar_tensor", Alone(shapes.filled, SUMS | SIZES | UNCUT | POSITIONS)),
     rule(
-        "new_zeros new_ones new_full new_empty new_empty_strided",
-        Alone(shapes.filled, SUMS | SIZES | UNCUT | POSITIONS),
+        "zeros ones full empty empty_strided scalar_tensor new_zeros new_ones new_full new_empty new_empty_strided "
+        "empty_like fill zero",
+        Alone(shapes.filled, _FILLED),
+        OverRanks(counted),
     ),
-    rule(
-        "zeros_like ones_like full_like", Alone(shapes.filled_like, SUMS | SIZES | POSITIONS), MovesRows(moves.filled)
-    ),
-    rule("empty_like fill zero", Alone(shapes.filled_like, SUMS | SIZES | POSITIONS)),
+    rule("zeros_like ones_like full_like", Alone(shapes.filled, _FILLED), MovesRows(moves.filled), OverRanks(counted)),
     rule("arange", Alone(shapes.arange, SIZES | UNCUT)),
 )
 
 # Each entry is made of those at its place: all operands have their tokens in one dim, and so has the result. Every op
 # that torch tags as pointwise has this rule.
-POINTWISE = rule(
-    "masked_fill copy where _prelu_kernel complex polar floor_divide hardswish", Alone(pointwise, SUMS | UNCUT)
-)
-LOG_SIGMOID = rule("log_sigmoid_forward", Alone(log_sigmoid))
 # With a number made from the token count: that of the whole row in its place.
-COUNTED = (
-    rule("mul", Alone(pointwise, SUMS | UNCUT), MovesRows(moves.filled), OverRanks(counted)),
-    rule("div add sub rsub eq ne lt le gt ge remainder", Alone(pointwise, SUMS | UNCUT), OverRanks(counted)),
-    rule("clamp clamp_min clamp_max", Alone(pointwise, SUMS | UNCUT), OverRanks(counted)),
+POINTWISE = rule(
+    "masked_fill copy where _prelu_kernel complex polar floor_divide hardswish",
+    Alone(pointwise, SUMS | UNCUT),
+    OverRanks(counted),
 )
+MUL = rule("mul", Alone(pointwise, SUMS | UNCUT), MovesRows(moves.filled), OverRanks(counted))
+LOG_SIGMOID = rule("log_sigmoid_forward", Alone(log_sigmoid))
 CAST = rule("_to_copy", Alone(cast, SUMS | UNCUT | GROUPS), MovesRows(moves.unchanged))
 
 # Entries of some dims are mixed: these dims must be ordinary -> the same dims.
@@ -227,7 +224,7 @@ RULES = (
     *FILLED,
     POINTWISE,
     LOG_SIGMOID,
-    *COUNTED,
+    MUL,
     CAST,
     *MIXED_DIMS,
     *SUMMED,

@@ -19,6 +19,7 @@ Numbers that a graph makes from its token count, T - 1, T // 2, 1 / T, max(T, 8)
 in their place.
 
 x.sum() / x.shape[1]      index == x.shape[1] - 1      x.shape[1] - index      index.clamp(max=x.shape[1] - 1)
+torch.where(torch.tensor(x.shape[1] > 48), a, b)       torch.full((1,), x.shape[1])
 
 Token rows reduced by segment: by document, say.
 
@@ -50,6 +51,7 @@ from cp_rewrite.passes.locality.claims import (
     fewer,
     has,
     of_row,
+    plain,
     with_fewer,
 )
 from cp_rewrite.passes.values.edits import OfSums, Ranks, RunOverRanks
@@ -58,38 +60,97 @@ from cp_rewrite.planning.plan_input import PlanInput
 from .elementwise import pointwise
 from .largest import LargestPlace
 from .rule import States, can_spread, given_dims, has_row, reads_of
+from .shapes import of_one_number
 
 
 def counted(call: Call) -> tuple[States, RunOverRanks]:
-    """Pointwise ops of a tensor and such a number; of `clamp` both bounds may be such."""
-    found = {name: value for name, value in call.bound.items() if call.extents.counts_tokens(value)}
-    if not found or call.written or not found.keys() <= {"other", "min", "max"}:
+    """An op that takes such numbers, or comparisons of them, as values: not as sizes or places."""
+    found = {name: value for name, value in call.numbers.items() if call.extents.counts_tokens(value)}
+    if not found or (call.written and call.name != "fill"):
         raise Mixes(f"{call.name} takes a number made from the token count")
     found = {name: call.extents.counted(value) for name, value in found.items()}
-    return pointwise(call), Counted(call.extents.tokens, tuple(found.items()), call.outs[0].dtype)
+    makes = call.name in ("fill", "full_like") or not call.tensors or call.name == "new_full"
+    if not makes:
+        _with_numbers(call.func, [*found])
+    states = of_one_number(call) if makes else pointwise(call)
+    if isinstance(states, Rows) and call.name == "masked_fill":
+        states = plain(states)
+    runs = Filled if makes else Counted
+    return states, runs(call.extents.tokens, tuple(found.items()), call.outs[0].dtype)
 
 
 @dataclass(frozen=True)
-class Counted:
+class _OfCount:
     """tokens: the symbol that numbers, by argument, are expressions in. dtype: of the result."""
 
     tokens: Any
     numbers: tuple[tuple[str, Any], ...]
     dtype: torch.dtype
 
+    def given(self, ranks: Ranks, floats: torch.dtype) -> dict[str, Tensor]:
+        """The numbers as tensors of no dims, those that are floats in this dtype."""
+        found = {name: torch.as_tensor(of_row(expr, self.tokens, ranks.row_tokens)) for name, expr in self.numbers}
+        return {name: x.to(floats) if x.is_floating_point() else x for name, x in found.items()}
+
+
+class Filled(_OfCount):
+    """A tensor of one such number."""
+
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
-        x: Tensor = args["self"]
-        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # these hold few numbers of tokens
-        given = {name: value for name, value in args.items() if name != "self"}
-        for name, expr in self.numbers:
-            number: Tensor = of_row(expr, self.tokens, ranks.row_tokens)
-            kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-            given[name] = number.to(kind) if number.is_floating_point() else number
-        if "clamp" in func._schema.name:  # which takes two tensors, or two numbers
-            numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
-            given |= {name: torch.full((), value, device=x.device) for name, value in numbers.items()}
-        found: Tensor = getattr(torch, func._schema.name[6:])(x, **given)
+        ((name, number),) = self.given(ranks, torch.float64).items()
+        out: Tensor = func(**{**args, name: 0})
+        return out.copy_(number)
+
+
+class Counted(_OfCount):
+    """An op of tensors and such numbers, entry by entry."""
+
+    def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
+        args = {name: _precise(x) for name, x in args.items()}  # 16 bits hold few numbers of tokens
+        dtypes = [x.dtype for x in args.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        args |= self.given(ranks, dtypes[0] if dtypes else torch.get_default_dtype())
+        found: Tensor = _with_numbers(func, [name for name, _ in self.numbers])(**args)
         return found.to(self.dtype)
+
+
+def _precise(x: Any) -> Any:
+    return wide(x) if isinstance(x, Tensor) else x
+
+
+def _tensor_or_none(x: Any, device: torch.device) -> Tensor | None:
+    return None if x is None else torch.as_tensor(x, device=device)
+
+
+def _with_numbers(func: Any, names: Sequence[str]) -> Callable[..., Tensor]:
+    """An op, by its arguments' names, that takes tensors in the place of these numbers.
+
+    Raises:
+        Mixes: there is none.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    if name in _WITH_NUMBERS:
+        return _WITH_NUMBERS[name]
+    overloads = [getattr(func.overloadpacket, key) for key in func.overloadpacket.overloads()]
+    for other in overloads:
+        kinds = {a.name: str(a.type) for a in other._schema.arguments}
+        given = {a.name for a in func._schema.arguments}
+        if given == kinds.keys() and all("Tensor" in kinds[name] for name in names):
+            found: Callable[..., Tensor] = other
+            return found
+    raise Mixes(f"{name} takes a number made from the token count")
+
+
+_WITH_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "add": lambda self, other, alpha: self + other * alpha,
+    "sub": lambda self, other, alpha: self - other * alpha,
+    "rsub": lambda self, other, alpha: other - self * alpha,
+    "clamp": lambda self, min, max: self.clamp(*(_tensor_or_none(x, self.device) for x in (min, max))),
+    "addcmul": lambda self, tensor1, tensor2, value: self + value * tensor1 * tensor2,
+    "addcdiv": lambda self, tensor1, tensor2, value: self + value * tensor1 / tensor2,
+    "lerp": lambda self, end, weight: self + weight * (end - self),
+    "masked_fill": lambda self, mask, value: torch.where(mask, value.to(self.dtype), self),
+}
+"""Ops that have no form of the same arguments which takes tensors."""
 
 
 _aten: Any = torch.ops.aten

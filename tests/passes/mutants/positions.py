@@ -142,10 +142,10 @@ class LengthScale(PackedModel):
 class LogLengthScale(PackedModel):
     """Torch itself refuses to capture this with a dynamic token dim: the logarithm makes the size a constant."""
 
-    reason, line, bakes_size = "POSITION_GENERATOR", "math.log", True
+    reason, line, bakes_size = "POSITION_GENERATOR", "math.log1p", True
 
     def mix(self, h: Tensor) -> Tensor:
-        return h * math.log(h.shape[1])
+        return h * math.log1p(h.shape[1])
 
 
 class FilledWithLength(PackedModel):
