@@ -437,9 +437,11 @@ def shards_over_some() -> bool:
     return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
-def sharded_over(mesh: DeviceMesh, dim: int) -> Any:
-    """What `shard_placement_fn` gives for a weight that FSDP shards over `mesh`, in `dim`."""
-    return _fsdp_common.ShardPlacementResult(Shard(dim), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+def sharded_over(mesh: DeviceMesh) -> Callable[[int], Any]:
+    """What `shard_placement_fn` gives for weights that FSDP shards over `mesh`, in the dim that is asked for. Of one
+    model all must come from one call."""
+    here = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return lambda dim: _fsdp_common.ShardPlacementResult(Shard(dim), here)
 
 
 _grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()

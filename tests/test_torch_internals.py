@@ -485,7 +485,7 @@ def test_weights_that_some_ranks_shard() -> None:
         assert (rest.size(), group.size()) == (1, 1)
         assert ours.shards_over_some()
         model: Any = nn.Linear(2, 2, bias=False)
-        fully_shard(model, mesh=rest, shard_placement_fn=lambda _: ours.sharded_over(rest, 0))
+        fully_shard(model, mesh=rest, shard_placement_fn=lambda _: ours.sharded_over(rest)(0))
         model.set_gradient_divide_factor(2)
         model.set_force_sum_reduction_for_comms(True)
         model(torch.ones(1, 2)).sum().backward()

@@ -13,8 +13,11 @@
     back ─── one row for each that came; a token adds up what its ranks gave
 
 Nothing is dropped. All sums are over lists in a fixed order: two runs are bitwise equal. Rows that fill a rank up have
-the choice -1, and go nowhere. The backward sends rows once more with their gradients beside them, and computes what
-stands between the two products again.
+the choice -1, and go nowhere.
+
+The backward sends gradients of rows to their owners, and back. For it the forward gives, beside the rows, what came and
+what its first product gave. How long these are hangs on what tokens choose, which no compiler can know: to compilers
+each has one entry, and holds the memory of all (`hidden`). In a checkpoint they are dropped, and made once more.
 
 Shapes: N tokens with k choices, C columns, F columns between the products; P ranks of e experts, E = P e. S rows are
 sent, R received; M (row, choice) pairs are of experts here.
@@ -22,6 +25,8 @@ sent, R received; M (row, choice) pairs are of experts here.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +39,7 @@ from torch.library import custom_op, register_autograd
 from cp_rewrite.kernels import rows as row_kernels
 from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops.exchanges.needed import all_to_all_rows
-from cp_rewrite.ops.schemas import bind, gradients, keep, kept
+from cp_rewrite.ops.schemas import bind, call, gradients, keep, kept
 
 Gate = Callable[[Tensor], Tensor]
 """(M, columns of the first product) -> (M, F), each row by itself."""
@@ -67,8 +72,9 @@ _vjp: Any = torch.func.vjp
 def experts(
     x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, gate: str, transposed: bool, group: str,
-) -> Tensor:  # fmt: skip
-    """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype; and what the backward
+    reads, each `hidden`.
 
     Args:
         x: (N, C). chosen: (N, k) integers, of all E experts; others than 0 … E - 1 count for nothing. weight: (N, k).
@@ -79,32 +85,64 @@ def experts(
     """
     way = Dispatch(chosen, weight, up.shape[0], group)
     rows = way.go(x)
-    y = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype).forward(rows, GATES[gate])
-    return way.home(y).to(x.dtype)
+    products = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype)
+    first = products.first(rows)
+    out = way.home(products.second(first, GATES[gate])).to(x.dtype)
+    return out, *map(hidden, (torch.tensor(way.known, device="cpu"), way.came, rows, first))
 
 
 @experts.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _(x: Tensor, chosen: Tensor, weight: Tensor, *_: Any) -> Any:
+    came = weight.new_empty(1, dtype=_wide(weight))
+    return x.new_empty(x.shape), torch.empty(1, dtype=torch.int64, device="cpu"), came, x.new_empty(1), x.new_empty(1)
 
 
 @custom_op("cp_rewrite::experts_backward", mutates_args=())
 def experts_backward(
-    grad: Tensor, x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None, gate: str, transposed: bool, group: str,
+    grad: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, gate: str, transposed: bool, group: str, known: Tensor, came: Tensor, rows: Tensor,
+    first: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, weight, up, down and the biases that there are. Those of experts are sums over the tokens of all
-    ranks of the group."""
-    way = Dispatch(chosen, weight, up.shape[0], group)
-    rows, grads = way.go(torch.cat([x, grad.to(x.dtype)], 1)).split(x.shape[1], 1)
-    products = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype)
-    dx, dweight, *others = products.backward(rows.contiguous(), grads.contiguous(), GATES[gate])
-    return [way.home(dx).to(x.dtype), way.home_by_choice(dweight).to(weight.dtype), *others]
+    ranks of the group. known, came, rows, first: as `experts` gave them."""
+    way = Dispatch(chosen, weight, up.shape[0], group, shown(known, -1).tolist(), came)
+    products = _Products(way, transposed, up, down, up_bias, down_bias, grad.dtype)
+    rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
+    dx, dweight, *others = products.backward(rows, first, way.go(grad), GATES[gate])
+    return [way.home(dx).to(grad.dtype), way.home_by_choice(dweight).to(weight.dtype), *others]
 
 
 @experts_backward.register_fake
-def _(grad: Tensor, x: Tensor, chosen: Tensor, weight: Tensor, *others: Any) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, weight, *others) if isinstance(t, Tensor)]
+def _(
+    grad: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    given = (grad, weight, up, down, up_bias, down_bias)
+    return [t.new_empty(t.shape) for t in given if t is not None]
+
+
+def hidden(x: Tensor) -> Tensor:
+    """(1,): the first entry of a contiguous tensor, with the memory of all of it."""
+    x = x.contiguous() if x.numel() else x.new_zeros(1)
+    assert not x.storage_offset(), "the backward reads the memory from its beginning"
+    return x.new_empty(0).set_(x.untyped_storage(), 0, (1,), (1,))
+
+
+def shown(x: Tensor, *shape: int) -> Tensor:
+    """The tensor of this shape that `hidden` was given; of the shape -1 all that there is.
+
+    Raises:
+        RuntimeError: a copy of the entry came back.
+    """
+    entries = x.untyped_storage().nbytes() // x.element_size()
+    shape = (entries,) if shape == (-1,) else shape
+    needed = math.prod(shape)
+    if needed > entries or x.storage_offset():
+        raise RuntimeError(
+            f"cp_rewrite: experts kept {needed} entries for the backward, and {entries} came back: what autograd saves "
+            "was copied (torch.autograd.graph.saved_tensors_hooks, save_on_cpu). Checkpoint the layer instead"
+        )
+    return x.new_empty(0).set_(x.untyped_storage(), 0, shape) if needed else x.new_empty(shape)
 
 
 class Dispatch:
@@ -112,33 +150,42 @@ class Dispatch:
 
     send, recv: rows to and from each rank. token: (S,) of each row sent. at: (N, P) the row sent for a token to a rank,
     -1 for none; owner: (N, k) the rank of a choice, P for none.
-    ids: (R, k) choices of received rows, e where one is not of this rank; weight: (R, k) of these, 0 there.
-    sizes: pairs of each expert of this rank; `ends` (e,) int32, their running sum.
+    came: (R, 2 k) of received rows their choices, `ids` (R, k), e where one is not of this rank; and `weight` (R, k) of
+    these, 0 there. sizes: pairs of each expert of this rank.
     """
 
-    def __init__(self, chosen: Tensor, weight: Tensor, own: int, group: str) -> None:
+    def __init__(
+        self, chosen: Tensor, weight: Tensor, own: int, group: str, known: list[int] | None = None,
+        came: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`known`, `came`: of the same call's forward; None: ranks tell each other."""
         self.own, (self.group, self.ranks) = own, GROUPS[group] if group else ("", 1)
-        N, k = chosen.shape
+        (N, k), chosen = chosen.shape, chosen.long()
         there = (chosen >= 0) & (chosen < own * self.ranks)
         self.owner = torch.where(there, chosen // own, self.ranks)
         hit = chosen.new_zeros(N, self.ranks + 1, dtype=torch.bool).scatter_(1, self.owner, True)[:, : self.ranks]
-        pairs = _counts(torch.where(there, chosen, own * self.ranks).flatten(), own * self.ranks)
-        counts = torch.cat([hit.sum(0)[:, None], pairs.view(self.ranks, own)], 1)
-        got = counts if not self.group else _all_to_all(counts, [1] * self.ranks, [1] * self.ranks, self.group)
-        known = torch.cat([counts[:, 0], got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
-        self.send, self.recv, self.sizes = (known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
-        self.ends = got[:, 1:].sum(0).cumsum(0).to(torch.int32)
+        if known is None:
+            pairs = _counts(torch.where(there, chosen, own * self.ranks).flatten(), own * self.ranks)
+            counts = torch.cat([hit.sum(0)[:, None], pairs.view(self.ranks, own)], 1)
+            got = counts if not self.group else _all_to_all(counts, [1] * self.ranks, [1] * self.ranks, self.group)
+            known = torch.cat([counts[:, 0], got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
+        self.known: Any = known
+        """send, recv and sizes."""
+        self.send, self.recv, self.sizes = (self.known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
         S = sum(self.send)
         flat = hit.T.reshape(-1)
         place = torch.where(flat, flat.cumsum(0) - 1, S)
         self.token = place.new_empty(S + 1).scatter_(0, place, _count(self.ranks * N, place) % max(N, 1))[:S]
         self.at = torch.where(hit, place.view(self.ranks, N).T, -1)
-        here = torch.repeat_interleave(_count(self.ranks, place), counts[:, 0], output_size=S)[:, None]
-        mine = self.owner[self.token] == here
-        wide = torch.promote_types(weight.dtype, torch.float32)  # which holds the numbers of experts, too
-        ids = torch.where(mine, chosen[self.token] - here * own, own).to(wide)
-        came = self.exchange(torch.cat([ids, torch.where(mine, weight[self.token], 0).to(wide)], 1))
-        self.ids, self.weight = came[:, :k].long(), came[:, k:]
+        if came is None:
+            here = torch.repeat_interleave(_count(self.ranks, place), hit.sum(0), output_size=S)[:, None]
+            mine = self.owner[self.token] == here
+            ids = torch.where(mine, chosen[self.token] - here * own, own).to(_wide(weight))
+            weights = torch.where(mine, weight[self.token], 0).to(_wide(weight))
+            self.came = self.exchange(torch.cat([ids, weights], 1))
+        else:
+            self.came = shown(came, sum(self.recv), 2 * k)
+        self.ids, self.weight = self.came[:, :k].long(), self.came[:, k:]
 
     def go(self, x: Tensor) -> Tensor:
         """(R, …) what ranks sent, by rank, of rows (N, …)."""
@@ -177,24 +224,31 @@ class _Products:
         # (e, C, G) and (e, F, C)
         self.up, self.down = (w.to(dtype) if transposed else w.to(dtype).transpose(1, 2) for w in (up, down))
         self.up_bias, self.down_bias, self.transposed = up_bias, down_bias, transposed
-        self.sizes, self.ends, self.size = way.sizes, way.ends, sum(way.sizes)
+        self.sizes, self.size = way.sizes, sum(way.sizes)
+        ends = torch.tensor(list(itertools.accumulate(way.sizes)), dtype=torch.int32, device="cpu")
+        self.ends = ends.to(way.ids.device, non_blocking=True)
         flat, k = way.ids.flatten(), way.ids.shape[1]
         order = flat.argsort(stable=True)[: self.size]
         self.row, self.expert, self.weight = order // k, flat[order], way.weight.flatten()[order][:, None]
         self.at = flat.new_full(flat.shape, -1).scatter_(0, order, _count(self.size, flat)).view(way.ids.shape)
 
-    def forward(self, rows: Tensor, gate: Gate) -> Tensor:
-        """(R, C) of received rows: what the experts here give, weighed and added up, in the rows' dtype."""
-        inner = gate(self._first(self._picked(rows))) * self.weight
-        y = self._grouped(inner.to(rows.dtype), self.down)
+    def first(self, rows: Tensor) -> Tensor:
+        """(M, G): what the first product gives of received rows (R, C)."""
+        first = self._grouped(self._picked(rows), self.up)
+        return first if self.up_bias is None else first + self.up_bias[self.expert].to(first.dtype)
+
+    def second(self, first: Tensor, gate: Gate) -> Tensor:
+        """(R, C) of that: what the experts here give, weighed and added up, in its dtype."""
+        inner = gate(first) * self.weight
+        y = self._grouped(inner.to(first.dtype), self.down)
         if self.down_bias is not None:
             y = y + (self.down_bias[self.expert] * self.weight).to(y.dtype)
-        return self._added(y).to(rows.dtype)
+        return self._added(y).to(first.dtype)
 
-    def backward(self, rows: Tensor, grads: Tensor, gate: Gate) -> list[Tensor]:
-        """Gradients of received rows, of the weights of their choices, and of what is `given`."""
+    def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: Gate) -> list[Tensor]:
+        """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C)."""
         x, dy = self._picked(rows), self._picked(grads)
-        inner, pull = _vjp(gate, self._first(x))
+        inner, pull = _vjp(gate, first)
         weighed = (inner * self.weight).to(x.dtype)
         dweighed = self._grouped(dy, self.down.transpose(1, 2))
         dweight = (dweighed * inner).to(self.weight.dtype).sum(1, keepdim=True)
@@ -221,10 +275,6 @@ class _Products:
     def _added(self, pairs: Tensor) -> Tensor:
         """(R, C): of each row the sum of its pairs, choice after choice."""
         return add_listed(pairs, self.at, self.size)
-
-    def _first(self, x: Tensor) -> Tensor:
-        first = self._grouped(x, self.up)
-        return first if self.up_bias is None else first + self.up_bias[self.expert].to(first.dtype)
 
     def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
         """(M, B): each pair's row (M, A) times the matrix of its expert, of (e, A, B)."""
@@ -263,6 +313,11 @@ def _has_grouped(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and a.dtype is torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
+def _wide(weight: Tensor) -> torch.dtype:
+    """The dtype in which weights travel, and the numbers of experts beside them."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 def _counts(values: Tensor, bins: int) -> Tensor:
     """(bins,) int64: how many values are 0, 1, …; `bins` itself is not counted."""
     return values.new_zeros(bins + 1).scatter_add_(0, values, torch.ones_like(values))[:bins]
@@ -282,16 +337,19 @@ def _all_to_all(x: Tensor, recv: Sequence[int], send: Sequence[int], group: str)
         return all_to_all_rows(x, [*recv], [*send], group)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    keep(ctx, **vars(bind(_ops.experts.default, inputs)))
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x = bind(_ops.experts.default, inputs)
+    x.known, x.came, x.rows, x.first = output[1:]
+    ctx.mark_non_differentiable(*output[1:])
+    del x.x
+    keep(ctx, **vars(x))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     x = kept(ctx)
-    names = [n for n in ("x", "weight", "up", "down", "up_bias", "down_bias") if getattr(x, n) is not None]
-    found = _ops.experts_backward(
-        grad.contiguous(), x.x, x.chosen, x.weight, x.up, x.down, x.up_bias, x.down_bias, x.gate, x.transposed, x.group
-    )
+    x.x = None
+    names = [n for n in ("x", "weight", "up", "down", "up_bias", "down_bias") if n == "x" or getattr(x, n) is not None]
+    found = call(_ops.experts_backward.default, x, grad=grad.contiguous())
     return gradients(_ops.experts.default, x, **dict(zip(names, found, strict=True)))
 
 

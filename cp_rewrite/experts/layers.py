@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -97,7 +98,7 @@ def run(layer: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     if layer.has_bias:
         biases = (layer.gate_up_proj_bias if layer.has_gate else layer.up_proj_bias, layer.down_proj_bias)
     weights: list[Any] = [w.to_local() if isinstance(w, DTensor) else w for w in (up, layer.down_proj, *biases)]
-    return _ops.experts.default(x, chosen, weight, *weights, layer.cp_gate, layer.is_transposed, layer.cp_group)
+    return _ops.experts.default(x, chosen, weight, *weights, layer.cp_gate, layer.is_transposed, layer.cp_group)[0]
 
 
 @functools.cache
@@ -177,7 +178,8 @@ class SharedExperts:
         owned, rest = {*self.weights()}, self.rest
         if rest is None:
             return {"ignored_params": owned}
-        return {"shard_placement_fn": lambda p: sharded_over(rest, _even_dim(p, rest.size())) if p in owned else None}
+        over = sharded_over(rest)
+        return {"shard_placement_fn": lambda p: over(_even_dim(p, rest.size())) if p in owned else None}
 
 
 def _even_dim(weight: Tensor, ranks: int, parts: int = 1) -> Any:
@@ -250,8 +252,12 @@ def _check_layer(layer: Any, name: str, size: int) -> None:
             f"experts={size}: {name} must hold {', '.join(known)} of its {layer.num_experts} experts, and nothing else "
             f"(adapters, quantized weights, a gate with weights); it holds {shapes or 'nothing'}"
         )
-    if any(True for _ in layer.buffers()) or "forward" in vars(layer):
-        raise ValueError(f"experts={size}: {name} has buffers, or a forward of its own, which no rank would run")
+    others = [*layer.buffers(), *(value for value in vars(layer).values() if isinstance(value, Tensor))]
+    if others or "forward" in vars(layer):
+        raise ValueError(
+            f"experts={size}: {name} has buffers or other tensors beside its weights, or a forward of its own, which no "
+            "rank would use"
+        )
     if not isinstance(layer, Experts) and not _agrees(layer):
         raise ValueError(
             f"experts={size}: {name}, a {type(layer).__name__}, gives other numbers than transformers' "
@@ -264,7 +270,9 @@ def _gate_of(layer: Any) -> str:
     if isinstance(layer, Experts):
         return layer.cp_gate
     numbers = {k: v for k, v in vars(layer).items() if k[0] != "_" and k != "training" and isinstance(v, _NUMBERS)}
-    name = f"{type(layer).__module__}.{type(layer).__qualname__}({numbers}, {getattr(layer, 'act_fn', None)})"
+    config: Any = getattr(layer, "config", None)  # a gate may read it, too
+    known = hashlib.sha1(repr((numbers, config and sorted(config.to_dict().items()))).encode()).hexdigest()
+    name = f"{type(layer).__module__}.{type(layer).__qualname__} {known[:16]}"
     GATES.setdefault(name, _gate(layer))
     return name
 
@@ -305,7 +313,8 @@ def _agrees(layer: Any) -> bool:
     try:
         GATES["trial"] = gate
         theirs, ours = batched_mm_experts_forward(bare, x, chosen, weight), run(bare, x, chosen, weight)
-        alone = torch.cat([gate(row[None]) for row in rows])
-        return torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5) and torch.allclose(gate(rows), alone)
+        alone, before = torch.cat([gate(row[None]) for row in rows]), rows.clone()
+        by_rows = torch.allclose(gate(rows), alone) and torch.equal(rows, before)  # which the backward reads
+        return by_rows and torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5)
     finally:
         del GATES["trial"]

@@ -59,7 +59,9 @@ def by_hand(rows: Operands, weights: Operands, transposed: bool) -> Tensor:
 
 def run(rows: Operands, weights: Operands, transposed: bool, group: str) -> Tensor:
     given = [weights.get(name) for name in ("up", "down", "up_bias", "down_bias")]
-    return torch.ops.cp_rewrite.experts(rows["x"], rows["chosen"], rows["weight"], *given, "swiglu", transposed, group)
+    return torch.ops.cp_rewrite.experts(rows["x"], rows["chosen"], rows["weight"], *given, "swiglu", transposed, group)[
+        0
+    ]
 
 
 def leaves(values: Operands) -> Operands:
@@ -167,10 +169,17 @@ def _swap_owners(patch: pytest.MonkeyPatch) -> None:
     """Ranks are taken in the other order."""
     plain = Dispatch.__init__
 
-    def init(self: Any, chosen: Tensor, weight: Tensor, own: int, group: str) -> None:
+    def init(self: Any, chosen: Tensor, weight: Tensor, own: int, group: str, *more: Any) -> None:
         ranks = dispatch.GROUPS[group][1]
         there = (chosen >= 0) & (chosen < own * ranks)
-        plain(self, torch.where(there, chosen % own + (ranks - 1 - chosen // own) * own, chosen), weight, own, group)
+        plain(
+            self,
+            torch.where(there, chosen % own + (ranks - 1 - chosen // own) * own, chosen),
+            weight,
+            own,
+            group,
+            *more,
+        )
 
     patch.setattr(Dispatch, "__init__", init)
 
@@ -180,7 +189,7 @@ def _weights_of_others(patch: pytest.MonkeyPatch) -> None:
     plain = Dispatch.exchange
 
     def exchange(self: Any, x: Tensor, back: bool = False) -> Tensor:
-        if not back and not hasattr(self, "ids") and x.shape[1] == 2 * K:
+        if not back and not hasattr(self, "came") and x.shape[1] == 2 * K:
             ids = torch.where(x[:, :K] == self.own, self.own - 1, x[:, :K])
             x = torch.cat([ids, torch.where(x[:, K:] == 0, 1.0, x[:, K:])], 1)
         return plain(self, x, back)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.claims import REPLICATED, Dims, Mixes, Owned, Rows, TensorState
+from cp_rewrite.passes.locality.claims import REPLICATED, Deferred, Dims, Mixes, Owned, Rows, TensorState
 from cp_rewrite.passes.values.edits import Ranks
 from cp_rewrite.planning.plan_input import PlanInput
 
 from .rule import can_spread, has_row, reads_of
 
 OP = "cp_rewrite::experts"
+_KEPT = Deferred("what experts keep for their backward is read, which is a rank's own")
 _ROWS, _WEIGHTS = ("x", "chosen", "weight"), ("up", "down", "up_bias", "down_bias")
 
 
@@ -35,8 +36,8 @@ def owned_elsewhere(call: Call) -> Mixes | None:
     )
 
 
-def experts(call: Call) -> TensorState:
-    """Rows in, rows out."""
+def experts(call: Call) -> list[TensorState]:
+    """Rows in, rows out; and what the backward reads, of this rank."""
     states = [call.rows(call.arg(name)) for name in _ROWS]
     dims = states[0].dims[:1] if states[0] is not None else ()
     if any(state is None or state.dims != (*dims, None) for state in states):
@@ -50,10 +51,10 @@ def experts(call: Call) -> TensorState:
     if group and call.facts.in_function:
         raise Mixes("experts that ranks share in a torch.autograd.Function: call the layer outside of it")
     call.use_positions(*map(call.arg, _ROWS))
-    return Rows((*dims, None))
+    return [Rows((*dims, None)), *[_KEPT] * (len(call.outs) - 1)]
 
 
-def without_fill(call: Call) -> tuple[TensorState, WithoutFill]:
+def without_fill(call: Call) -> tuple[list[TensorState], WithoutFill]:
     """The same, where ranks share experts; rows without a token choose none, and travel nowhere."""
     given, chosen = experts(call), call.rows(call.arg("chosen"))
     if not call.arg("group") or chosen is None or not can_spread(chosen):
@@ -72,5 +73,5 @@ class WithoutFill:
     def reads(self) -> tuple[PlanInput, ...]:
         return reads_of(self.dims)
 
-    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
+    def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, ...]:
         return func(**{**args, "chosen": torch.where(has_row(ranks, self.dims), args["chosen"], -1)})
