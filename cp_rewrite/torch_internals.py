@@ -263,6 +263,11 @@ def hint(size: Any) -> Any:
     return size.node.hint if size.node.has_hint() else None
 
 
+def has_one(size: Any) -> bool:
+    """True of a size that is 1 in the example alone: `squeeze` of a trace that leaves it open keeps the dim."""
+    return isinstance(size, SymInt) and hint(size) == 1
+
+
 def guards_of(shape_env: Any) -> list[tuple[sympy.Basic, str]]:
     """(condition, the line that it is from) of all that was decided by sizes, in the symbols of that moment."""
     return [(guard.expr, guard.sloc.maybe_user_loc or str(guard.sloc)) for guard in shape_env.guards]
@@ -486,16 +491,43 @@ def on_compiles(starts: Callable[[str], None], ends: Callable[[str], None]) -> N
     callback_handler.register_end_callback(lambda args: ends(args.callback_trigger.name))
 
 
-_SIZES: Any = torch.fx.experimental._config  # type: ignore[attr-defined]
-
-
 def leave_ones_open() -> None:
-    """Until Dynamo has the graph that it traces now, a size that is 1 in the example, as of the last chunk of 17 tokens by
-    16, is as open as any other size."""
+    """Until Dynamo has the graph that it traces now, ops take a size that is 1 in the example for as open as any other,
+    where torch would fix it: as of the last chunk of 17 tokens by 16. What the traced function itself decides by a size
+    falls as it does for the example."""
     try:
         output: Any = InstructionTranslator.current_tx().output
     except AttributeError:
         return
-    if not _SIZES.backed_size_oblivious:
-        _SIZES.backed_size_oblivious = True
-        output.add_cleanup_hook(functools.partial(setattr, _SIZES, "backed_size_oblivious", False))
+    env = output.shape_env
+    if "evaluate_sym_node" in vars(env):
+        return
+    evaluate = env.evaluate_sym_node
+
+    def open_evaluate(node: Any, *args: Any, **kwargs: Any) -> Any:
+        equal = isinstance(node.expr, sympy.Eq)
+        is_one = isinstance(node.expr, sympy.Eq | sympy.Ne) and sympy.S.One in node.expr.args and node.expr.free_symbols
+        if is_one and bool(node.hint) == equal and _asks_an_op(sys._getframe(1)):
+            return sympy.false if equal else sympy.true
+        return evaluate(node, *args, **kwargs)
+
+    env.evaluate_sym_node = open_evaluate
+    output.add_cleanup_hook(lambda: vars(env).pop("evaluate_sym_node", None))
+
+
+_SYMBOLS = tuple(
+    f"{torch.__path__[0]}/{file}"
+    for file in ("fx/experimental/sym_node.py", "fx/experimental/symbolic_shapes.py", "__init__.py")
+)
+_TRACED = tuple(f"{torch.__path__[0]}/_dynamo/{file}" for file in ("variables/", "symbolic_convert.py"))
+
+
+def _asks_an_op(frame: Any) -> bool:
+    """Whether an op of torch asks for a relation of sizes in a frame that evaluates it: not the function that Dynamo
+    traces, and not a check that it holds."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
+        if frame.f_code.co_name == "expect_true":
+            return False
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return file.startswith(f"{torch.__path__[0]}/") and not file.startswith(_TRACED)

@@ -45,7 +45,7 @@ from cp_rewrite.passes.graph.nodes import (
     value_of,
 )
 from cp_rewrite.passes.graph.writes import memory_of, writers_between, written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
@@ -218,6 +218,8 @@ class Chunks:
             return True
         if written_nodes(node) and op_name(node) != "add":
             return True
+        if op_name(node) == "squeeze" and any(map(has_one, value_of(node.args[0]).shape)):
+            return True
         return _makes_tensor(node, [n for n in node.all_input_nodes if n in self.parts])
 
     def _has_all(self, node: fx.Node) -> bool:
@@ -261,8 +263,8 @@ class Chunks:
         ]
 
     def ends(self) -> list[End]:
-        """Raises NotAlike where something else reads chunks. (What is computed of some chunks only, as a loop's total is,
-        is read behind an end.)"""
+        """Raises NotAlike where something else reads chunks. What is computed of some of them, as a loop's total is, is
+        read behind an end."""
         whole = {*self.whole}
         if self.unfit & whole or not all(self.keys.get(("cut", cut)) in whole for cut in self.cuts):
             raise NotAlike

@@ -7,6 +7,7 @@ What the locality check found, while it walks and in the end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -116,6 +117,10 @@ def _padding(found: TokenInput, sharding: Sharding) -> Number | None:
     return None
 
 
+_OURS = re.compile(r" \([^()]*torch_internals\.py[^()]*\)$")
+"""Where torch says that a size was asked for, if it is `leave_ones_open`."""
+
+
 def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
     """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
     if fixed:
@@ -127,8 +132,8 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
         return Refusal(Reason.TOKEN_INPUT, detail)
     for guard in getattr(extents.shape_env, "guards", ()):
         if _fixes(guard.expr, extents.tokens):
-            line = str(guard.sloc)
-            why = "as a loop over a range of tokens does (cut them by `split`), or a chunk of one token"
+            line = _OURS.sub("", str(guard.sloc))
+            why = "as a loop over a range of tokens does (cut them by `split`), or a choice by a chunk's one token"
             if "opt_einsum" in line:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
             elif "math." in line:

@@ -31,7 +31,7 @@ from cp_rewrite.passes.locality.claims import (
     regroup,
 )
 from cp_rewrite.refusal import Reason
-from cp_rewrite.torch_internals import expression
+from cp_rewrite.torch_internals import expression, has_one
 
 REMAINDERS = frozenset({"Mod", "PythonMod", "ModularIndexing"})
 """Names of torch's remainders: what is missing to whole chunks is one."""
@@ -64,6 +64,8 @@ def squeezed(call: Call, x: Rows) -> Rows:
     ndim = len(x.dims)
     dims = range(ndim) if given is None else [d % ndim for d in ([given] if isinstance(given, int) else given)]
     if call.first.ndim == ndim:
+        if any(has_one(call.first.shape[dim]) for dim in dims):
+            raise Mixes("squeezes a dim that has one token in this row, and more in others", Reason.TOKEN_COUNT)
         gone = {dim for dim in dims if call.first.shape[dim] == 1}
     elif len(dims) == ndim - call.first.ndim:  # in place: its shape is that of the result
         gone = {*dims}
