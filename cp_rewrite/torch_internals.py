@@ -323,6 +323,23 @@ def traced_object(context: Any, name: str) -> Any:
     return getattr(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize(), "value", None)
 
 
+def traced_values(context: Any, name: str, leave_out: Iterable[str]) -> dict[str, Any] | None:
+    """What the traced code's local `name` holds, a dict by words, but for the words `leave_out`, inside of what
+    `comptime` runs: constants, and tensors that Dynamo makes inputs of; None where there is anything else."""
+    items: Any = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize().items
+    held = {key.vt.as_python_constant(): value.realize() for key, value in items.items()}
+    found: dict[str, Any] = {}
+    for word in [word for word in held if word not in {*leave_out}]:
+        value = held[word]
+        if value.is_python_constant():
+            found[word] = value.as_python_constant()
+        elif (source := value.as_proxy().node.meta.get("grapharg") if value.is_proxy() else None) is not None:
+            found[word] = source.example
+        else:
+            return None
+    return found
+
+
 def trace_transformers() -> None:
     """Let a model of `transformers` that is traced before it was called install the hooks that capture its outputs (as
     those of experts' routers): it does so with a lock, which Dynamo does not know."""

@@ -20,6 +20,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from cp_rewrite.batch.as_row import AsRow, own_of
 from cp_rewrite.torch_internals import expression, fake_mode_of
 
+from .capture.encoders import encoded_arguments, encoded_examples
 from .graph.dynamo import inner_mode
 from .graph.new_nodes import OtherSizes, give_sizes
 from .graph.nodes import graph_modules
@@ -66,7 +67,7 @@ def local_examples(gm: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
             found[i] = made.requires_grad_(found[i].requires_grad)
         elif isinstance(found[i], SymInt | SymFloat | SymBool):
             found[i] = node.meta["example_value"]
-    return found
+    return [*found, *encoded_examples(gm)]
 
 
 def local_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -82,11 +83,13 @@ def local_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, 
         (i, *sizes[found]) for i, n in numbers.items() if isinstance(n, SymInt) and (found := expression(n)) in sizes
     ]
 
+    encoded = encoded_arguments(gm)
+
     def local(args: Sequence[Any]) -> tuple[Any, ...]:
         given = [*map(own_of, args)]
         for i, of, dim in places:
             given[i] = given[of].shape[dim]
-        return tuple(given)
+        return (*given, *encoded(given))
 
     return local
 

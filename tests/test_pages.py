@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import make_batch
+from tests.helpers import images
 from tests.helpers.gpts import ROW, VOCAB, NanoChat, NanoGPT
 from tests.helpers.models import SMALL, build_model
 from tests.helpers.pages import PAGES, blocks_of, follow, name_of
@@ -57,6 +58,19 @@ def texts() -> Names:
     datasets: Any = importlib.import_module("datasets")
     found = datasets.Dataset.from_dict({"text": [trl_tests.text(n, n) for n in (13, 29, 18, 61, 7, 20)]})
     return a_model(texts=found, tokenizer=trl_tests.tokenizer())
+
+
+def rows_of_images() -> Names:
+    model = images.build("Qwen3VL")
+    batch = images.rows((3, (4, 4), 20), (9, (2, 6), 1, (4, 4), 10))
+    return {"device": "cpu", "ranks": 4, "model": model, "batch": batch}
+
+
+def has_images_gradients(names: Names) -> None:
+    alone: Any = images.build("Qwen3VL")
+    alone(**images.rows((3, (4, 4), 20), (9, (2, 6), 1, (4, 4), 10))).loss.backward()
+    for ours, theirs in zip(names["model"].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 
 def trained(names: Names) -> None:
@@ -105,6 +119,7 @@ def is_the_pages_smear(names: Names) -> None:
 ON_RANKS: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "README.md": (lambda: a_model(batches=[make_batch([[13, 1, 7, 11]]), make_batch([[20, 9]])]), trained),
     "docs/guides/own_loop.md": (lambda: a_model(ranks=4), has_gradients),
+    "docs/guides/images.md": (rows_of_images, has_images_gradients),
     "docs/guides/many_nodes.md": (lambda: a_model(nodes=2, ranks_of_a_node=2), trains_two_nodes),
     "docs/guides/recipes.md": (lambda: a_model(mesh=DeviceMesh("cpu", [0, 1, 2, 3])), clips),
     "docs/guides/code_bases.md": (rows_of_a_gpt, is_the_pages_smear),

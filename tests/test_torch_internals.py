@@ -376,6 +376,31 @@ def test_an_object_is_found_while_it_is_traced() -> None:
     assert not traced.weight.requires_grad
 
 
+_held: list[Any] = []
+
+
+def _note_values(context: Any) -> None:
+    _held.extend((ours.traced_values(context, name, ["left"])) for name in ("given", "made"))
+
+
+@canary("comptime", "batch.encoders")
+def test_values_are_found_while_they_are_traced() -> None:
+    """Of a dict of inputs and constants; not of one with a tensor that the traced code made."""
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        given = {"left": y + 1, "x": x, "words": ("a", 2), "none": None}
+        made = {"x": x, "y": y + 1}
+        ours.comptime(_note_values)
+        return given["x"] + made["y"]
+
+    torch._dynamo.reset()
+    _held.clear()
+    x = torch.ones(1, 2)
+    torch.compile(model, backend="eager", fullgraph=True)(x, torch.ones(1, 2))
+    assert _held == [{"x": x, "words": ("a", 2), "none": None}, None]
+    assert _held[0]["x"] is x
+
+
 # -- process groups ----------------------------------------------------------------------------------------
 
 

@@ -497,6 +497,12 @@ def in_batch() -> bool:
     return current is not None and current[1]
 
 
+def last_batch() -> ActivePlan | None:
+    """The plan of the batch that was cut last, of whatever annotation."""
+    current = _current.get()
+    return None if current is None else current[0]
+
+
 def is_captured() -> bool:
     """True if a CUDA graph captures what runs now: its replays run no Python."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -30,6 +30,7 @@ from . import steps
 from .active import Place
 from .as_row import as_row, traced_tokens
 from .buffers import buffers_of, fixed_values
+from .encoders import wrap_encoders
 from .labels import COUNT, SHIFTED, check_fill, is_label, shifted, warn_if_shifted
 from .marks import check_unchanged
 from .masks import replace_masks
@@ -129,6 +130,7 @@ def shard(
     notes = steps.due(sharding)
     steps.compare(notes, turns.on_batch(sharding, plan, batch, steps.text_of(notes)))
     trace_transformers()
+    wrap_encoders()
     heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start

@@ -26,7 +26,7 @@ from cp_rewrite.agree import turns
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
-from .parallelize import watch_steps
+from .parallelize import watch_encoders, watch_steps
 from .sharded_forward import shard_weights
 from .twin import Twin
 
@@ -174,6 +174,7 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
     name = model._get_name()
     shard_weights(model, forward.blocks, mesh, _policy(accelerator), bool(plugin.reshard_after_forward), world)
     watch_steps(model, forward.sharding)
+    watch_encoders(model, mesh, forward.sharding)
     # FSDP makes a class of another name of it. By its name Trainer tells whether smoothed labels are to be shifted.
     model._get_name = lambda: name
     return model

@@ -5,6 +5,7 @@ calls it with becomes a batch as `Sharding.shard` takes it: documents are told a
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -127,6 +128,36 @@ def _check_positions(batch: Mapping[str, Any], arg: str, mask: Tensor) -> None:
         )
 
 
+PLACES, KINDS = "position_ids", "mm_token_type_ids"
+
+
+def with_planes(model: nn.Module, values: Mapping[str, Any], made: GlobalBatch) -> GlobalBatch:
+    """Positions in planes of a model that counts tokens of images by time, height and width, where the batch has none.
+    Such a model makes them of whole rows, by their tokens.
+
+        (3, B, T)    what the model makes
+        (4, B, T)    in front of these the places that documents are told apart by
+
+    Raises:
+        ValueError: images, and nothing says which tokens are theirs.
+    """
+    owner: Any = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
+    if owner is None or values.get(PLACES) is not None:
+        return made
+    ids: Tensor = values["input_ids"]
+    given = {name: x.cpu() for name, x in values.items() if isinstance(x, Tensor)}
+    planes = torch.arange(ids.shape[1]).expand(3, *ids.shape)
+    if any(name.endswith("_grid_thw") for name in given):
+        if KINDS not in given:
+            raise ValueError(f"the batch has images and no {KINDS}, by which positions are made: processors return it")
+        takes = inspect.signature(owner.get_rope_index).parameters
+        planes, _ = owner.get_rope_index(**{name: x for name, x in given.items() if name in takes})
+    places = made.values.get(PLACES)
+    batch = {**made.values, PLACES: planes if places is None else torch.cat([places[None], planes])}
+    tokens = {**made.sharding.tokens, PLACES: 2} | ({KINDS: 1} if KINDS in given else {})
+    return made._replace(values=batch, sharding=replace(made.sharding, tokens=tokens))
+
+
 Variant = tuple[Packing, tuple[str, ...], bool]
 """What tells documents apart, the arguments that are cut, and whether the loss alone is wanted."""
 
@@ -186,7 +217,8 @@ class GlobalForward:
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         places = self.places and not balances_experts(self.model, values)
-        batch, sharding, lengths = global_batch(values, self.sharding, places=places)
+        made = global_batch(values, self.sharding, places=places)
+        batch, sharding, lengths = with_planes(self.model, values, made)
         dim = sharding.tokens.get("labels", 0)
         labelled = "labels" in batch and batch["labels"].ndim > dim  # or there is one for each row
         sharding, run = self._variant(sharding, labelled, "labels" in batch)

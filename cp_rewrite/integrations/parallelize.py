@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 from cp_rewrite.agree import heartbeat, turns
 from cp_rewrite.batch import steps as later
 from cp_rewrite.batch.active import check_not_traced, in_batch
+from cp_rewrite.batch.encoders import has_encoders, images_of
 from cp_rewrite.batch.gradients import note_summed, summed
 from cp_rewrite.batch.marks import is_part
 from cp_rewrite.batch.stand_in import StandIn
@@ -156,6 +158,31 @@ def _check_steps(_: str, ranks: list[list[float]]) -> None:
         )
 
 
+def watch_encoders(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
+    """Before each call, where several groups of ranks share the weights: raise on all ranks if some groups have images,
+    or videos, and others have none. FSDP gathers the encoder's weights, and sums its gradients, on all ranks or none.
+
+    mesh: of all ranks, of one dim.
+    """
+    encoders = [module for module in model.modules() if has_encoders(module)]
+    if mesh.size() == sharding.world_size or not encoders:
+        return
+    group, names = mesh.get_group(), images_of(encoders[0])
+
+    def begin(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        given = torch.tensor([kwargs.get(name) is not None for name in names], device=device_of(sharding)).int()
+        found = torch.stack([given, 1 - given])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        mixed = [name for name, both in zip(names, found.sum(0).tolist(), strict=True) if both > 1]
+        if mixed:
+            raise RuntimeError(
+                f"cp_rewrite: some groups of ranks have {' and '.join(mixed)} in this step, and others have none: with "
+                "FSDP all have, or none (a small image whose tokens are no targets will do), or data_parallel='ddp'"
+            )
+
+    model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
+
 DataParallel = Literal["fsdp", "ddp"]
 Offload = Literal["checkpoints", "weights"]
 
@@ -241,6 +268,7 @@ def parallelize(
             model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host, placement
         )
         watch_steps(model, sharding)
+        watch_encoders(model, _flat(mesh), sharding)
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
         run = compile_segments(twin.module.forward, twin, chosen, sharding, store)
@@ -343,7 +371,9 @@ def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Modu
     # DDP averages what is accumulated so far over all ranks: it must average, so gradients go in times the ranks that
     # have parts of one sum.
     _replace_forward(model, run, sharding, factor=sharding.world_size)
-    return DistributedDataParallel(model, process_group=_flat(mesh).get_group())
+    # A batch without images leaves their encoder without gradients.
+    unused = any(map(has_encoders, model.modules()))
+    return DistributedDataParallel(model, process_group=_flat(mesh).get_group(), find_unused_parameters=unused)
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from cp_rewrite.batch.encoders import has_encoders, stands_for
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KNOWN = ("torch.distributed.", "transformers.utils.output_capturing")
 """Whose hooks may come later: they do nothing inside of a graph, or are traced anew."""
@@ -123,6 +125,8 @@ class Twin:
         self.owners: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}
         for mine, theirs in self._pairs:
             theirs._buffers = mine._buffers  # one dict: what the twin assigns, the model has
+            if has_encoders(mine):
+                stands_for(theirs, mine)
             for name, parameter in mine._parameters.items():
                 if parameter is not None:
                     stand_in = stand_ins[id(parameter)]

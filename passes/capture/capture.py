@@ -51,6 +51,7 @@ from cp_rewrite.sharding import Sharding, device_of
 from cp_rewrite.torch_internals import FakeTensorMode, Max, Min, expression, fake_mode_of, guard, holds, is_wrapped
 
 from .chunks import join_chunks
+from .encoders import take_out_encoders
 from .picks import sum_picked
 from .scatters import part_masked_scatter, part_moves, place_writes
 
@@ -231,6 +232,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     kept = {copies[node]: where for node, where in ends.kept.items() if node in copies}
     _return_without(copy, {copies[node] for node in ends.unread if node in copies})
     look_like_row(copy)
+    refusals = take_out_encoders(copy)
     give_sizes_once(copy)
     decide_bounds(copy)
     part_multihead(copy)
@@ -254,7 +256,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
     frame = Frame(kept, frozenset(places.values()), break_reason(gm), is_resumed())
-    return State(copy, sharding, tokens, device, plan, frame, loss_alone, chunked=chunked)
+    return State(copy, sharding, tokens, device, plan, frame, loss_alone, chunked=chunked, refusals=refusals)
 
 
 def look_like_row(gm: fx.GraphModule) -> None:
