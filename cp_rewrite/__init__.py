@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if PathFinder.find_spec(f"{__name__}.{name}", __path__) is None:  # of modules import statements ask
+    if PathFinder.find_spec(f"{__name__}.{name}", __path__) is None:  # noqa: F405 of modules imports ask
         public = import_module(f"{__name__}.public")
         if name == "__all__" or name in public.__all__:
             globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)

@@ -30,13 +30,12 @@ from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.nodes import graph_modules
 from cp_rewrite.passes.locality.rules.states import OnPieces
 from cp_rewrite.passes.values.edits import Converted, OfSums
-from cp_rewrite.planning.cost.memory import Needs
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
-from .target import Target, facts_of, is_given, needs_of, target_of
+from .target import Counted, Target, facts_of, needs_of, target_of
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
@@ -374,16 +373,11 @@ def _report(state: passes.State, model: Any) -> Report:
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
 
 
-def _forecast(state: passes.State, counted: tuple[Needs, fx.Node | None] | None) -> Target:
-    """What the rewritten graph takes: of its logits, what it still has or gives."""
-    if counted is None:
-        return target_of(state, None)
-    needs, head = counted
-    if state.sharding.tile is None or head is None:
-        return target_of(state, needs, state.sharding.tile)
-    if any(head in body.graph.nodes for body in graph_modules(state.graph_module)):
-        return target_of(state, replace(needs, returned=is_given(head)))
-    return target_of(state, needs.of_loss(), state.sharding.tile)
+def _forecast(state: passes.State, counted: Counted | None) -> Target:
+    """What the rewritten graph takes: of what tiles may spare, all that it still has."""
+    if counted is None or state.sharding.tile is None:
+        return target_of(state, counted and counted.needs)
+    return target_of(state, counted.after(state.graph_module))
 
 
 _KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is installed (pip install 'cp_rewrite[fa4]')"

@@ -64,24 +64,54 @@ _LAYER = re.compile(r"^(.*?(?:\.|\[)\d+\]?)(?=\.|$)")
 """Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists."""
 
 
-def needs_of(
-    model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None
-) -> tuple[Needs, fx.Node | None]:
-    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows; and
-    the node that makes the loss's logits. target: of the GPUs that it is for; None: it runs here."""
+@dataclass(frozen=True)
+class Counted:
+    """Needs of a graph, and the nodes behind what tiles may spare. head: what makes the loss's logits. wide: of each
+    layer, its wide tensors' nodes -> elements per token."""
+
+    needs: Needs
+    head: fx.Node | None
+    wide: tuple[Mapping[fx.Node, float], ...]
+
+    def after(self, gm: fx.GraphModule) -> Needs:
+        """The needs once passes have put into tiles what they could: what the graph still has is in none.
+
+        Layers that are not checkpointed stay: tiles spare less there than where the backward computes all again."""
+        there = {node for body in graph_modules(gm) for node in body.graph.nodes}
+        layers = [
+            replace(layer, wide=sum(size for node, size in nodes.items() if node not in there))
+            if layer.checkpointed
+            else layer
+            for layer, nodes in zip(self.needs.layers, self.wide, strict=True)
+        ]
+        has = self.head is not None and self.head in there
+        returned = self.head is not None and has and is_given(self.head)
+        return replace(self.needs, layers=tuple(layers), returned=returned, whole_logits=has)
+
+
+def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> Counted:
+    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows.
+    target: of the GPUs that it is for; None: it runs here."""
     graph = _Graph(gm, tokens, target)
-    layers = {path: graph.layer(path) for path in graph.paths if path}
-    weights = _weights_by_layer(model, layers)
+    paths = [path for path in graph.paths if path]
+    weights = _weights_by_layer(model, paths)
+    wide = tuple(graph.wide(path) for path in paths)
     found = [
-        Layer(*weights[path], **sizes, states=graph.states(path), checkpointed=path in graph.checkpointed)
-        for path, sizes in layers.items()
+        Layer(
+            *weights[path],
+            **graph.layer(path),
+            wide=sum(nodes.values()),
+            states=graph.states(path),
+            checkpointed=path in graph.checkpointed,
+        )
+        for path, nodes in zip(paths, wide, strict=True)
     ]
     # The widest product outside of layers is the logits, which are counted by themselves.
-    head = max(graph.products[""], key=graph.size, default=None) if layers else None
+    head = max(graph.products[""], key=graph.size, default=None) if paths else None
     logits = graph.size(head) if head else 0.0
     outside = graph.layer("")["kept"] - logits
     returned = head is not None and is_given(head)
-    return Needs(tuple(found), *weights[""], outside, logits, returned), head
+    return Counted(Needs(tuple(found), *weights[""], outside, logits, returned), head, wide)
 
 
 def is_given(node: fx.Node) -> bool:
@@ -174,28 +204,35 @@ class _Graph:
 
     def layer(self, path: str) -> dict[str, float]:
         """Sizes of a layer, as `Layer` names them."""
-        kept, own = self.kept(path), self.products[path]
+        kept, own, enters = self.kept(path), self.products[path], self.enters(path)
         order = {node: i for i, node in enumerate(self._nodes[path]) if node.op != "output"}
-        entering = {
-            self.base(n): None for node in order for n in node.all_input_nodes if self.path(self.base(n)) != path
-        }
-        enters = max(map(self.size, entering), default=0.0)
-        least = 2 * TILE_GAIN_AGAIN * enters
         attends = [node for node in own if op_name(node) in _ATTENTION]
         last = max((order[node] for node in attends), default=0)
-        products = [node for node in own if op_name(node) in _GROUPED]
-        grouped = {self.base(n) for node in products for n in (node, *node.all_input_nodes)}
         queries, keys = (max((self._read(node, at) for node in attends), default=0.0) for at in ([0], [1, 2]))
         return {
             "enters": enters,
             "kept": enters + sum(map(self.size, kept)) + sum(map(self.solved, own)),
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
-            "wide": sum((size for n in kept if (size := self.size(n)) >= least and n not in grouped), 0.0),
-            "grouped": max(map(self.size, grouped), default=0.0),
+            "grouped": max(map(self.size, self.grouped(path)), default=0.0),
             "queries": queries,
             "keys": keys,
         }
+
+    def enters(self, path: str) -> float:
+        """Elements per token of the widest tensor that comes into a layer."""
+        nodes = [n for node in self._nodes[path] if node.op != "output" for n in node.all_input_nodes]
+        return max((self.size(base) for base in map(self.base, nodes) if self.path(base) != path), default=0.0)
+
+    def grouped(self, path: str) -> set[fx.Node]:
+        """What products of rows that are sorted by expert read and give."""
+        products = [node for node in self.products[path] if op_name(node) in _GROUPED]
+        return {self.base(n) for node in products for n in (node, *node.all_input_nodes)}
+
+    def wide(self, path: str) -> dict[fx.Node, float]:
+        """Tensors that tiles would hold some rows of, in a layer that is checkpointed -> elements per token."""
+        least, grouped = 2 * TILE_GAIN_AGAIN * self.enters(path), self.grouped(path)
+        return {n: size for n in self.kept(path) if (size := self.size(n)) >= least and n not in grouped}
 
     def states(self, path: str) -> int:
         """Bytes of what enters a cut piece of a layer's recurrences, and of what moves it."""
@@ -317,7 +354,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
-        tile: heads and MLPs run in tiles of so many rows, by `Sharding(tile=…)`; None: they don't.
+        tile: of `Sharding(tile=…)`.
         cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
@@ -421,8 +458,8 @@ def facts_of(state: State) -> tuple[str, DeviceFacts] | None:
     return None
 
 
-def target_of(state: State, needs: Needs | None, tile: int | Literal["auto"] | None = None) -> Target:
-    """The target of a graph whose sites are decided. tile: rows of the tiles that its head runs in."""
+def target_of(state: State, needs: Needs | None) -> Target:
+    """The target of a graph whose sites are decided."""
     speeds, ranks = target_speeds(state.sharding, state.device), state.sharding.world_size
     per_node = state.sharding.node_size or ranks
     asked, sites = state.sharding.exchange, list[Attention]()
@@ -457,7 +494,18 @@ def target_of(state: State, needs: Needs | None, tile: int | Literal["auto"] | N
     rows = plan.local_size * len(plan.rows)
     steps = (step.run for lowered in state.locality.lowered for step in lowered.steps)
     cuts = max((state.plan.most_cut(run.states) for run in steps if isinstance(run, OnPieces)), default=0)
-    return Target(speeds.name, speeds.device_bytes, ranks, per_node, rows, tuple(sites), needs, planned_for, cuts, tile)
+    return Target(
+        speeds.name,
+        speeds.device_bytes,
+        ranks,
+        per_node,
+        rows,
+        tuple(sites),
+        needs,
+        planned_for,
+        cuts,
+        state.sharding.tile,
+    )
 
 
 def _planned_for(state: State) -> str:

@@ -256,7 +256,7 @@ def test_a_forecast_counts_the_logits_that_the_rewritten_graph_keeps(tmp_path: P
     assert tiled is not None
     assert kept is not None
     assert [(x.tile, x.needs and x.needs.returned) for x in (plain, tiled, kept)] == [
-        (None, True), ("auto", False), (None, True)
+        (None, True), ("auto", False), ("auto", True)
     ]  # fmt: skip
     assert kept.memory == plain.memory
     assert tiled.needs is not None

@@ -67,7 +67,8 @@ class Needs:
     Args:
         layers: all of them. parameters, trained: of what is in no layer, embeddings and head.
         kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
-            logits, 0 where the model has none. returned: the model returns them beside its loss.
+            logits, 0 where the model has none. returned: the model returns them beside its loss. whole_logits: no tile
+            holds some rows of them.
     """
 
     layers: tuple[Layer, ...]
@@ -76,6 +77,7 @@ class Needs:
     kept: float
     logits: float
     returned: bool = False
+    whole_logits: bool = False
 
     @property
     def all_parameters(self) -> int:
@@ -87,7 +89,7 @@ class Needs:
 
     def of_loss(self) -> Needs:
         """The same of a model that returns its loss alone."""
-        return replace(self, returned=False)
+        return replace(self, returned=False, whole_logits=False)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def _at_loss(needs: Needs, share: Share) -> float:
     """Bytes of all logits or of a tile's, and the gradients of hidden states and head."""
     item, logits = share.item_bytes, needs.logits
     hidden = needs.layers[-1].enters if needs.layers else 0.0
-    if share.tile is None or not logits:
+    if share.tile is None or needs.whole_logits or not logits:
         each = 3 * item if needs.returned else item
         return each * share.rows * logits + item * share.rows * hidden + _head(needs, share)
     rows = share.tile_rows(4 * logits)
