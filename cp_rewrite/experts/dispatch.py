@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,31 +41,11 @@ from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops.exchanges.needed import all_to_all_rows
 from cp_rewrite.ops.schemas import bind, call, gradients, keep, kept
 
-Gate = Callable[[Tensor], Tensor]
-"""(M, columns of the first product) -> (M, F), each row by itself."""
+from . import gates
 
-
-def _halves(activation: Gate) -> Gate:
-    def gate(rows: Tensor) -> Tensor:
-        first, second = rows.chunk(2, -1)
-        return activation(first) * second
-
-    return gate
-
-
-GATES: dict[str, Gate] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda rows: F.relu(rows).square(),
-    "swiglu": _halves(F.silu),
-    "geglu": _halves(F.gelu),
-}
-"""Names that all ranks know -> what runs between the two products. The last two halve their rows."""
 GROUPS: dict[str, tuple[str, int]] = {}
 """Names that all ranks know, as graphs are compared -> (the name of this rank's process group, its size)."""
 _ops: Any = torch.ops.cp_rewrite
-_vjp: Any = torch.func.vjp
 
 
 @custom_op("cp_rewrite::experts", mutates_args=())
@@ -73,8 +53,8 @@ def experts(
     x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, gate: str, transposed: bool, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype; and what the backward
-    reads, each `hidden`.
+    """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype; and what the
+    backward reads, each `hidden`.
 
     Args:
         x: (N, C). chosen: (N, k) integers, of all E experts; others than 0 … E - 1 count for nothing. weight: (N, k).
@@ -87,7 +67,7 @@ def experts(
     rows = way.go(x)
     products = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype)
     first = products.first(rows)
-    out = way.home(products.second(first, GATES[gate])).to(x.dtype)
+    out = way.home(products.second(first, gate)).to(x.dtype)
     return out, *map(hidden, (torch.tensor(way.known, device="cpu"), way.came, rows, first))
 
 
@@ -108,7 +88,7 @@ def experts_backward(
     way = Dispatch(chosen, weight, up.shape[0], group, shown(known, -1).tolist(), came)
     products = _Products(way, transposed, up, down, up_bias, down_bias, grad.dtype)
     rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
-    dx, dweight, *others = products.backward(rows, first, way.go(grad), GATES[gate])
+    dx, dweight, *others = products.backward(rows, first, way.go(grad), gate)
     return [way.home(dx).to(grad.dtype), way.home_by_choice(dweight).to(weight.dtype), *others]
 
 
@@ -237,22 +217,18 @@ class _Products:
         first = self._grouped(self._picked(rows), self.up)
         return first if self.up_bias is None else first + self.up_bias[self.expert].to(first.dtype)
 
-    def second(self, first: Tensor, gate: Gate) -> Tensor:
+    def second(self, first: Tensor, gate: str) -> Tensor:
         """(R, C) of that: what the experts here give, weighed and added up, in its dtype."""
-        inner = gate(first) * self.weight
-        y = self._grouped(inner.to(first.dtype), self.down)
+        y = self._grouped(gates.weighed(gate, first, self.weight), self.down)
         if self.down_bias is not None:
             y = y + (self.down_bias[self.expert] * self.weight).to(y.dtype)
         return self._added(y).to(first.dtype)
 
-    def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: Gate) -> list[Tensor]:
+    def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: str) -> list[Tensor]:
         """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C)."""
         x, dy = self._picked(rows), self._picked(grads)
-        inner, pull = _vjp(gate, first)
-        weighed = (inner * self.weight).to(x.dtype)
         dweighed = self._grouped(dy, self.down.transpose(1, 2))
-        dweight = (dweighed * inner).to(self.weight.dtype).sum(1, keepdim=True)
-        (dfirst,) = pull((dweighed * self.weight).to(inner.dtype))
+        weighed, dfirst, dweight = gates.gradients(gate, first, self.weight, dweighed)
         dx = self._grouped(dfirst, self.up.transpose(1, 2))
         if self.transposed:
             dup, ddown = self._outer(x, dfirst), self._outer(weighed, dy)
@@ -289,7 +265,11 @@ class _Products:
         if not self.size:
             return a.new_zeros(len(self.sizes), a.shape[1], b.shape[1])
         if _has_grouped(a, b):
-            return F.grouped_mm(a.t(), b, offs=self.ends)
+            out = F.grouped_mm(a.t(), b, offs=self.ends)
+            for i, size in enumerate(self.sizes):
+                if not size:  # a sum of nothing, which a kernel may leave unwritten
+                    out[i].zero_()
+            return out
         return torch.stack([x.t() @ y for x, y in zip(a.split(self.sizes), b.split(self.sizes), strict=True)])
 
     def _by_expert(self, rows: Tensor) -> Tensor:

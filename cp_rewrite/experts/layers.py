@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_rewrite.torch_internals import cut_in_groups, sharded_over, shards_over_some
 
-from .dispatch import GATES, Gate, join_group
+from .dispatch import join_group
+from .gates import GATES, Gate
 
 _ops: Any = torch.ops.cp_rewrite
 _NUMBERS = (bool, int, float, str, type(None))
@@ -255,8 +256,8 @@ def _check_layer(layer: Any, name: str, size: int) -> None:
     others = [*layer.buffers(), *(value for value in vars(layer).values() if isinstance(value, Tensor))]
     if others or "forward" in vars(layer):
         raise ValueError(
-            f"experts={size}: {name} has buffers or other tensors beside its weights, or a forward of its own, which no "
-            "rank would use"
+            f"experts={size}: {name} has buffers or other tensors beside its weights, or a forward of its own, which "
+            "no rank would use"
         )
     if not isinstance(layer, Experts) and not _agrees(layer):
         raise ValueError(

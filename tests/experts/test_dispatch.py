@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_rewrite.experts import dispatch
+from cp_rewrite.experts import dispatch, gates
 from cp_rewrite.experts.dispatch import Dispatch, join_group
 from tests.helpers.pool import Pool
 
@@ -52,7 +52,7 @@ def by_hand(rows: Operands, weights: Operands, transposed: bool) -> Tensor:
     for e in range(E):
         up, down = (weights[name][e] if transposed else weights[name][e].T for name in ("up", "down"))
         first = rows["x"] @ up + (weights["up_bias"][e] if "up_bias" in weights else 0)
-        y = dispatch.GATES["swiglu"](first) @ down + (weights["down_bias"][e] if "down_bias" in weights else 0)
+        y = gates.GATES["swiglu"](first) @ down + (weights["down_bias"][e] if "down_bias" in weights else 0)
         out = out + ((rows["chosen"] == e) * rows["weight"]).sum(1, keepdim=True) * y
     return out
 
@@ -140,6 +140,32 @@ def test_gradients_are_those_of_finite_differences() -> None:
         return run(each, each, False, "")
 
     assert torch.autograd.gradcheck(call, [given[name].clone().requires_grad_() for name in names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["swiglu", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gates_are_right(gate: str, dtype: torch.dtype) -> None:
+    """For any number of rows, by one compile of each of the two."""
+    torch._dynamo.reset()
+    columns = 16 if gate == "relu2" else 32
+    for rows in (7, 1, 40, 2):
+        draw = torch.Generator().manual_seed(rows)
+        first, weight, grad = (torch.randn(rows, n, generator=draw) for n in (columns, 1, 16))
+        given = first.to(dtype), weight, grad.to(dtype)
+        for function, count in ((gates._weighed, 2), (gates._gradients, 3)):
+            found = gates.run_compiled(function, gate, *given[:count])
+            wanted = function(gates.GATES[gate], *given[:count])
+            for a, b in zip(found, wanted, strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+def test_a_copy_of_what_was_kept_is_an_error() -> None:
+    kept = dispatch.hidden(torch.arange(6.0).view(2, 3))
+    assert torch.equal(dispatch.shown(kept, 2, 3), torch.arange(6.0).view(2, 3))
+    with pytest.raises(RuntimeError, match="save_on_cpu"):
+        dispatch.shown(kept.clone(), 2, 3)
 
 
 # -- mutants: each is one change of the dispatch that must show ----------------------------------------------

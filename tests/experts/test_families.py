@@ -1,6 +1,11 @@
-"""Every text model of transformers whose experts go through its interface, on 2 and 4 ranks against one process."""
+"""Text models of transformers whose experts go through its interface, on 2 and 4 ranks against one process.
+
+Not Gemma 4, which writes into a view that FSDP gives its blocks: torch refuses that, with experts shared or not.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,38 +17,46 @@ from cp_rewrite.diagnose.check import floor_of
 from tests.experts.test_shared import gradients
 from tests.helpers.pool import Pool
 from tests.sweep.cases import Case, batch_of, build, sharding_of, shifts
-from tests.sweep.trial import LIMIT, difference, rounding, step
+from tests.sweep.trial import LIMIT, difference, in_double, step
 
 NAMES = (
-    "Afmoe AXK1 Cohere2Moe DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe ExaoneMoe FlexOlmo Gemma4 Glm4Moe Glm4MoeLite "
+    "Afmoe AXK1 Cohere2Moe DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe ExaoneMoe FlexOlmo Glm4Moe Glm4MoeLite "
     "GptOss GraniteMoe GraniteMoeSWA GraniteMoeHybrid GraniteMoeShared HunYuanMoEV1 HYV3 Jamba KimiLinear Laguna "
     "Lfm2Moe Mellum MiMoV2Flash MiniMax MiniMaxM2 Mixtral NemotronH Olmoe Phimoe Qwen2Moe Qwen3_5Moe Qwen3Moe "
     "Qwen3Next SolarOpen "
 ).split()
 
 
-def on_ranks(mesh: DeviceMesh, case: Case) -> tuple[float, dict[str, Tensor]]:
+def on_ranks(mesh: DeviceMesh, case: Case, double: bool) -> tuple[float, dict[str, Tensor]]:
     torch._dynamo.reset()
-    sharding = sharding_of(case, mesh)
-    model = cp.parallelize(build(case).model, mesh, sharding, experts=mesh.size())
-    with sharding.shard(batch_of(case), shift_labels=shifts(case)) as local:
-        loss = model(**local).loss
-    loss.backward()
+    model, sharding = build(case).model, sharding_of(case, mesh)
+    with in_double(model) if double else nullcontext():
+        model = cp.parallelize(model.double() if double else model, mesh, sharding, experts=mesh.size())
+        with sharding.shard(batch_of(case), shift_labels=shifts(case)) as local:
+            loss = model(**local).loss
+        loss.backward()
     return loss.item(), gradients(model)
+
+
+def alone(case: Case) -> tuple[bool, float, dict[str, Tensor]]:
+    """Whether it runs in fp64, which some models mix with fp32, and what it gives."""
+    model, whole = build(case).model, batch_of(case)
+    try:
+        with in_double(model):
+            return True, *step(model.double(), whole)
+    except RuntimeError:
+        return False, *step(build(case).model, whole)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_right(pool: Pool, name: str, ranks: int) -> None:
-    """Up to four times what one process's gradients in fp32 are from those in fp64."""
     case = Case(f"{name}ForCausalLM", "causal")
-    model, whole = build(case).model, batch_of(case)
-    loss, grads = step(model, whole)
-    noise, floor = rounding(model, whole, grads), floor_of(grads.values())
-    for found, values in pool.run(ranks, on_ranks, case):
+    double, loss, grads = alone(case)
+    floor = floor_of(grads.values())
+    for found, values in pool.run(ranks, on_ranks, case, double):
         assert found == pytest.approx(loss, rel=LIMIT)
         assert values.keys() == grads.keys()
         for key, grad in grads.items():
-            error = difference(values[key], grad, floor)
-            assert error <= max(LIMIT, 4 * noise[key]), f"{key}: {error:.1e}, of fp32 itself {noise[key]:.1e}"
+            assert difference(values[key], grad, floor) <= LIMIT, key
