@@ -44,6 +44,8 @@ from .as_row import AsRow
 METHODS = ("get_image_features", "get_video_features")
 _ADDS = "_deepstack_process"
 """What Qwen3-VL and its like add rows of images to later layers by."""
+_PLACES = "get_rope_index"
+"""What makes positions of the tokens of whole rows, by their numbers."""
 _PACKAGES = ("transformers.models.", "transformers_modules.")
 
 
@@ -113,14 +115,16 @@ def wrap_encoders() -> None:
     _modules = len(sys.modules)
     for module in [module for name, module in [*sys.modules.items()] if name.startswith(_PACKAGES)]:
         for kind in [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]:
-            for name in (*METHODS, _ADDS):
+            for name in (*METHODS, _ADDS, _PLACES):
                 plain = vars(kind).get(name)
                 if plain is None or hasattr(plain, "_cp_rewrite"):
                     continue
-                if name == _ADDS and _adds_rows(plain):
-                    setattr(kind, name, _in_blocks(plain, lambda _, h, mask, rows: rows_added(h, mask, rows)))
-                elif name != _ADDS and _takes_sizes(plain):
+                if name in METHODS and _takes_sizes(plain):
                     setattr(kind, name, _in_blocks(plain, _encoder(plain, name)))
+                elif name == _ADDS and _adds_rows(plain):
+                    setattr(kind, name, _in_blocks(plain, lambda _, h, mask, rows: rows_added(h, mask, rows)))
+                elif name == _PLACES:
+                    setattr(kind, name, _in_blocks(plain, _no_places))
 
 
 def _in_blocks(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +161,13 @@ def _encoder(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
         return kind(**fields)
 
     return traced
+
+
+def _no_places(*_: Any, **__: Any) -> None:
+    torch._dynamo.graph_break(
+        msg=f"positions of images are made of whole rows: call {_PLACES} of the model before shard, and give the batch "
+        "position_ids (docs/guides/images.md)"
+    )
 
 
 def _learn(context: Any) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import cp_rewrite as cp
 from tests.helpers.amount import some
-from tests.helpers.images import KINDS, Document, Step, annotate, build, packed, same
+from tests.helpers.images import KINDS, Document, Step, annotate, build, packed, rows, same, with_video
 from tests.helpers.pool import Pool
 
 LIMIT = 1e-5
@@ -123,6 +124,34 @@ def test_an_encoder_that_draws_random_numbers_is_refused() -> None:
         cp.check(model, annotate(2), batch, shift_labels=True)
     assert {refusal.reason.name for refusal in refused.value.refusals} == {"DROPOUT"}
     assert cp.check(model.eval(), annotate(2), batch, shift_labels=True).largest <= LIMIT
+
+
+def test_positions_that_a_model_would_make_of_a_ranks_tokens_are_refused() -> None:
+    model = build("Qwen2VL")
+    batch = rows((3, (4, 4), 20))
+    tokens = {"input_ids": 1, "mm_token_type_ids": 1, "labels": 1}
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="call get_rope_index of the model before shard"):
+        cp.check(model, cp.Sharding(2, tokens, cp.WholeRows(), inner="eager"), batch, shift_labels=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_blocks_of_text_and_images(kind: str) -> None:
+    model = build(kind)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert cp.check(model.train(), annotate(2), packed(model, *BATCHES[0]), shift_labels=True).largest <= LIMIT
+
+
+@pytest.mark.slow
+def test_images_and_videos_in_one_batch() -> None:
+    """Of Qwen3-VL they are refused: it picks tokens by a mask to join what its encoder gives."""
+    for kind in ("Qwen2VL", "Qwen2_5_VL"):
+        model = build(kind)
+        assert cp.check(model, annotate(2), with_video(model), shift_labels=True).largest <= LIMIT
+    model = build("Qwen3VL")
+    with pytest.raises((cp.RewriteRefused, Unsupported)):
+        cp.check(model, annotate(2), with_video(model), shift_labels=True)
 
 
 def in_groups(mesh: DeviceMesh, how: str, rows: list[list[Document]]) -> list[Step]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import cp_rewrite as cp
 from tests.end_to_end.test_end_to_end import make_batch
+from tests.helpers import images
 
 from .configs import VOCAB, class_of, small_config
 
@@ -36,6 +37,11 @@ SPANS = {
 }
 """Models whose tokens of images, or prefixes, see each other: what marks them. They get tokens, not images. Prefixes of
 packed documents would see each other, so that a row is one document there."""
+
+
+IMAGES = {f"{kind}ForConditionalGeneration": kind for kind in images.KINDS}
+"""Models that get images -> their kind."""
+DOCUMENTS: list[images.Document] = [(13,), (5, (4, 4), 3, (2, 6), 1), (1,), (7, (8, 8), 2), ((2, 2), 20)]
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ def project(hidden: Tensor) -> Tensor:
 
 def build(case: Case) -> Wrapped:
     """The case's model, the same weights on every call."""
+    if case.name in IMAGES:
+        return Wrapped(images.build(IMAGES[case.name]), case.own_loss).train(case.training)
     torch.manual_seed(0)
     kind = class_of(case.name)
     config = small_config(kind.config_class)
@@ -106,6 +114,8 @@ def build(case: Case) -> Wrapped:
 
 def batch_of(case: Case) -> dict[str, Tensor]:
     """What one process gets."""
+    if case.name in IMAGES:
+        return images.packed(images.build(IMAGES[case.name]), *DOCUMENTS)
     batch = make_batch(LENGTHS, VOCAB)
     batch["input_ids"] = batch["input_ids"].clamp(min=3)  # no padding, no end
     takes = inspect.signature(class_of(case.name).forward).parameters
@@ -129,6 +139,9 @@ def batch_of(case: Case) -> dict[str, Tensor]:
 
 
 def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
+    if case.name in IMAGES:
+        packed = cp.PositionIds("position_ids")
+        return cp.Sharding(mesh, images.TOKENS, packed, inner="eager", tile=case.tile)
     tokens = dict.fromkeys([name for name, value in batch_of(case).items() if value.ndim > 1], 1)
     packing = cp.PositionIds("position_ids") if "position_ids" in tokens else cp.WholeRows()
     return cp.Sharding(mesh, tokens, packing, inner="eager", spans=SPANS.get(case.name), across_documents=True,
@@ -137,7 +150,7 @@ def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
 
 def shifts(case: Case) -> bool:
     """Whether targets are the next tokens."""
-    return case.head in ("causal", "spans")
+    return case.head in ("causal", "spans", "images")
 
 
 @functools.cache
@@ -152,7 +165,8 @@ def all_cases() -> list[Case]:
             if head != "encoder" or model_type not in types:
                 found.setdefault(name, Case(name, head, own_loss=head != "encoder"))
         types |= {*getattr(tables, table)}
-    return [*(case for case in found.values() if reads_text(case.name)), *(Case(name, "spans") for name in SPANS)]
+    more = [Case(name, "spans") for name in SPANS] + [Case(name, "images") for name in IMAGES]
+    return [*(case for case in found.values() if reads_text(case.name)), *more]
 
 
 def reads_text(name: str) -> bool:

@@ -21,6 +21,7 @@ KINDS = {
     "tokens": "classification of tokens",
     "sequence": "classification of sequences",
     "spans": "with spans of images, or prefixes",
+    "images": "with images",
 }
 
 
@@ -45,8 +46,8 @@ def section(outcomes: Iterable[Outcome], versions: str) -> str:
         TITLE,
         "",
         "Written by `python -m tests.sweep`, which tries every class of `transformers`' auto mappings that reads text",
-        "alone, and some that read images too, which get tokens marked as an image's: small and with random weights,",
-        "in processes of its own, with a time limit, on 2 ranks against one",
+        "alone, and some that read images too, which get images, or tokens marked as theirs: small and with random",
+        "weights, in processes of its own, with a time limit, on 2 ranks against one",
         "process. *Right* is as above; where fp32 itself is further than that from fp64 on one process, as for biases",
         "of keys, whose gradients are 0 in exact arithmetic, the limit is four times that, and what is beyond it is",
         "compared in fp64. *Torch* means that torch.compile can't capture the plain model as one graph.",
