@@ -242,9 +242,9 @@ def encode(traced: int, method: str, trained: bool, names: Sequence[str], *value
 torch._dynamo.allow_in_graph(encode)
 
 
-def draws(traced: int, method: str, *_: Any) -> bool:
-    """Whether the method that a call of `encode` runs drew random numbers when it was learned."""
-    return _known[traced].learned[method].drew
+def learned_of(traced: int, method: str, *_: Any) -> Learned:
+    """Of a call of `encode`: what was learned of the method that it runs."""
+    return _known[traced].learned[method]
 
 
 def drawn(method: str, line: str | None = None) -> Refusal:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch.encoders import drawn, draws, encode
+from cp_rewrite.batch.encoders import drawn, encode, learned_of
 from cp_rewrite.passes.graph.dynamo import inner_mode
-from cp_rewrite.passes.graph.nodes import modes_of
-from cp_rewrite.refusal import Refusal, source_line
+from cp_rewrite.passes.graph.nodes import bind, modes_of
+from cp_rewrite.refusal import Reason, Refusal, source_line
 
 ENCODED = "cp_rewrite_encoded"
 """In the meta of an input that no caller gives: the `Encoded` that does."""
@@ -44,13 +44,16 @@ def take_out_encoders(gm: fx.GraphModule) -> tuple[Refusal, ...]:
     inputs = gm.graph.find_nodes(op="placeholder")
     place, modes = {node: i for i, node in enumerate(inputs)}, modes_of(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=encode):
-        if draws(*node.args):
-            refusals.append(drawn(str(node.args[1]), source_line(node)))
+        method, learned = str(node.args[1]), learned_of(*node.args)
+        if learned.drew:
+            refusals.append(drawn(method, source_line(node)))
         if modes[node] != modes[inputs[0]]:
             continue
         args = fx.map_arg(node.args, lambda read: _Input(place[read]))
         for user in [*node.users]:
             assert user.target is operator.getitem, "encode gives a list"
+            if learned.results[user.args[1]].joined and not all(map(_joins, user.users)):
+                refusals.append(Refusal(Reason.SHAPE, _EACH.format(method), line=source_line(node)))
             with gm.graph.inserting_after(inputs[-1]):
                 new = gm.graph.placeholder(user.name)
             new.meta = {"example_value": user.meta["example_value"], ENCODED: Encoded(args, user.args[1])}
@@ -59,6 +62,17 @@ def take_out_encoders(gm: fx.GraphModule) -> tuple[Refusal, ...]:
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
     return tuple(refusals)
+
+
+_EACH = "{} gives a tensor for each image: torch.cat(…, dim=0) of them is all that is read of them"
+
+
+def _joins(node: fx.Node) -> bool:
+    """True of a node that joins the tensors of all images, or asks how many rows they have."""
+    if node.target is torch.cat:
+        given = bind(node, ("tensors", "dim"), dim=0)
+        return len(given["tensors"]) == 1 and given["dim"] == 0
+    return node.target is torch.ops.aten.sym_size.int
 
 
 def encoded_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

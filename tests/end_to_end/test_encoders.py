@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import textwrap
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 import cp_rewrite as cp
 from tests.helpers.amount import some
@@ -124,6 +128,20 @@ def test_an_encoder_that_draws_random_numbers_is_refused() -> None:
         cp.check(model, annotate(2), batch, shift_labels=True)
     assert {refusal.reason.name for refusal in refused.value.refusals} == {"DROPOUT"}
     assert cp.check(model.eval(), annotate(2), batch, shift_labels=True).largest <= LIMIT
+
+
+def test_images_that_are_read_one_by_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one tensor in the graph."""
+    model = build("Qwen2VL")
+    batch = packed(model, *BATCHES[0])
+    assert cp.explain(model, annotate(2), shift_labels=True)(**batch).ok
+    code = textwrap.dedent(inspect.getsource(Qwen2VLModel.forward)).partition("def ")
+    scaled = "torch.cat([x * (i + 1) for i, x in enumerate(image_embeds)]"
+    names: dict[str, Any] = {}
+    exec("def " + code[2].replace("torch.cat(image_embeds", scaled), vars(modeling_qwen2_vl), names)
+    monkeypatch.setattr(Qwen2VLModel, "forward", names["forward"])
+    report = cp.explain(model, annotate(2), shift_labels=True)(**batch)
+    assert any("get_image_features gives a tensor for each image" in refusal.detail for refusal in report.refusals)
 
 
 def test_positions_that_a_model_would_make_of_a_ranks_tokens_are_refused() -> None:
