@@ -164,15 +164,17 @@ class SharedExperts:
     def cut(self, device: torch.device, divide_by: float) -> None:
         """Leave each rank its own experts, as a DTensor over the ep group. `device`: where they go; `divide_by`: what
         sums of gradients are divided by, where FSDP does not."""
-        rank = self.ep.get_local_rank()
+        rank, made = self.ep.get_local_rank(), dict[int, nn.Parameter]()  # of tied weights one
         for layer in self.layers:
             layer.cp_divide_by = divide_by if self.whole else 1.0
             for name, p in [*layer._parameters.items()]:
                 if p is not None:
-                    own = p.detach().chunk(self.size, 0)[rank]
-                    own = own.clone() if own.is_meta else own.to(device, copy=True)
-                    sharded = DTensor.from_local(own, self.ep, [Shard(0)], run_check=False)
-                    layer._parameters[name] = nn.Parameter(sharded, requires_grad=p.requires_grad)
+                    if id(p) not in made:
+                        own = p.detach().chunk(self.size, 0)[rank]
+                        own = own.clone() if own.is_meta else own.to(device, copy=True)
+                        part = DTensor.from_local(own, self.ep, [Shard(0)], run_check=False)
+                        made[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
+                    layer._parameters[name] = made[id(p)]
 
     def placement(self) -> dict[str, Any]:
         """Arguments of `fully_shard`: weights that it leaves alone, or over which ranks it shards them."""
@@ -309,7 +311,7 @@ def _agrees(layer: Any) -> bool:
     weights = {name: made(4, *shape) for name, shape in shapes.items()}
     bare, gate = _bare(layer, **weights), _gate(layer)
     bare.num_experts, bare.cp_group, bare.cp_gate = 4, "", "trial"
-    x, chosen, weight = made(5, C), torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [1, 0]]), made(5, 2)
+    x, chosen, weight = made(5, C), torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [1, 0]], device="cpu"), made(5, 2)
     rows = made(5, G)
     try:
         GATES["trial"] = gate

@@ -52,7 +52,7 @@ def alone(case: Case) -> tuple[bool, float, dict[str, Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_right(pool: Pool, name: str, ranks: int) -> None:
-    case = Case(f"{name}ForCausalLM", "causal")
+    case = Case(f"{name}ForCausalLM", "causal", training=name != "Phimoe")  # whose router draws noise in training
     double, loss, grads = alone(case)
     floor = floor_of(grads.values())
     for found, values in pool.run(ranks, on_ranks, case, double):

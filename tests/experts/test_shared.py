@@ -134,6 +134,7 @@ def test_families_in_groups(pool: Pool, name: str, shared: int) -> None:
         (3, "qwen3_moe", 1, 3, {"num_experts": 6}, {}),
         (4, "qwen3_moe", 1, 2, {}, {}),  # groups of experts inside of a context-parallel group
         (4, "qwen3_moe", 4, 2, {}, {}),  # no context parallelism
+        (4, "qwen3_moe", 4, 4, {}, {}),
         (4, "gpt_oss", 2, 2, {}, {"inner": "aot_eager"}),
         (2, "qwen3_moe_aux_loss", 1, 2, {}, {"inner": "inductor"}),
         (2, "qwen3_moe", 1, 2, {"experts_implementation": "batched_mm"}, {"inner": "aot_eager", "tile": 4}),
@@ -147,8 +148,39 @@ def test_meshes_and_options(
     check(pool, ranks, name, groups, shared, options, checkpointing="inner" in how and name != "gpt_oss", **how)
 
 
+def accumulated(mesh: DeviceMesh, shared: int, frozen: bool) -> dict[str, Tensor]:
+    """Gradients of two micro-batches of each of two groups; `frozen`: the experts get none."""
+    grid = DeviceMesh("cpu", mesh.mesh.view(2, 2), mesh_dim_names=("dp", "cp"))
+    sharding, group, model = annotated(grid["cp"], ""), grid.get_local_rank("dp"), build("qwen3_moe")
+    freeze(model, frozen)
+    model = cp.parallelize(model, grid, sharding, experts=shared)
+    for rows in STEPS:
+        with sharding.shard(make_batch([rows[group]]), shift_labels=True) as local:
+            loss = model(**local).loss
+        loss.backward()
+    return gradients(model)
+
+
+def freeze(model: nn.Module, frozen: bool) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (frozen and "experts" in name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shared", [2, 4])
+def test_accumulated_gradients(pool: Pool, shared: int, frozen: bool) -> None:
+    model = build("qwen3_moe")
+    freeze(model, frozen)
+    for rows in STEPS:
+        torch.stack([model(**make_batch([row])).loss for row in rows[:2]]).mean().backward()
+    for found in pool.run(4, accumulated, shared, frozen):
+        assert_gradients(found, gradients(model), LIMIT)
+
+
 class Routed(nn.Module):
-    """A model of one's own: `cp.Experts` after attention of two heads; `spoil`: what it does beside that."""
+    """A model of one's own: attention of two heads, then `cp.Experts` twice, by the same weights; `spoil`: what it does
+    beside that."""
 
     def __init__(self, spoil: str = "", gate: str = "swiglu") -> None:
         super().__init__()
@@ -156,8 +188,10 @@ class Routed(nn.Module):
         self.spoil = spoil
         self.embed, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
         self.router, self.experts = nn.Linear(16, 6), cp.Experts(6, 16, 8, gate, bias=True)
-        for p in self.experts.parameters():
+        self.again = cp.Experts(6, 16, 8, gate, bias=True)
+        for name, p in self.experts.named_parameters():
             nn.init.normal_(p, std=0.3)
+            setattr(self.again, name, p)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None,
@@ -169,7 +203,8 @@ class Routed(nn.Module):
         q, k, v = self.qkv(h).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         h = h + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         weight, chosen = self.router(h.flatten(0, 1)).softmax(-1).topk(2, -1)
-        h = h + self.experts(h.flatten(0, 1), chosen, weight).view_as(h)
+        for layer in (self.experts, self.again):
+            h = h + layer(h.flatten(0, 1), chosen, weight).view_as(h)
         assert self.experts.down_proj.shape[0] == self.experts.num_experts  # on ranks that have fewer, too
         loss = next_token_sum(self.head(h), labels, shift_labels)
         if self.spoil == "norm":
@@ -207,6 +242,13 @@ def test_experts_of_ones_own(pool: Pool, gate: str) -> None:
         assert found == pytest.approx(loss.item(), rel=LIMIT)
         assert float(plain) == pytest.approx(loss.item(), rel=LIMIT)
         assert_gradients(values, gradients(alone), LIMIT)
+
+
+def test_experts_that_no_ranks_share() -> None:
+    """By the backend alone: each rank has all of them, and its part of their gradients."""
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, TOKENS, cp.PositionIds("position_ids"))
+    assert cp.check(Routed(), sharding, make_batch([[13, 1, 7, 12]]), shift_labels=True).largest <= LIMIT
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:
