@@ -18,8 +18,23 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 import cp_rewrite as cp
 from tests.helpers.amount import some
-from tests.helpers.images import KINDS, Document, Step, annotate, build, packed, rows, same, with_video
+from tests.helpers.images import (
+    IDS,
+    KINDS,
+    PATCHES,
+    ROPE,
+    TOKENS,
+    Document,
+    Step,
+    annotate,
+    build,
+    packed,
+    rows,
+    same,
+    with_video,
+)
 from tests.helpers.pool import Pool
+from tests.sweep.configs import class_of, small_config
 
 LIMIT = 1e-5
 BATCHES: list[list[Document]] = [
@@ -170,6 +185,61 @@ def test_images_and_videos_in_one_batch() -> None:
     model = build("Qwen3VL")
     with pytest.raises((cp.RewriteRefused, Unsupported)):
         cp.check(model, annotate(2), with_video(model), shift_labels=True)
+
+
+_DEEP = {"depth": 3, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VLMoeForConditionalGeneration": ({**_DEEP, "deepstack_visual_indexes": [0, 1]}, {}),
+    "Qwen3_5ForConditionalGeneration": ({**_DEEP, "deepstack_visual_indexes": []}, {"partial_rotary_factor": 1.0}),
+    "Glm4vForConditionalGeneration": ({**_DEEP, "image_size": 16}, {}),
+}
+"""Classes -> the config of their encoder, and what their RoPE needs besides."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_that_are_given_sizes(name: str) -> None:
+    """Of experts, of a hybrid with recurrent states, and of another family."""
+    torch.manual_seed(0)
+    kind, (vision, rope) = class_of(name), OTHERS[name]
+    parts = {**ROPE, **rope}
+    text = small_config(kind.config_class.sub_configs["text_config"], rope_parameters=parts)
+    model = kind(kind.config_class(text_config=text.to_dict(), vision_config={**PATCHES, **vision}, **IDS))
+    batch = rows((3, (4, 4), 20), (9, (2, 6), 1, (4, 4), 10))
+    given = batch["input_ids"], batch.pop("mm_token_type_ids"), batch["image_grid_thw"]
+    batch["position_ids"], _ = model.model.get_rope_index(*given)
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, TOKENS, cp.WholeRows(), inner="eager")
+    assert cp.check(model, sharding, batch, shift_labels=True).largest <= LIMIT
+
+
+def late(mesh: DeviceMesh) -> list[str]:
+    """What a compiled model raises once its encoder draws random numbers, and one whose encoder differs by rank."""
+    found: list[str] = []
+    for case in ("drawn", "other weights"):
+        model, sharding = build("Qwen2VL").eval(), annotate(mesh)
+        compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
+        block, local_rank = model.model.visual.blocks[0], torch.distributed.get_rank()
+        if case == "drawn":
+            block.mlp.act = nn.Dropout(0.1).eval()
+            with sharding.shard(packed(model, *BATCHES[0]), shift_labels=True) as local:
+                compiled(**local)
+            block.mlp.act.train()
+        else:
+            nn.init.constant_(block.norm1.weight, 1.0 + local_rank)
+        with sharding.shard(packed(model, *BATCHES[0]), shift_labels=True) as local:
+            try:
+                compiled(**local)
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_what_an_encoder_does_on_each_rank_by_itself_is_an_error(pool: Pool) -> None:
+    for drawn, weights in pool.run(2, late):
+        assert "get_image_features draws random numbers" in drawn
+        assert "norm1.weight" in weights
 
 
 def in_groups(mesh: DeviceMesh, how: str, rows: list[list[Document]]) -> list[Step]:

@@ -14,9 +14,11 @@ from cp_rewrite.diagnose.check import difference, floor_of
 KINDS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 TOKENS = {"input_ids": 1, "position_ids": 2, "labels": 1}
 VOCAB, START, IMAGE, VIDEO = 64, 57, 58, 59
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 Document = Sequence[int | tuple[int, int]]
 """So many tokens of text, and images of so many patches, high and wide: four of them are a token."""
-_PATCHES: dict[str, Any] = {
+PATCHES: dict[str, Any] = {
     "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "num_heads": 2,
     "initializer_range": 0.2,
 }  # fmt: skip
@@ -34,16 +36,12 @@ def build(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     text: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_parameters": rope,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_parameters": ROPE,
         "use_cache": False, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(
-        text_config=text, vision_config={**_PATCHES, **_VISION[kind]}, image_token_id=IMAGE, video_token_id=VIDEO,
-        vision_start_token_id=START,
-    )  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config={**PATCHES, **_VISION[kind]}, **IDS)
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 

@@ -63,19 +63,26 @@ def collated(documents: Sequence[Document]) -> dict[str, Tensor]:
     return rows(*documents, pad=1, seed=len(documents[0]))
 
 
-def train(mesh: DeviceMesh | None, folder: Path) -> Run:
+def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any]) -> Run:
+    """Evaluates after each step."""
     with launched(mesh):
-        args = on_cpu(TrainingArguments(**settings_of(str(folder), gradient_accumulation_steps=2)))
-        given: dict[str, Any] = {"train_dataset": DOCUMENTS, "data_collator": collated}
+        evaluated = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 2}
+        args = on_cpu(TrainingArguments(**settings_of(str(folder), **evaluated, **options)))
+        given: dict[str, Any] = {"train_dataset": DOCUMENTS, "eval_dataset": DOCUMENTS[::2], "data_collator": collated}
         if mesh is None:
             return trained(Trainer(build("Qwen2_5_VL"), args, **given))
         return trained(ContextParallelTrainer(build("Qwen2_5_VL"), args, sharding=sharding_of(mesh), **given))
 
 
+BLOCKS = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": BLOCKS}}
+
+
 @pytest.mark.slow
-def test_a_trainer_with_images_equals_one_process(pair: Pool, tmp_path: Path) -> None:
-    expected = train(None, tmp_path)
-    for found in pair.run(2, train, tmp_path):
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["copied", "sharded"])
+def test_a_trainer_with_images_equals_one_process(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = train(None, tmp_path, {})
+    for found in pair.run(2, train, tmp_path, options):
         compare(expected, found)
 
 
