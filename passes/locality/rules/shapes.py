@@ -156,7 +156,8 @@ def _table_rows(call: Call, table: Tensor, dim: int) -> Rows:
 
 
 def cat(call: Call) -> TensorState:
-    """cat and stack: all tensors have their tokens in one dim, and are joined along another."""
+    """cat and stack: all tensors have their tokens in one dim, and are joined along another. One that is joined to
+    empty ones alone, as in a cache that holds nothing, stays what it is."""
     given: list[Tensor] = call.arg("tensors")
     tensors = [x for x in given if x.shape != (0,)] or given
     states = {call.state(x) for x in tensors}
@@ -165,6 +166,8 @@ def cat(call: Call) -> TensorState:
             raise Mixes("joins per-rank parts of a sum with something else")
         return states.pop()
     stacking = call.name == "stack"
+    if len(tensors) == 1 and not stacking and isinstance(state := call.state(tensors[0]), Rows):
+        return Rows(state.dims, fill=state.fill)
     ndim = tensors[0].ndim
     dim = (call.arg("dim") or 0) % (ndim + stacking)
     entries = [call.entries(x) for x in tensors]
