@@ -138,9 +138,10 @@ class CallChecks:
         for i, (dim, axes, part) in enumerate(zip(self.outputs, self.axes, self.parts, strict=True)):
             if not isinstance(found[i], Tensor):
                 continue
+            if dim is not None and self.loss_outside:
+                found[i] = plan.without_fill_gradient(found[i], dim)
             mark_part(found[i], part)
             if dim is not None:
-                found[i] = plan.without_fill_gradient(found[i], dim) if self.loss_outside else found[i]
                 mark_token_dim(found[i], dim)
             elif axes is not None:
                 mark_token_axes(found[i], axes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -42,21 +42,23 @@ class GlobalBatch(NamedTuple):
     lengths: list[list[int]] | None = None
 
 
-def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, places: bool) -> GlobalBatch:
+def global_batch(
+    values: Mapping[str, Any], sharding: cp.Sharding, *, places: bool, unpads: bool = False
+) -> GlobalBatch:
     """A trainer's arguments as `Sharding.shard` takes them. What tells documents apart is on the host.
-
-    places: a causal model whose loss is of labels alone, and whose positions, where it gets none, are tokens' places in
-    the row. It needs no mask for what stands before padding, and positions are made for it: a row is a document.
-
-        attention_mask  1 1 1 0 0
-        position_ids    0 1 2 0 1    lengths 3
-
-    Any other model gets its mask, or neither mask nor positions, and says itself what they mean:
 
         position_ids, no mask        documents by them, as the sharding says
         attention_mask               a row is one document, without its padding
         neither                      a row is one document
 
+    Args:
+        places: where the model gets no positions, they are tokens' places in the row: positions are made, so that rows
+            may be cut in orders of their own.
+        unpads: a causal model whose attention takes padding out by the mask's numbers, which can't be traced. What
+            stands before padding needs no mask, and the model gets none:
+
+                attention_mask  1 1 1 0 0
+                position_ids    0 1 2 0 1    lengths 3
     Raises:
         ValueError: a mask that is no padding at the end of rows, or that the documents contradict; a cache of keys.
     """
@@ -75,48 +77,75 @@ def global_batch(values: Mapping[str, Any], sharding: cp.Sharding, *, places: bo
     if not isinstance(packing, cp.PositionIds):
         if mask is not None and not mask.all():
             raise ValueError(f"{MASK} marks padding: let {packing.arg!r}, which tells documents apart, do that")
-    elif places and (mask is not None or packing.arg not in batch):
+    elif unpads and mask is not None:
         batch[packing.arg] = _positions(batch, packing.arg, mask)
-        if mask is not None and not mask.all():
+        if not mask.all():
             lengths = [[count] for count in mask.sum(1).tolist()]
-    elif mask is not None or packing.arg not in batch:
-        sharding = _by_rows(batch, sharding, mask)
+    else:
+        if places and packing.arg not in batch:
+            batch[packing.arg] = torch.arange(batch["input_ids"].shape[1]).expand(batch["input_ids"].shape)
+        if mask is not None or packing.arg not in batch:
+            sharding = _by_rows(batch, sharding, mask, values.get(MASK))
     # Trainers have put it on the device. Documents are read on the host; this waits, as the Trainer does in every step.
     named = [name for name in packing_args(sharding.packing) if isinstance(batch.get(name), Tensor)]
     batch |= {name: batch[name].cpu() for name in named}
     return GlobalBatch(batch, sharding, lengths)
 
 
-def _by_rows(batch: dict[str, Any], sharding: cp.Sharding, mask: Tensor | None) -> cp.Sharding:
-    """The annotation of a batch whose rows are documents. A mask is put back into the batch."""
+def rows_of_choices(
+    values: Mapping[str, Any], sharding: cp.Sharding
+) -> tuple[Mapping[str, Any], cp.Sharding, int | None]:
+    """Arguments whose tokens stand in dim 2, (B, C, T) as models of multiple choice take them, as B·C rows of tokens;
+    the annotation of these, and C. Others as they are, and None."""
+    if min(sharding.tokens.values()) < 2:
+        return values, sharding, None
+    tokens = {name: dim - 1 for name, dim in sharding.tokens.items()}
+    cut = {name: values[name] for name in (*tokens, MASK) if getattr(values.get(name), "ndim", 0) > 2}
+    choices = {value.shape[1] for value in cut.values()}
+    if len(choices) != 1:
+        raise ValueError(f"tokens stand in dim 2, as of (B, C, T), but there are {sorted(choices)} choices of rows")
+    joined = {name: value.flatten(0, 1) for name, value in cut.items()}
+    return {**values, **joined}, replace(sharding, tokens=tokens), choices.pop()
+
+
+def with_choices(call: Callable[..., Any], names: Collection[str], choices: int) -> Callable[..., Any]:
+    """Calls a model with the named arguments, B·C rows, as (B, C, T)."""
+
+    def forward(**local: Any) -> Any:
+        return call(**{name: x.unflatten(0, (-1, choices)) if name in names else x for name, x in local.items()})
+
+    return forward
+
+
+def _by_rows(batch: dict[str, Any], sharding: cp.Sharding, mask: Tensor | None, given: Any) -> cp.Sharding:
+    """The annotation of a batch whose rows are documents. A mask is put back into the batch, as it was given."""
     arg = sharding.packing.arg
     tokens = {name: dim for name, dim in sharding.tokens.items() if name != arg or name in batch}
     if mask is None:
         return replace(sharding, tokens=tokens, packing=cp.WholeRows())
     _check_positions(batch, arg, mask)
-    batch[MASK] = mask.long()
+    batch[MASK] = given
     return replace(sharding, tokens={**tokens, MASK: 1}, packing=cp.PaddingMask(MASK))
 
 
 def _padding(mask: Any) -> Tensor:
     """(B, T) bool on the host, true for tokens that are no padding."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise ValueError(f"{MASK} must be (B, T), got {tuple(getattr(mask, 'shape', ()))}: leave it out")
+        raise ValueError(
+            f"{MASK} must be (B, T), got {tuple(getattr(mask, 'shape', ()))}: leave it out; or, if rows are choices, "
+            "(B, C, T), name 2 as the dim of all tokens"
+        )
     mask = mask.cpu().bool()
     if not (mask == (torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True))).all():
         raise ValueError(f"{MASK} marks padding before tokens: pad rows at their end, padding_side='right'")
     return mask
 
 
-def _positions(batch: Mapping[str, Any], arg: str, mask: Tensor | None) -> Tensor:
-    """(B, T) position ids on the host, made from the mask, or from the tokens' number."""
-    rows, total = batch["input_ids"].shape if mask is None else mask.shape
-    index = torch.arange(total).expand(rows, total)
-    if mask is None:
-        return index
+def _positions(batch: Mapping[str, Any], arg: str, mask: Tensor) -> Tensor:
+    """(B, T) position ids on the host, which begin anew at padding."""
     _check_positions(batch, arg, mask)
-    lengths = mask.sum(1, keepdim=True)
-    return torch.where(mask, index, index - lengths)
+    index = torch.arange(mask.shape[1]).expand(mask.shape)
+    return torch.where(mask, index, index - mask.sum(1, keepdim=True))
 
 
 def _check_positions(batch: Mapping[str, Any], arg: str, mask: Tensor) -> None:
@@ -158,8 +187,8 @@ def with_planes(model: nn.Module, values: Mapping[str, Any], made: GlobalBatch) 
     return made._replace(values=batch, sharding=replace(made.sharding, tokens=tokens))
 
 
-Variant = tuple[Packing, tuple[str, ...], bool]
-"""What tells documents apart, the arguments that are cut, and whether the loss alone is wanted."""
+Variant = tuple[Packing, tuple[str, ...], bool, int | None]
+"""What tells documents apart, the arguments that are cut, whether the loss alone is wanted, and of how many choices."""
 
 
 @dataclass
@@ -194,6 +223,8 @@ class GlobalForward:
         self.model, self.sharding, self.switch, self.twin = model, sharding, switch, twin
         self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward
+        for traced in [model] if twin is None else [model, twin.module]:
+            name_loss(traced)
         self.shifts = shifts_labels(model)
         self.places = self.shifts and not counts_tokens(model)
         self._variants: dict[Variant, tuple[cp.Sharding, Callable[..., Any]]] = {}
@@ -216,22 +247,25 @@ class GlobalForward:
         self.sharding, self.switch = sharding, switch
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        places = self.places and not balances_experts(self.model, values)
-        made = global_batch(values, self.sharding, places=places)
+        values, sharding, choices = rows_of_choices(values, self.sharding)
+        unpads = self.places and unpads_rows(self.model) and not balances_experts(self.model, values)
+        made = global_batch(values, sharding, places=self.places, unpads=unpads)
         batch, sharding, lengths = with_planes(self.model, values, made)
         dim = sharding.tokens.get("labels", 0)
         labelled = "labels" in batch and batch["labels"].ndim > dim  # or there is one for each row
-        sharding, run = self._variant(sharding, labelled, "labels" in batch)
+        sharding, run = self._variant(sharding, labelled, "labels" in batch, choices)
         if labelled and not self.shifts and "num_items_in_batch" not in batch:
             batch["num_items_in_batch"] = (batch["labels"] != -100).sum()
         with sharding.shard(batch, lengths=lengths, shift_labels=labelled and self.shifts) as local:
             outputs = run(**local)
             return self.joined(outputs, sharding)
 
-    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+    def compiled(self, sharding: cp.Sharding, loss_only: bool, choices: int | None) -> Callable[..., Any]:
         """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
-        `loss_only`: nobody reads what it returns beside its loss."""
-        return self.compile(self.plain if self.twin is None else self.twin.module.forward, sharding, loss_only)
+        `loss_only`: nobody reads what it returns beside its loss. choices: so many rows are one to the model."""
+        call = self.plain if self.twin is None else self.twin.module.forward
+        call = call if choices is None else with_choices(call, sharding.tokens, choices)
+        return self.compile(call, sharding, loss_only)
 
     def compile(self, call: Callable[..., Any], sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
         if self.twin is not None:
@@ -256,14 +290,16 @@ class GlobalForward:
         }
         return type(outputs)(**map_tensors(lambda value: scaled(value, sharding.world_size), fields))
 
-    def _variant(self, sharding: cp.Sharding, labelled: bool, scored: bool) -> tuple[cp.Sharding, Callable[..., Any]]:
+    def _variant(
+        self, sharding: cp.Sharding, labelled: bool, scored: bool, choices: int | None
+    ) -> tuple[cp.Sharding, Callable[..., Any]]:
         """The annotation of calls, with labels of tokens or without, and what is compiled. scored: there is a loss."""
         loss_only = scored and self.switch.loss_only
         tokens = {name: dim for name, dim in sharding.tokens.items() if labelled or name != "labels"}
-        key = sharding.packing, tuple(tokens), loss_only
+        key = sharding.packing, tuple(tokens), loss_only, choices
         if key not in self._variants:
             sharding = replace(sharding, tokens=tokens)
-            self._variants[key] = sharding, self.compiled(sharding, loss_only)
+            self._variants[key] = sharding, self.compiled(sharding, loss_only, choices)
         return self._variants[key]
 
 
@@ -275,7 +311,7 @@ class FusedForward(GlobalForward):
     runs as it is, on this rank's tokens.
     """
 
-    def compiled(self, sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+    def compiled(self, sharding: cp.Sharding, loss_only: bool, choices: int | None) -> Callable[..., Any]:
         backbone: Any = self.model.base_model
         of_backbone = backbone.forward if self.twin is None else cast(Any, self.twin.module).base_model.forward
 
@@ -320,9 +356,28 @@ def forward_of(model: nn.Module) -> GlobalForward | None:
     return getattr(model.forward, "_cp_rewrite_forward", None)
 
 
+def name_loss(model: nn.Module) -> None:
+    """Let a model whose class's name tells no loss, as GPT2LMHeadModel, name the one that `transformers` takes then. It
+    would warn at each call, which can't be traced."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    if getattr(model, "loss_type", "") is None and "loss_function" in forward.__code__.co_names:
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+
+
 def shifts_labels(model: nn.Module) -> bool:
     """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
     return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
+
+
+def unpads_rows(model: nn.Module) -> bool:
+    """Is a model causal, and does its attention take a mask apart by its numbers: flash-attn's kernels take padding out
+    by it, attention in chunks counts what stands before the tokens?"""
+    config: Any = getattr(model, "config", None)
+    looks_ahead = getattr(config, "is_encoder_decoder", False) or any(
+        getattr(module, "is_decoder", True) is False for module in model.modules()
+    )
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return not looks_ahead and (chunked or "flash" in str(getattr(config, "_attn_implementation", "")))
 
 
 def counts_tokens(model: nn.Module) -> bool:

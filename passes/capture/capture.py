@@ -37,6 +37,7 @@ from cp_rewrite.passes.graph.nodes import (
     constant,
     graph_modules,
     is_function,
+    modes_of,
     nested_graphs,
     op_name,
     outputs_of,
@@ -52,7 +53,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, Max, Min, expression, fak
 
 from .chunks import join_chunks
 from .encoders import take_out_encoders
-from .picks import sum_picked
+from .picks import asserts, sum_picked
 from .scatters import part_masked_scatter, part_moves, place_writes
 
 _PADDING_OPS = frozenset("getitem pad empty_like contiguous size sym_size item set_grad_enabled mod sub".split())
@@ -242,6 +243,8 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
             if (plain := _PLAIN.get(op_name(node))) is not None:
                 node.op, node.target = "call_function", plain
     places = {node: place for place, node in enumerate(outputs_of(copy)) if node in kept}
+    size_repeats(copy)
+    undo_views(copy)
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked = False
     if sharding.resolve:
@@ -302,6 +305,58 @@ def decide_bounds(gm: fx.GraphModule) -> None:
             else:
                 same = [n for n in number.all_input_nodes if expression(value_of(n)) == expression(value)]
                 node.replace_input_with(number, same[0]) if same else None
+
+
+def size_repeats(gm: fx.GraphModule) -> None:
+    """Say how many entries `repeat_interleave` gives where the model goes on with as many as there are tokens. Torch
+    asserts that when it runs, and a rank would have the row's beside its own tokens.
+
+        seg = repeat_interleave(ids, lengths)    assert seg.shape[0] == s0
+    ->  seg = repeat_interleave(ids, lengths, output_size=s0)
+    """
+    for module in graph_modules(gm):
+        for node in [*module.graph.nodes]:
+            if op_name(node) != "repeat_interleave" or node.kwargs.get("output_size") is not None:
+                continue
+            sizes = [user for user in node.users if user.target is torch.ops.aten.sym_size.int]
+            chains = [asserts(size) for size in sizes]
+            equal = [user for size in sizes for user in size.users if user.target is operator.eq]
+            known = [x for eq in equal for x in eq.args if isinstance(x, fx.Node) and x.op == "placeholder"]
+            if known and None not in chains:
+                node.kwargs = {**node.kwargs, "output_size": known[0]}
+                for dead in (each for chain in chains for each in chain or ()):
+                    module.graph.erase_node(dead)
+
+
+_VIEWS = frozenset("view reshape flatten unflatten".split())
+
+
+def undo_views(gm: fx.GraphModule) -> None:
+    """Read the tensor itself where views of it come back to its shape: rows of choices, that a model joins.
+
+    ids (6, T)    ids.unflatten(0, (2, 3)).view(-1, T)    ->    ids
+    """
+    for module in graph_modules(gm):
+        modes = modes_of(module.graph)
+        for node in module.graph.nodes:
+            before = _viewed(node)
+            while before is not None and _geometry(before) != _geometry(node):
+                before = _viewed(before)
+            if before is not None and _viewed(node) is not before and modes[before] == modes[node]:
+                node.replace_all_uses_with(before)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, in other dims."""
+    of = node.args[0] if op_name(node) in _VIEWS and node.args else None
+    return of if isinstance(of, fx.Node) else None
+
+
+def _geometry(node: fx.Node) -> tuple[Hashable, ...]:
+    value = value_of(node)
+    if not isinstance(value, Tensor):  # not shown by the graph
+        return (node,)
+    return (value.dtype, value.requires_grad, *map(expression, (*value.shape, *value.stride())))
 
 
 def _return_without(gm: fx.GraphModule, unread: set[fx.Node]) -> None:

@@ -264,7 +264,7 @@ def _late(
 def _ends(node: fx.Node) -> bool:
     """Whether a node only adds up, or asserts the size of, what it reads."""
     if node.target is _aten.sym_size.int:
-        return _asserts(node) is not None
+        return asserts(node) is not None
     return node.target is F.cross_entropy or any(_is_sum(node, read) for read in node.all_input_nodes[:1])
 
 
@@ -290,7 +290,7 @@ def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
     if picked is None:
         return None
     sizes = [user for user in node.users if user.target is _aten.sym_size.int]
-    asserted = [_asserts(size) for size in sizes]
+    asserted = [asserts(size) for size in sizes]
     sums = [user for user in node.users if _is_sum(user, node)]
     losses = [user for user in node.users if user.target is F.cross_entropy]
     if None in asserted or len(sums) + len(losses) + len(sizes) < len(node.users):
@@ -298,11 +298,11 @@ def _read(node: fx.Node, counts: Collection[Any]) -> _Pick | None:
     return _Pick(node, *picked, sums, losses, [each for chain in asserted for each in chain or ()])
 
 
-def _asserts(node: fx.Node) -> list[fx.Node] | None:
-    """A node and those that follow from it, if they only assert something."""
+def asserts(node: fx.Node) -> list[fx.Node] | None:
+    """A node and those that follow from it, users first, if they only assert something."""
     if node.target is _aten._assert_scalar.default:
         return [node]
-    chains = [_asserts(user) for user in node.users]
+    chains = [asserts(user) for user in node.users]
     if None in chains or not chains or isinstance(value_of(node), Tensor):
         return None
     return [*(each for chain in chains for each in chain or ()), node]

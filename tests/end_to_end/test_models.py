@@ -22,12 +22,16 @@ from cp_rewrite.batch.marks import is_part
 from cp_rewrite.diagnose import check
 from cp_rewrite.diagnose.check import floor_of
 from tests.end_to_end.test_end_to_end import TOKENS, make_batch
-from tests.helpers.models import END, MODELS, RECIPES, build_model
+from tests.helpers.models import BY_LENGTH, END, MODELS, RECIPES, build_model
+from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
+from tests.sweep.table import TITLE
 
 VERSION = f"transformers {importlib.metadata.version('transformers')}"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "generated" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
+ACROSS = [[[13, 1, 7]], [[16, 9]], [[17, 4]], LENGTHS, [[15, 6]]]
+"""Of models whose RoPE changes beyond 16 positions: in turn, by one graph."""
 LIMIT = 1e-5
 QUICK = ("llama",)
 ON_THREADS = ("modernbert", "nanogpt", "torchtitan_eos_mask")
@@ -69,7 +73,7 @@ def test_models_are_right_on_threads(model: str) -> None:
 @pytest.mark.xdist_group("pool")  # where the outcomes are
 def test_the_table_in_the_docs_is_what_ran(outcomes: dict[str, Outcome]) -> None:
     if os.environ.get("CP_ACCEPT") and set(outcomes) == set(MODELS):
-        DOCS.write_text(table(outcomes))
+        DOCS.write_text(f"{table(outcomes)}\n{TITLE}{DOCS.read_text().partition(TITLE)[2]}")
     written = DOCS.read_text().splitlines()
     if not any(line.startswith("torch ") and line.endswith(f"{VERSION}.") for line in written):
         pytest.skip("the table is of another version of transformers")
@@ -100,14 +104,18 @@ def run(pool: Pool, name: str) -> Outcome:
     masks = tuple(dict.fromkeys(site.mask for site in report.sites))
     if not report.ok:
         return Outcome(masks, tuple(dict.fromkeys(refusal.reason.name for refusal in report.refusals)))
-    loss, grads = step(model, batch, trains)
-    (total, sharded), (other, _) = pool.run(2, sharded_step, name, batch, trains)
-    assert total == other
-    errors = {key: difference(sharded[key], grad, grads) for key, grad in grads.items()}
+    batches = [batch_of(lengths) for lengths in (ACROSS if name in BY_LENGTH else [LENGTHS])]
+    found, others = pool.run(2, sharded_steps, name, batches, trains)
+    pairs = [(step(model, each, trains), ours) for each, ours in zip(batches, found, strict=True)]
+    assert [total for total, _ in found] == [total for total, _ in others]
+    errors = {
+        key: max(difference(ours[key], grads[key], grads) for (_, grads), (_, ours) in pairs) for key in found[0][1]
+    }
     worst = max(errors, key=errors.__getitem__, default="")
     sums = [collective.bytes for collective in report.collectives if collective.bytes]
     text = f"{len(sums)} of {sum(sums)} bytes" if sums else "–"
-    return Outcome(masks, (), abs(total - loss) / abs(loss), errors.get(worst), worst, text)
+    loss = max(abs(total - loss) / abs(loss) for (loss, _), (total, _) in pairs)
+    return Outcome(masks, (), loss, errors.get(worst), worst, text)
 
 
 def packing_of(name: str) -> Any:
@@ -126,26 +134,31 @@ def batch_of(lengths: list[list[int]]) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, batch: dict[str, Tensor], trains: bool) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
     loss: Tensor = model(**batch).loss
     if trains:
         loss.backward()
-    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients_of(model)
 
 
-def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor], trains: bool) -> tuple[float, Any]:
+def sharded_steps(mesh: DeviceMesh, name: str, batches: list[dict[str, Tensor]], trains: bool) -> list[Any]:
     sharding = sharding_of(mesh, name)
     torch._dynamo.reset()
     model = build_model(name).requires_grad_(trains)
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
-    with sharding.shard(batch, shift_labels=True) as local:
-        loss = compiled(**local).loss
-    if trains:
-        loss.backward()
-        cp.sum_gradients(model.parameters(), sharding)
-    total = loss.detach().clone()
-    if is_part(loss):
-        torch.distributed.all_reduce(total, group=sharding.group)
-    return float(total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found: list[Any] = []
+    for batch in batches:
+        model.zero_grad()
+        with sharding.shard(batch, shift_labels=True) as local:
+            loss = compiled(**local).loss
+        if trains:
+            loss.backward()
+            cp.sum_gradients(model.parameters(), sharding)
+        total = loss.detach().clone()
+        if is_part(loss):
+            torch.distributed.all_reduce(total, group=sharding.group)
+        found.append((float(total), gradients_of(model)))
+    return found
 
 
 def difference(actual: Tensor, expected: Tensor, grads: dict[str, Tensor]) -> float:
@@ -177,6 +190,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
         "torch has no backward of flex_attention on CPUs: only the loss is compared there. transformers' masks ignore",
         "`position_ids` in gpt-oss and in models that are not causal (ModernBERT): the whole row is one document, on",
         "one process too, which `across_documents=True` allows here.",
+        "",
+        "*longrope*, *dynamic*: RoPE that changes beyond 16 positions, in batches on both sides of that, by one graph.",
         "",
         "Encoders (BERT, RoBERTa, EuroBERT, ESM, ModernBERT, ELECTRA, DistilBERT) and heads that classify tokens or",
         "sequences, reward heads too, are compared on 2, 3 and 4 processes by `tests/end_to_end/test_heads.py`.",

@@ -179,3 +179,32 @@ def test_lengths_in_turn(name: str, ranks: int) -> None:
     batches = [pack(lengths) for lengths in ([5, 4, 5], [20, 4], [16, 1], [20, 1], [6, 1, 3, 8], [30, 20, 9])]
     for report in check_all(Deciding(name).double(), sharding, batches):
         assert report.largest <= 1e-7, str(report)
+
+
+class Offsets(PackedModel):
+    """Its mask repeats each document's number as often as it has tokens, without saying how many these are."""
+
+    def __init__(self, repeat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.repeat = repeat
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:  # type: ignore[override]
+        ids, total = self.repeat(cu_seqlens.diff()), input_ids.shape[1]
+        mask = (ids[:, None] == ids) & torch.ones(total, total, dtype=torch.bool).tril()
+        return self.loss(self.head(self.attended(self.embed(input_ids), mask[None, None])), labels, num_items)
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        torch.repeat_interleave,
+        lambda n: torch.repeat_interleave(torch.arange(len(n)), n),
+        lambda n: torch.arange(len(n)).repeat_interleave(n, 0),
+    ],
+)
+def test_documents_are_repeated_to_as_many_as_the_row_has(repeat: Callable[[Tensor], Tensor]) -> None:
+    batch = {name: value for name, value in packed_batch(1, 13).items() if name in ("input_ids", "labels", "num_items")}
+    batch["cu_seqlens"] = torch.tensor([0, 5, 9, 13])
+    sharding = cp.Sharding(2, {"input_ids": 1, "labels": 1}, cp.CuSeqlens("cu_seqlens"), "head_tail")
+    torch._dynamo.reset()
+    assert cp.check(Offsets(repeat).double(), sharding, batch).largest <= 1e-9

@@ -99,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
     "gpt2": Recipe("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "attn_pdrop": 0.0,
                             "embd_pdrop": 0.0, "resid_pdrop": 0.0}, head="LMHeadModel"),
 }  # fmt: skip
-_BY_LENGTH: dict[str, Recipe] = {
+BY_LENGTH: dict[str, Recipe] = {
     "phi3_longrope": Recipe("Phi3", {"rope_parameters": _LONGROPE}),
     "llama_dynamic": Recipe("Llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
     "qwen2_dynamic": Recipe("Qwen2", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
@@ -315,6 +315,6 @@ _OWN: dict[str, Callable[[], nn.Module]] = {
     "torchtitan": Titan,
     "torchtitan_eos_mask": functools.partial(Titan, eos=END),
 }
-MODELS = (*RECIPES, *_OWN)
+MODELS = (*RECIPES, *(name for name in BY_LENGTH if name != "phimoe_longrope"), *_OWN)  # which draws experts
 _OWN["tiny"] = Tiny
-_OWN.update({name: functools.partial(_from_transformers, recipe, True) for name, recipe in _BY_LENGTH.items()})
+_OWN.update({name: functools.partial(_from_transformers, recipe, True) for name, recipe in BY_LENGTH.items()})

@@ -1,7 +1,13 @@
-"""Trainers' batches on two ranks beside `model(batch)` on one process: loss and all gradients."""
+"""Trainers' batches beside `model(batch)` on one process, loss and all gradients: what a model is called with, of every
+class that `tests.sweep` tries; and all of it, on two ranks.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import cp_rewrite as cp
+from cp_rewrite.diagnose.check import difference, floor_of
 from cp_rewrite.integrations.forward import GlobalForward, Switch
 from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
 from tests.sweep.configs import class_of, small_config
+from tests.sweep.table import DOCS, verdicts
 
-from .runs import sharding_of
+from .runs import TOKENS, sharding_of
 
 PAD = 0
 NAMES = {
@@ -25,6 +34,9 @@ NAMES = {
     ],
     "packed": ["MixtralForCausalLM"],
     "padded classes": ["LlamaForSequenceClassification", "BertForSequenceClassification"],
+    "padded, both ways": ["ElectraForCausalLM", "GPT2LMHeadModel"],
+    "choices": ["RobertaForMultipleChoice"],
+    "padded choices": ["BertForMultipleChoice", "DistilBertForMultipleChoice"],
 }
 """Positions from `padding_idx` on, experts whose loss takes in all tokens, and models beside which these would show."""
 
@@ -41,6 +53,10 @@ def batch_of(kind: str) -> dict[str, Tensor]:
     elif kind == "packed":
         positions = torch.cat([torch.arange(n) for n in (8, 1, 12)]).expand(2, 21)
         batch["position_ids"], batch["labels"] = positions, ids.masked_fill(positions == 0, -100)
+    if kind.endswith("choices"):
+        batch = {name: torch.stack([value, value.flip(0), value], 1) for name, value in batch.items()}
+        batch["input_ids"][:, 2, 3] = 5
+        batch["labels"] = torch.tensor([1, 2])
     return batch
 
 
@@ -65,12 +81,59 @@ def on_ranks(mesh: DeviceMesh, names: list[str], kind: str) -> dict[str, Any]:
     for name in names:
         torch._dynamo.reset()
         model = model_of(name)
-        GlobalForward(model, sharding_of(mesh), Switch(on=True, loss_only=True)).install()
+        sharding = sharding_of(mesh)
+        if kind.endswith("choices"):
+            sharding = replace(sharding, tokens=dict.fromkeys(sharding.tokens, 2))
+        GlobalForward(model, sharding, Switch(on=True, loss_only=True)).install()
         loss, grads = step(model, batch_of(kind))
         for grad in grads.values():
             torch.distributed.all_reduce(grad, group=mesh.get_group())
         found[name] = loss, {key: (grad / mesh.size()).numpy() for key, grad in grads.items()}
     return found
+
+
+class Plain(GlobalForward):
+    """Calls the model as it is with what a rank of one gets."""
+
+    def compile(self, call: Callable[..., Any], sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
+        return call
+
+
+def batch_for(name: str, kind: str) -> dict[str, Tensor]:
+    """A batch of the kind, with labels of the class's head."""
+    batch = batch_of(kind)
+    if name.endswith("TokenClassification"):
+        batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], batch["labels"] % 2)
+    elif name.endswith("SequenceClassification"):
+        last = (batch["input_ids"] != PAD).sum(1, keepdim=True) - 1
+        batch["input_ids"].scatter_(1, last, 2)  # the end, at which T5 and BART pool
+        batch["labels"] = torch.tensor([1, 0])
+    if "decoder_input_ids" in inspect.signature(class_of(name).forward).parameters:
+        batch["decoder_input_ids"] = batch["input_ids"].roll(1, 1)
+    return batch
+
+
+CLASSES = [name for name in verdicts(DOCS.read_text()) if not name.endswith("Model") or "LMHead" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), itertools.product(CLASSES, ("whole", "padded", "packed")))
+def test_a_model_is_called_as_the_trainer_calls_it(name: str, kind: str) -> None:
+    """Its mask and its positions say what they said; what is made beside them changes nothing."""
+    batch = batch_for(name, kind)
+    try:
+        loss, grads = step(model_of(name), batch)
+    except Exception as error:
+        pytest.skip(f"the plain model does not take this batch: {error}")
+    model, tokens = model_of(name), TOKENS | {name: 1 for name in batch if name == "decoder_input_ids"}
+    sharding = cp.Sharding(1, tokens, cp.PositionIds("position_ids"), inner="eager")
+    Plain(model, sharding, Switch(on=True, loss_only=True)).install()
+    found, ours = step(model, batch)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert ours.keys() == grads.keys()
+    floor = floor_of(grads.values())
+    for key, grad in grads.items():
+        assert grad.isnan().any() or difference(ours[key], grad, floor) <= 1e-4, key
 
 
 @pytest.mark.slow
@@ -85,3 +148,25 @@ def test_a_trainers_batch_is_as_on_one_process(pool: Pool, kind: str) -> None:
             for key, grad in grads.items():
                 error = float((torch.from_numpy(found[1][key]) - grad).norm()) / max(float(grad.norm()), least)
                 assert error <= 1e-4, f"{name} {key}: {error:.1e}"
+
+
+def logits_on_ranks(mesh: DeviceMesh) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    model = model_of("LlamaForCausalLM")
+    GlobalForward(model, sharding_of(mesh), Switch(on=True, loss_only=True)).install()
+    logits = model(input_ids=batch_of("whole")["input_ids"]).logits
+    logits.square().mean().backward()
+    return logits.detach().numpy(), model.lm_head.weight.grad.numpy()
+
+
+@pytest.mark.slow
+def test_a_loss_outside_of_the_model_gets_all_logits_on_every_rank(pool: Pool) -> None:
+    """Of 21 tokens, so that one of two ranks has a row without one."""
+    model = model_of("LlamaForCausalLM")
+    logits = model(input_ids=batch_of("whole")["input_ids"]).logits
+    logits.square().mean().backward()
+    found = pool.run(2, logits_on_ranks)
+    for ours, _ in found:
+        torch.testing.assert_close(torch.from_numpy(ours), logits.detach(), rtol=1e-5, atol=1e-5)
+    mean = torch.stack([torch.from_numpy(grad) for _, grad in found]).mean(0)
+    torch.testing.assert_close(mean, model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)

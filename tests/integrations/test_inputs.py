@@ -22,7 +22,7 @@ def batch_of(*masks: list[int], **others: Any) -> dict[str, Any]:
 
 
 def positions(batch: dict[str, Any], places: bool = True) -> tuple[list[list[int]], list[list[int]] | None]:
-    found, sharding, lengths = global_batch(batch, SHARDING, places=places)
+    found, sharding, lengths = global_batch(batch, SHARDING, places=places, unpads=places)
     assert sharding == SHARDING
     assert "attention_mask" not in found
     assert "labels" not in found
@@ -50,11 +50,20 @@ def test_position_ids_that_agree_with_the_mask_stay() -> None:
     assert positions(batch_of([1, 1, 1, 0, 0], position_ids=given)) == ([[0, 1, 2, 0, 1]], [[3]])
 
 
-def test_models_that_say_what_a_mask_means_get_it() -> None:
-    found, sharding, lengths = global_batch(batch_of([1, 1, 1, 0, 0]), SHARDING, places=False)
-    assert found.keys() == {"input_ids", "attention_mask"}
+@pytest.mark.parametrize("places", [False, True])
+def test_a_mask_stays_as_it_is(places: bool) -> None:
+    batch = batch_of([1, 1, 1, 0, 0])
+    found, sharding, lengths = global_batch(batch, SHARDING, places=places)
+    assert found.keys() == {"input_ids", "attention_mask", *["position_ids"] * places}
+    assert found["attention_mask"] is batch["attention_mask"]
+    assert not places or found["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
     assert sharding.packing == cp.PaddingMask("attention_mask")
-    assert sharding.tokens == {"input_ids": 1, "labels": 1, "attention_mask": 1}
+    assert sharding.tokens == {
+        "input_ids": 1,
+        "labels": 1,
+        "attention_mask": 1,
+        **({"position_ids": 1} if places else {}),
+    }
     assert lengths is None
 
 
