@@ -390,6 +390,7 @@ def test_checkpoints_are_elastic(pool: Pool, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in first.items())
     resumed = [
         pool.run(4, trained, 4, folder, True)[0],
+        pool.run(4, trained, 4, folder, True, "meta")[0],
         pool.run(4, trained, 2, folder, True, "meta")[0],
         pool.run(4, trained, 1, folder, True)[0],
     ]
