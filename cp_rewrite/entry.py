@@ -51,6 +51,8 @@ class Backend:
 
     def __init__(self, sharding: Sharding, loss_alone: bool = False) -> None:
         self.sharding, self.loss_alone = sharding, loss_alone
+        self._lengths: dict[int, None] = {}
+        """Tokens of the rows whose graphs were right."""
         observe.listen()
 
     def __eq__(self, other: object) -> bool:
@@ -77,7 +79,7 @@ class Backend:
         except Exception as error:
             raise unwrapped(error) from error.__cause__
         if state.refusals:
-            refused = RewriteRefused(state.refusals)
+            refused = self._refused(state)
             if self.sharding.strict:
                 raise unwrapped(refused)
             passes.guard_size_conditions(state)
@@ -94,6 +96,10 @@ class Backend:
         compiled = self._inner(state.graph_module, [*given, *extra], patches)
         left_out = LeftOutputs(state, self._weight)
         return _checked(state, number, compiled, PlanConditions(nodes[: len(nodes) - len(added)], added), left_out)
+
+    def _refused(self, state: passes.State) -> RewriteRefused:
+        tokens = state.plan.plan.rows[0].total
+        return RewriteRefused(state.refusals, tokens, [n for n in self._lengths if n != tokens])
 
     def _weight(self, node: fx.Node) -> Input | None:
         """How an input of a graph is read once the call is over, where it is none of the call's arguments."""
@@ -113,7 +119,7 @@ class Backend:
         if state.decisions and not state.refusals and sharding.world_size > 1:
             _ = sharding.group  # raises where the mesh is a world size, for dry runs only
         if state.refusals:
-            refused = RewriteRefused(state.refusals)
+            refused = self._refused(state)
             observe.trace("refused", lambda: [str(refused)])
             if sharding.strict:
                 turns.on_failure(sharding, "graph", refused)
@@ -123,6 +129,7 @@ class Backend:
         text = graph_lines(state.graph_module)
         observe.trace("after", lambda: text)
         number = turns.on_graph(sharding, "\n".join(text))
+        self._lengths[state.plan.plan.rows[0].total] = None
         if (most := most_of(state.decisions, sharding.balanced_mask)) is not None:
             note_sites(sharding, *most)
         return state, number

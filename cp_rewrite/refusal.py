@@ -83,17 +83,29 @@ class Refusal:
 
 
 class RewriteRefused(RuntimeError):
-    """Raised under `strict=True` when a graph can't be proven right. `refusals` holds every reason."""
+    """Raised under `strict=True` when a graph can't be proven right.
+
+    Args:
+        refusals: every reason. tokens: of a row of the batch. right: rows of so many tokens were right before.
+    """
 
     __module__ = "cp_rewrite"  # as it is imported, and printed
 
-    def __init__(self, refusals: Sequence[Refusal]) -> None:
-        self.refusals = tuple(refusals)
+    def __init__(self, refusals: Sequence[Refusal], tokens: int | None = None, right: Sequence[int] = ()) -> None:
+        self.refusals, self.tokens, self.right = tuple(refusals), tokens, tuple(right)
         lines = "\n".join(f"  - {refusal}" for refusal in folded(self.refusals))
-        super().__init__(f"cp_rewrite refused to rewrite this graph:\n{lines}\nwhat to do: {pages_of(refusals)}")
+        known = ", ".join(map(str, self.right))
+        later = (
+            f"\nthis row has {tokens} tokens, and rows of {known} were right: cp.explain(model, sharding, lengths=[…]) "
+            "tells which others are; pad rows to one of these"
+        )
+        super().__init__(
+            f"cp_rewrite refused to rewrite this graph:\n{lines}\nwhat to do: {pages_of(refusals)}"
+            f"{later if right else ''}"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RewriteRefused, (self.refusals,)
+        return RewriteRefused, (self.refusals, self.tokens, self.right)
 
 
 def pages_of(refusals: Sequence[Refusal]) -> str:

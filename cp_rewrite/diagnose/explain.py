@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import SymInt, Tensor, nn
 
 from cp_rewrite import passes
 from cp_rewrite.batch.active import active_plan
-from cp_rewrite.packing import untaken_args
+from cp_rewrite.packing import CuSeqlens, packing_args, untaken_args, whole_args
 from cp_rewrite.passes.capture.capture import capture
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.nodes import graph_modules
@@ -44,22 +44,24 @@ def report_as_dict(report: Report) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "sites": [asdict(site) for site in report.sites],
-        "refusals": [
-            {
-                "reason": r.reason.name,
-                "where": r.where,
-                "detail": r.detail,
-                "advice": r.reason.value,
-                "see": pages_of([r]),
-            }
-            for r in report.refusals
-        ],
+        "refusals": [_as_dict(r) for r in report.refusals],
+        "lengths": {n: [_as_dict(r) for r in found] for n, found in report.lengths.items()},
         "collectives": [asdict(collective) for collective in report.collectives],
         "inserts": list(report.inserts),
         "notes": list(report.notes),
         "ops_before": dict(sorted(report.ops_before.items())),
         "ops_after": dict(sorted(report.ops_after.items())),
         "target": None if target is None else target.as_dict(),
+    }
+
+
+def _as_dict(r: Refusal) -> dict[str, Any]:
+    return {
+        "reason": r.reason.name,
+        "where": r.where,
+        "detail": r.detail,
+        "advice": r.reason.value,
+        "see": pages_of([r]),
     }
 
 
@@ -237,6 +239,7 @@ class Report:
         notes: what was set for the dry run, and what was taken for granted.
         target: attention's time, bytes between GPUs and memory on the machine that training will run on: of
             `Sharding(speeds=…)`, of the mesh's GPUs, or of H200s. None when refused.
+        lengths: tokens of a row -> every reason against it, of the lengths that were asked for.
     """
 
     sites: tuple[SiteReport, ...]
@@ -249,11 +252,12 @@ class Report:
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
     target: Target | None = None
+    lengths: Mapping[int, tuple[Refusal, ...]] = field(default_factory=dict[int, tuple[Refusal, ...]])
 
     @property
     def ok(self) -> bool:
-        """True when the graph is rewritten."""
-        return not self.refusals
+        """True when the graph is rewritten, of rows of every length that was asked for."""
+        return not self.refusals and not any(self.lengths.values())
 
     @property
     def counts(self) -> str:
@@ -287,7 +291,14 @@ class Report:
         lines += _folded([str(collective) for collective in self.collectives])
         lines += _folded([f"inserted  {insert}" for insert in self.inserts])
         lines += [f"refused   {refusal}" for refusal in folded(self.refusals)]
-        lines += [f"what to do {pages_of(self.refusals)}"] if self.refusals else []
+        wrong = [n for n, found in self.lengths.items() if found]
+        right = [n for n in self.lengths if n not in wrong]
+        lines += [f"lengths   rows of {', '.join(map(str, right))} tokens are right"] if right else []
+        for n in wrong:
+            lines += [f"lengths   rows of {n} tokens: refused   {refusal}" for refusal in folded(self.lengths[n])]
+        lines += ["          pad rows to a length that is right"] if wrong and right else []
+        against = [*self.refusals, *(refusal for found in self.lengths.values() for refusal in found)]
+        lines += [f"what to do {pages_of(against)}"] if against else []
         lines += [f"note      {note}" for note in self.notes]
         lines += [] if self.target is None else [str(self.target)]
         changed = sorted(op for op in self.ops_before | self.ops_after if self.ops_before[op] != self.ops_after[op])
@@ -301,24 +312,31 @@ def explain(
     *,
     shift_labels: bool = False,
     label_arg: str = "labels",
+    lengths: Sequence[int] = (),
 ) -> Callable[..., Report]:
     """Capture a model and run the passes on it; nothing of the model runs.
 
         report = cp.explain(model, sharding)(**batch)
+        report = cp.explain(model, sharding, lengths=[500, 512, 1000])(**batch)
 
     The returned function takes the global batch by keyword and returns a Report. Sharding may hold a plain world size.
     `shift_labels` and `label_arg` as in `Sharding.shard`. What tells documents apart need not be an argument of the
     model. A model may be on `meta`: masks that its buffers hold are then not known.
 
+    Args:
+        lengths: numbers of tokens of a row, up to the batch's. A model that decides by the number of tokens has another
+            graph for some of them, which training would meet at a later batch: each is tried on the batch's first
+            tokens, and the report says which are refused.
+
     Raises:
         TypeError: no model or no Sharding. The returned function raises what `Sharding.shard` does, and what Dynamo
-            does where it can't capture the whole model.
+            does where it can't capture the whole model; ValueError for `lengths` that the batch does not have.
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(f"model must be a module or a function, got {model!r}")
     sharding = replace(require_sharding(sharding), check_batches=False, rows="same")  # one rank may ask alone
 
-    def dry_run(**batch: Any) -> Report:
+    def one(batch: Mapping[str, Any]) -> Report:
         found: list[Report] = []
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -336,7 +354,36 @@ def explain(
                 return found[0]
         raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")
 
+    def dry_run(**batch: Any) -> Report:
+        cut = {n: _first_tokens(batch, n, sharding) for n in lengths}
+        report, found = one(batch), dict[int, tuple[Refusal, ...]]()
+        for n, part in cut.items():
+            try:
+                found[n] = one(part).refusals
+            except Exception as error:
+                error.add_note(f"in a row of {n} tokens, of explain's lengths")
+                raise
+        return replace(report, lengths=found)
+
     return dry_run
+
+
+def _first_tokens(batch: Mapping[str, Any], tokens: int, sharding: Sharding) -> dict[str, Any]:
+    """A batch of the first tokens of each of its rows."""
+    whole, names = whole_args(sharding.packing), packing_args(sharding.packing)
+    dims = {**dict.fromkeys((name for name in names if name not in whole), -1), **sharding.tokens}
+    given = {name: batch[name] for name in dims if isinstance(batch.get(name), Tensor)}
+    longest = min((x.shape[dims[name]] for name, x in given.items()), default=0)
+    if not isinstance(tokens, int) or not 0 < tokens <= longest:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"lengths must be whole numbers from 1 to the batch's {longest} tokens, got {tokens!r}")
+    cut = {name: x.narrow(dims[name], 0, tokens).contiguous() for name, x in given.items()}
+    offsets = {name: batch[name] for name in whole if isinstance(batch.get(name), Tensor)}
+    if offsets and not isinstance(sharding.packing, CuSeqlens):
+        raise ValueError(f"lengths can't be tried with {sharding.packing!r}, whose {[*offsets]} are not of tokens")
+    rows = max((x.shape[0] for name, x in cut.items() if dims[name] % x.ndim), default=1)
+    if offsets and rows > 1:
+        raise ValueError(f"lengths can't be tried with offsets of {rows} rows: give a batch of one")
+    return {**batch, **cut, **{name: x.clamp(max=tokens).unique_consecutive() for name, x in offsets.items()}}
 
 
 class _Captured(BaseException):

@@ -49,11 +49,21 @@ from cp_rewrite.passes.graph.nodes import (
 from cp_rewrite.passes.graph.tokens import LOCAL, TokenAxis
 from cp_rewrite.passes.values.state import Frame, State
 from cp_rewrite.sharding import Sharding, device_of
-from cp_rewrite.torch_internals import FakeTensorMode, Max, Min, expression, fake_mode_of, guard, holds, is_wrapped
+from cp_rewrite.torch_internals import (
+    FakeTensorMode,
+    Max,
+    Min,
+    expression,
+    fake_mode_of,
+    guard,
+    holds,
+    in_example,
+    is_wrapped,
+)
 
 from .chunks import join_chunks
 from .encoders import take_out_encoders
-from .picks import asserts, sum_picked
+from .picks import sum_picked
 from .scatters import part_masked_scatter, part_moves, place_writes
 
 _PADDING_OPS = frozenset("getitem pad empty_like contiguous size sym_size item set_grad_enabled mod sub".split())
@@ -282,7 +292,9 @@ def decide_bounds(gm: fx.GraphModule) -> None:
     values = [x for node in nodes for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
     # Not of maps: what is wrapped has no sizes of its own.
     sizes = dict.fromkeys(expression(n) for x in values if not is_wrapped(x) for n in x.shape if isinstance(n, SymInt))
-    bounds = sorted({bound for size in sizes for bound in size.atoms(Min, Max)}, key=lambda b: (b.count_ops(), str(b)))
+    atoms = {bound for size in sizes for bound in size.atoms(Min, Max)}
+    known = [bound for bound in atoms if mode is not None and in_example(mode.shape_env, bound).is_number]
+    bounds = sorted(known, key=lambda b: (b.count_ops(), str(b)))
     if mode is None or not bounds:
         return
     found: dict[Any, Any] = {}
@@ -307,6 +319,16 @@ def decide_bounds(gm: fx.GraphModule) -> None:
                 node.replace_input_with(number, same[0]) if same else None
 
 
+def _asserts(node: fx.Node) -> list[fx.Node] | None:
+    """A node and those that follow from it, users first, if they only assert something."""
+    if node.target is torch.ops.aten._assert_scalar.default:
+        return [node]
+    chains = [_asserts(user) for user in node.users]
+    if None in chains or not chains or isinstance(value_of(node), Tensor):
+        return None
+    return [*(each for chain in chains for each in chain or ()), node]
+
+
 def size_repeats(gm: fx.GraphModule) -> None:
     """Say how many entries `repeat_interleave` gives where the model goes on with as many as there are tokens. Torch
     asserts that when it runs, and a rank would have the row's beside its own tokens.
@@ -319,7 +341,7 @@ def size_repeats(gm: fx.GraphModule) -> None:
             if op_name(node) != "repeat_interleave" or node.kwargs.get("output_size") is not None:
                 continue
             sizes = [user for user in node.users if user.target is torch.ops.aten.sym_size.int]
-            chains = [asserts(size) for size in sizes]
+            chains = [_asserts(size) for size in sizes]
             equal = [user for size in sizes for user in size.users if user.target is operator.eq]
             known = [x for eq in equal for x in eq.args if isinstance(x, fx.Node) and x.op == "placeholder"]
             if known and None not in chains:

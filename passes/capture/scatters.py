@@ -95,7 +95,10 @@ def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
         x, mask, value = given
     else:
         return node
-    if not _is_mask(x, mask) or not _fits(x, value):
+    if not _is_mask(x, mask):
+        return node
+    rows = node.target is operator.setitem and _is_row(x, mask, value)
+    if not rows and not _fits(x, value):
         return node
     base = _base(node, x)
     if base is None and not _alone(node, x):
@@ -103,7 +106,7 @@ def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
     new, behind = maker(node, mode), x.meta["example_value"].ndim - mask.meta["example_value"].ndim
     if behind > 0 and node.target is operator.setitem:
         mask = new(operator.getitem, mask, (Ellipsis, *[None] * behind))
-    filled = new("masked_fill", x, mask, value)
+    filled = new(torch.where, new("expand_as", mask, x), value, x) if rows else new("masked_fill", x, mask, value)
     if base is not None:
         written = new(operator.setitem, *base, filled)
         node.graph.erase_node(node)
@@ -177,6 +180,13 @@ def _fits(x: fx.Node, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim == 0 and value.dtype == held.dtype
     kinds = (int, float) if held.is_floating_point() else (bool,) if held.dtype is torch.bool else (int,)
     return type(value) in kinds
+
+
+def _is_row(x: fx.Node, mask: fx.Node, value: Any) -> bool:
+    """Whether what is written is one row, of what stands behind the mask's dims."""
+    held, row = x.meta["example_value"], value.meta.get("example_value") if isinstance(value, fx.Node) else None
+    behind = held.ndim - mask.meta["example_value"].ndim
+    return isinstance(row, Tensor) and row.dtype == held.dtype and 0 < row.ndim <= behind
 
 
 def _memories(node: fx.Node) -> list[int]:

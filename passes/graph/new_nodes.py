@@ -150,7 +150,7 @@ def maker(before: fx.Node, mode: FakeTensorMode) -> Callable[..., fx.Node]:
     """What makes nodes in front of a node, in its place of the source: of a function, or a method's name, and its
     arguments."""
 
-    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def new(target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         with before.graph.inserting_before(before):
             op = "call_method" if isinstance(target, str) else "call_function"
             made = before.graph.create_node(op, target, args, kwargs)

@@ -63,7 +63,7 @@ from .reads import Reads, fewer_of, moves_between_documents, why_not_kept
 from .resolver import Resolver
 from .row_positions import shared_by_rows
 from .rules.states import Offsets, kind_of
-from .rules.wholes import Counted
+from .rules.wholes import WithCount
 from .run import NodeRunner, Outcome, States, Trace, unknown_like
 
 
@@ -228,7 +228,7 @@ class _Walk:
         if self.extents.batch == 1 or not report.positions:
             return report
         inserted = {(x.node, x.operand) for x in report.inserts}
-        counted = {x.node: x for x in report.lowered if all(isinstance(step.run, Counted) for step in x.steps)}
+        counted = {x.node: x for x in report.lowered if all(isinstance(step.run, WithCount) for step in x.steps)}
         changed = {*fewer, *(x.node for x in report.reads), *({x.node for x in report.lowered} - counted.keys())}
         rows = shared_by_rows(gm, report.positions, self.env, self.live, changed, inserted, counted)
         return report if rows is None else replace(report, positions=(), row_positions=rows)

@@ -37,7 +37,7 @@ def tokens(m: Masking, h: Tensor) -> Tensor:
 
 
 def tokens_of_values(m: Masking, h: Tensor) -> Tensor:
-    return h + h[h[..., 0] > 0].amax(0)
+    return h + h[h[..., 0] > 0].cumsum(0).amax(0)
 
 
 def test_features_are_picked_by_a_mask() -> None:

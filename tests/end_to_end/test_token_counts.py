@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import bind_op
-from cp_rewrite.passes.locality.rules.wholes import Counted
+from cp_rewrite.passes.locality.rules.wholes import WithCount
 from cp_rewrite.passes.values.edits import Ranks
 from cp_rewrite.planning.plan_input import ROW_TOKENS
 from tests.helpers.one_process import check_or_refuse
@@ -104,7 +104,7 @@ def test_numbers_are_as_precise_as_on_one_process(dtype: torch.dtype) -> None:
         (torch.ops.aten.mul.Tensor, (("other", sympy.Float(1 / 3) * t),), x * (1027 / 3)),
         (torch.ops.aten.clamp.default, (("max", t - 1026),), x.clamp(max=1)),
     ):
-        found = Counted(t, run, dtype)(ranks, func, bind_op(func, (x,), {}))
+        found = WithCount(t, run, dtype)(ranks, func, bind_op(func, (x,), {}))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

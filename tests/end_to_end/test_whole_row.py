@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from tests.end_to_end.test_batches_in_turn import pack
 from tests.helpers.one_process import check_all, check_or_refuse
 from tests.helpers.packed_model import TOKENS, WIDTH, PackedModel, packed_batch
+from tests.helpers.pool import Pool
 
 Mix = Callable[["Deciding", Tensor, int], Tensor]
 """Of hidden states (B, T, C) and T, which is 24; a rank has 12."""
@@ -159,6 +161,41 @@ class MaskOfAFunction(PackedModel):
 def test_a_mask_of_a_function_that_reads_no_head() -> None:
     """What of the map is left in the graph has no memory whose size could be a rank's."""
     assert check_or_refuse(MaskOfAFunction(), tokens=23) is None
+
+
+def test_lengths_are_tried_beforehand() -> None:
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
+    report = cp.explain(Deciding("sorted"), sharding, lengths=[14, 20])(**packed_batch(1, 24))
+    assert report.refusals
+    assert not report.lengths[14]
+    assert [refusal.reason for refusal in report.lengths[20]] == [cp.Reason.TOKEN_MIXING]
+    assert "rows of 20 tokens: refused" in str(report)
+    assert not report.ok
+
+
+@pytest.mark.parametrize("length", [0, 25, 3.5])
+def test_lengths_that_a_batch_does_not_have(length: Any) -> None:
+    explain = cp.explain(Deciding(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")), lengths=[length])
+    with pytest.raises(ValueError, match="lengths must be whole numbers from 1 to the batch's 24 tokens"):
+        explain(**packed_batch(1, 24))
+
+
+def test_a_refusal_at_a_later_batch_names_the_length(pool: Pool) -> None:
+    for said in pool.run(2, _refused_later):
+        assert "this row has 24 tokens, and rows of 14 were right" in said
+
+
+def _refused_later(mesh: DeviceMesh) -> str:
+    sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    torch._dynamo.reset()
+    model = torch.compile(Deciding("sorted"), backend=cp.backend(sharding), fullgraph=True)
+    for tokens in (14, 24):
+        with sharding.shard(packed_batch(1, tokens)) as local:
+            try:
+                model(**local)
+            except cp.RewriteRefused as refused:
+                return str(refused)
+    return ""
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ def index(call: Call) -> TensorState:
     if any(i is not None and _picks_tokens(call, x, dim, i) for dim, i in enumerate(given)):
         raise Mixes(
             "picks tokens by a mask, as many as there happen to be: keep all of them (torch.where), or read no more "
-            "than sums, means and cross_entropy of those picked"
+            "of those picked than what treats each alone, sums, means and losses"
         )
     used = [(dim, i) for dim, i in enumerate(given) if i is not None]
     call.use_positions(x)

@@ -75,7 +75,7 @@ def counted(call: Call) -> tuple[States, RunOverRanks]:
     states = of_one_number(call) if makes else pointwise(call)
     if isinstance(states, Rows) and call.name == "masked_fill":
         states = plain(states)
-    runs = Filled if makes else Counted
+    runs = Filled if makes else WithCount
     return states, runs(call.extents.tokens, tuple(found.items()), call.outs[0].dtype)
 
 
@@ -102,7 +102,7 @@ class Filled(_OfCount):
         return out.copy_(number)
 
 
-class Counted(_OfCount):
+class WithCount(_OfCount):
     """An op of tensors and such numbers, entry by entry."""
 
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
