@@ -1,12 +1,19 @@
-"""Command line: `python -m cp_rewrite plan …`, `explain …`, `memory …`, `doctor` and `calibrate …`."""
+"""Command line: `python -m cp_rewrite recipe …`, `memory …`, `explain …`, `plan …`, `doctor` and `calibrate …`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import logging
+import socket
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.names import LAYOUTS
@@ -52,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_target(e)
     e.add_argument("--lengths", required=True, help="document lengths in tokens: 3104,3200,… or a file of them")
     e.add_argument("--layers", type=int, help="layers to look at (default: the first of each kind, at least 2)")
+    e.add_argument("--checkpointed", action="store_true", help="every layer under gradient checkpointing")
+    e.add_argument("--tile", action="store_true", help="Sharding(tile='auto')")
     e.add_argument("--diff", action="store_true", help="print the graph diff too")
     e.add_argument("--json", action="store_true", help="print JSON: the keys of Report.as_dict")
     e.add_argument("--html", help="write a page of HTML to this file")
@@ -67,6 +76,17 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
     m.add_argument("--json", action="store_true", help="print JSON")
     m.set_defaults(run=_memory)
+    r = commands.add_parser(
+        "recipe", help="what to do for a model to train on so many GPUs, and the command that does it"
+    )
+    r.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
+    r.add_argument("--gpus", type=int, required=True, help="all GPUs")
+    r.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    r.add_argument("--nodes", type=int, default=1, help="machines that the GPUs are in (default 1)")
+    r.add_argument("--tokens", type=int, help="tokens of a row, taken as one document")
+    r.add_argument("--lengths", help="document lengths of a row instead: 3104,3200,… or a file of them")
+    r.add_argument("--json", action="store_true", help="print JSON")
+    r.set_defaults(run=_recipe)
     d = commands.add_parser("doctor", help="what of this machine stands in the way: versions, kernels, links, limits")
     d.set_defaults(run=_doctor)
     c = commands.add_parser("calibrate", help="measure kernel, memory and link speeds for the cost model, once")
@@ -131,15 +151,26 @@ def _ranks_per_node(arguments: argparse.Namespace) -> int | None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    """Print the report. Returns 1 where the model is refused."""
-    from cp_rewrite.diagnose.config import explain_config  # late: plan needs no torch compiler
+    """Print the report, and what would make it fit. Returns 1 where the model is refused."""
+    _check_there(arguments.model)
+    from cp_rewrite.diagnose.config import explain_config, fit_of  # late: plan needs no torch compiler
 
     lengths = _lengths(arguments.lengths)
     ranks, per_node = arguments.world_size, arguments.world_size // arguments.nodes
-    report = explain_config(
-        arguments.model, lengths, ranks, arguments.layers, nodes=arguments.nodes, speeds=arguments.gpu
-    )
+    with _quiet():
+        report = explain_config(
+            arguments.model,
+            lengths,
+            ranks,
+            arguments.layers,
+            nodes=arguments.nodes,
+            checkpointed=arguments.checkpointed,
+            speeds=arguments.gpu,
+            tile="auto" if arguments.tile else None,
+        )
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
+    if report.target is not None and not arguments.json:
+        print("\n".join(fit_of(report.target).advice), end="")
     if arguments.diff and not arguments.json:
         print(f"\n{report.diff}")
     if arguments.html:
@@ -150,14 +181,22 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _memory(arguments: argparse.Namespace) -> int:
     """Print the peak of one GPU, and what would make it fit. Returns 1 where it does not, or the model is refused."""
+    _check_there(arguments.model)
     from cp_rewrite.diagnose.config import explain_config, fit_of  # late: plan needs no torch compiler
 
-    if (arguments.tokens is None) == (arguments.lengths is None):
-        raise ValueError("pass either --tokens or --lengths")
     whole_number("--data-parallel", arguments.data_parallel)
-    lengths = [arguments.tokens] if arguments.lengths is None else _lengths(arguments.lengths)
+    lengths = _row(arguments)
     ranks, nodes, tile = arguments.world_size, arguments.nodes, "auto" if arguments.tile else None
-    report = explain_config(arguments.model, lengths, ranks, nodes=nodes, speeds=arguments.gpu, tile=tile)
+    with _quiet():
+        report = explain_config(
+            arguments.model,
+            lengths,
+            ranks,
+            nodes=nodes,
+            checkpointed=arguments.checkpointed,
+            speeds=arguments.gpu,
+            tile=tile,
+        )
     if report.target is None:
         print(report)
         return 1
@@ -170,6 +209,57 @@ def _memory(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(fit.as_dict(), indent=2) if arguments.json else fit)
     return 0 if fit.fits else 1
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    """Print what to do. Returns 1 where nothing makes it fit, or the model is refused."""
+    _check_there(arguments.model)
+    from cp_rewrite.diagnose.config import Recipe, recipe  # late: plan needs no torch compiler
+
+    whole_number("--gpus", arguments.gpus)
+    lengths = _row(arguments)
+    with _quiet():
+        found = recipe(arguments.model, lengths, arguments.gpus, arguments.nodes, speeds=arguments.gpu)
+    print(json.dumps(found.as_dict(), indent=2) if arguments.json else found)
+    return 0 if isinstance(found, Recipe) else 1
+
+
+def _check_there(name: str) -> None:
+    """Raises OSError where a name is no folder and the hub does not answer: transformers would ask it five times."""
+    if Path(name).expanduser().exists():
+        return
+    hub: Any = importlib.import_module("huggingface_hub")
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if not looks_local and isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    address = urlsplit(hub.constants.ENDPOINT)
+    try:
+        if looks_local or hub.constants.is_offline_mode():
+            raise OSError
+        socket.create_connection((address.hostname, address.port or 443), timeout=1).close()
+    except OSError:
+        raise OSError(
+            f"{name} is not there: give a folder with a config.json, or a name that transformers finds"
+        ) from None
+
+
+def _row(arguments: argparse.Namespace) -> list[int]:
+    """Lengths of the documents that `--tokens` or `--lengths` tell."""
+    if (arguments.tokens is None) == (arguments.lengths is None):
+        raise ValueError("pass either --tokens or --lengths")
+    return [whole_number("--tokens", arguments.tokens)] if arguments.lengths is None else _lengths(arguments.lengths)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Warnings of other packages are not printed in front of an answer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?!cp_rewrite)")
+        disabled, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
+        try:
+            yield
+        finally:
+            logging.root.manager.disable = disabled
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -39,8 +39,9 @@ HELD_OUT = 20
 def main() -> None:
     args = parse_args()
     mesh = start()
-    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=args.inner)
-    model = load(args.folder, mesh, sharding, args.checkpointing)
+    tile = "auto" if args.tile else None
+    sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=args.inner, tile=tile)
+    model = load(args, mesh, sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     state = {"step": 0}
     resume(model, optimizer, state, args.out)
@@ -81,6 +82,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10, help="steps")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
+    parser.add_argument("--tile", action="store_true", help="heads and MLPs run over some rows at a time")
+    parser.add_argument("--offload", nargs="+", default=[], choices=["checkpoints", "weights"], help="to the host")
     parser.add_argument("--eval-batches", type=int, default=4, help="of held-out documents")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints to resume from")
     parser.add_argument("--out", type=Path, default=Path("out/train_checkpoint"))
@@ -90,21 +93,22 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(folder: str, mesh: DeviceMesh, sharding: cp.Sharding, checkpointing: bool) -> Any:
+def load(args: argparse.Namespace, mesh: DeviceMesh, sharding: cp.Sharding) -> Any:
     """The checkpoint's model, its fp32 weights sharded over all ranks; blocks compute in bf16 on GPUs."""
-    config = AutoConfig.from_pretrained(folder, use_cache=False)  # with a cache the packed mask is dropped
+    config = AutoConfig.from_pretrained(args.folder, use_cache=False)  # with a cache the packed mask is dropped
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     model.tie_weights()  # which became two
-    if checkpointing:
+    if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary frequencies are in no file
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpus() else None
-    model = cp.parallelize(model.to("meta"), mesh, sharding, mp_policy=half)
-    model.to_empty(device=mesh.device_type)
+    model = cp.parallelize(model.to("meta"), mesh, sharding, mp_policy=half, offload=args.offload)
+    model.to_empty(device="cpu" if "weights" in args.offload else mesh.device_type)
     for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    dcp.load(loadable(model), storage_reader=HuggingFaceStorageReader(folder))
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, buffer.to(mesh.device_type))
+    dcp.load(loadable(model), storage_reader=HuggingFaceStorageReader(args.folder))
     return model
 
 

@@ -89,7 +89,7 @@ def start() -> DeviceMesh:
     """Join the processes that torchrun started: a mesh of all of them."""
     if on_gpus():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus() else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus() else "gloo")
     return init_device_mesh("cuda" if on_gpus() else "cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cp_rewrite.packing import PositionIds
-from cp_rewrite.planning.cost.memory import GIB, Memory, options, predict
+from cp_rewrite.planning.cost.memory import Memory, Share, Way, amount, predict, ways
 from cp_rewrite.sharding import Sharding
 
 from .explain import Report, explain
@@ -47,16 +47,22 @@ class Fit:
         lines = [
             f"{self.target.rows} tokens a GPU, {self.target.world_size} ranks share a row, weights sharded over "
             f"{self.ranks}; fp32 weights and AdamW, activations in bf16",
-            *(f"{name:12} {size / GIB:8.1f} GiB" for name, size in self.memory.parts.items()),
-            f"{'peak':12} {self.memory.peak / GIB:8.1f} GiB of {room / GIB:.0f}: "
+            *(f"{name:12} {amount(size, self.memory.peak):>12}" for name, size in self.memory.parts.items()),
+            f"{'peak':12} {amount(self.memory.peak):>12} of {amount(room)}: "
             + ("fits" if self.fits else "does NOT fit"),
         ]
-        if not self.fits:
-            lines.append("what would make it fit, each beside those before it:")
-            for what, memory in self.options:
-                verdict = "fits" if memory.peak <= room else "does not fit"
-                lines.append(f"  {what}: {memory.peak / GIB:.1f} GiB, {verdict}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.advice])
+
+    @property
+    def advice(self) -> list[str]:
+        """Lines that say what would make it fit; none where it does."""
+        if self.fits:
+            return []
+        lines = ["what would make it fit, each beside those before it:"]
+        for what, memory in self.options:
+            verdict = "fits" if memory.peak <= self.target.room else "does not fit"
+            lines.append(f"  {what}: {amount(memory.peak)}, {verdict}")
+        return lines
 
 
 def fit_of(
@@ -80,11 +86,156 @@ def fit_of(
     share = replace(target.share(data_parallel), on_host=offload)
     room = target.room
     tried: list[tuple[str, Memory]] = []
-    for what, memory in options(needs, share):
-        tried.append((what, memory))
-        if memory.peak <= room:
+    for way in ways(needs, share):
+        tried.append((way.what, way.memory))
+        if way.memory.peak <= room:
             break
     return Fit(target, predict(needs, share), share.ranks, tuple(tried))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The least that has to be done for a model to train on so many GPUs, and how to start it.
+
+    Args:
+        folder, tokens, gpus: what was asked for: the model's folder, tokens of a row, all GPUs.
+        ranks: that share a row; the others are data parallel.
+        way: what is done. memory, seconds: of one GPU and a step of one row a group, with it.
+        longest: tokens of the longest row that all GPUs together could share with it.
+    """
+
+    folder: str
+    tokens: int
+    gpus: int
+    ranks: int
+    target: Target
+    way: Way
+    memory: Memory
+    seconds: float
+    longest: int
+
+    @property
+    def checkpointed(self) -> bool:
+        return all(layer.checkpointed for layer in self.way.needs.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON. Bytes, tokens, seconds."""
+        return {
+            "mesh": {"dp": self.gpus // self.ranks, "cp": self.ranks},
+            "checkpointed": self.checkpointed,
+            "tile": self.way.share.tile,
+            "offload": [*self.way.share.on_host],
+            "peak": self.memory.peak,
+            "room": self.target.room,
+            "tokens_per_second": self.tokens * self.gpus / self.ranks / self.seconds,
+            "longest_row": self.longest,
+            "command": self.command,
+            "code": self.code,
+        }
+
+    @property
+    def command(self) -> str:
+        """What starts the example for checkpoints of Hugging Face."""
+        share, rows = self.way.share, self.gpus // self.ranks
+        words = [
+            f"torchrun --nproc-per-node {self.gpus // self.target.nodes}",
+            *([f"--nnodes {self.target.nodes}"] if self.target.nodes > 1 else []),
+            f"examples/train_checkpoint.py {self.folder} --data YOUR_TEXTS --tokens {self.tokens}",
+            *([f"--rows {rows}"] if rows > 1 else []),
+            *(["--checkpointing"] if self.checkpointed else []),
+            *(["--tile"] if share.tile else []),
+            *(["--offload", *share.on_host] if share.on_host else []),
+        ]
+        return " ".join(words)
+
+    @property
+    def code(self) -> str:
+        """The lines of a loop of one's own that differ from model to model."""
+        share = self.way.share
+        tile = ', tile="auto"' if share.tile else ""
+        offload = f", offload={(*share.on_host,)}" if share.on_host else ""
+        lines = [
+            f'mesh = init_device_mesh("cuda", ({self.gpus // self.ranks}, {self.ranks}), mesh_dim_names=("dp", "cp"))',
+            f'sharding = cp.Sharding(mesh["cp"], tokens, cp.PositionIds("position_ids"){tile})',
+            *(['model.gradient_checkpointing_enable({"use_reentrant": False})'] if self.checkpointed else []),
+            "half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+            f"model = cp.parallelize(model, mesh, sharding, mp_policy=half{offload})",
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        groups, room = self.gpus // self.ranks, self.target.room
+        done = [
+            *(["blocks checkpointed"] if self.checkpointed else []),
+            *(["tile"] if self.way.share.tile else []),
+            *(f"{name} on the host" for name in self.way.share.on_host),
+        ]
+        speed = self.tokens * groups / self.seconds
+        shared = f"{self.ranks} GPUs share" if self.ranks > 1 else "each GPU has"
+        return "\n".join(
+            [
+                f"mesh (dp, cp) = ({groups}, {self.ranks}): {shared} a row of {self.tokens:,} tokens; "
+                + (", ".join(done) or "nothing else needed"),
+                f"peak {amount(self.memory.peak)} of {amount(room)} a GPU, one batch a step",
+                f"about {speed:,.0f} tokens/s, of matrix products and attention alone",
+                f"longest row of all {self.gpus} GPUs with it: {self.longest:,} tokens",
+                "",
+                self.command,
+                "",
+                self.code,
+            ]
+        )
+
+
+def recipe(folder: str, lengths: Sequence[int], gpus: int, nodes: int = 1, **options: Any) -> Recipe | Fit | Report:
+    """The first of `ways` that fits on `gpus` GPUs, and the fewest ranks of a group for which it still does.
+
+    A way is tried in the graph that it gives: what tiles hold is not known before. Arguments are those of
+    `explain_config`.
+
+    Returns:
+        The report of a model that is refused, the fit of one that nothing makes fit.
+
+    Raises:
+        As `explain_config`.
+    """
+    report = explain_config(folder, lengths, gpus, nodes=nodes, **options)
+    if report.target is None or report.target.needs is None:
+        return report
+    target, share = report.target, replace(report.target.share(), accumulated=False)
+    found = [Way("", report.target.needs, share), *ways(report.target.needs, share, most_ranks=0)]
+    for way in (way for way in found if way.share.ranks == gpus and way.memory.peak <= target.room):
+        if way.what:
+            checkpointed = all(layer.checkpointed for layer in way.needs.layers)
+            seen = explain_config(
+                folder, lengths, gpus, nodes=nodes, checkpointed=checkpointed, tile=way.share.tile, **options
+            ).target
+            assert seen is not None, "what is right without tiles and checkpoints is right with them"
+            assert seen.needs is not None
+            way = Way(way.what, seen.needs.checkpointed() if checkpointed else seen.needs, way.share)
+            target = seen
+        if way.memory.peak <= target.room:
+            return _with_fewest_ranks(folder, sum(lengths), gpus, target, way)
+    return fit_of(target)
+
+
+def _with_fewest_ranks(folder: str, tokens: int, gpus: int, target: Target, way: Way) -> Recipe:
+    def share_of(ranks: int, tokens: int) -> Share:
+        rows = -(-tokens // ranks)
+        return replace(way.share, rows=rows, expanded=round(rows * way.share.expanded / max(1, way.share.rows)))
+
+    def fits(ranks: int, tokens: int) -> bool:
+        return predict(way.needs, share_of(ranks, tokens)).peak <= target.room
+
+    ranks = next(n for n in range(1, gpus + 1) if gpus % n == 0 and (n == gpus or fits(n, tokens)))
+    longest, step = tokens, tokens
+    while fits(gpus, longest + step):
+        longest, step = longest + step, 2 * step
+    while step > 1024:
+        step //= 2
+        longest += step if fits(gpus, longest + step) else 0
+    memory, seconds = predict(way.needs, share_of(ranks, tokens)), target.step_seconds * gpus / ranks
+    return Recipe(folder, tokens, gpus, ranks, target, way, memory, seconds, longest // 1024 * 1024 or longest)
 
 
 _CACHE = (
@@ -94,7 +245,13 @@ _CACHE = (
 
 
 def explain_config(
-    name: str, lengths: Sequence[int], world_size: int, layers: int | None = None, nodes: int = 1, **options: Any
+    name: str,
+    lengths: Sequence[int],
+    world_size: int,
+    layers: int | None = None,
+    nodes: int = 1,
+    checkpointed: bool = False,
+    **options: Any,
 ) -> Report:
     """What `explain` says of a causal language model in training on one packed row.
 
@@ -104,6 +261,7 @@ def explain_config(
         layers: layers to look at; None: the first ones up to where each kind of layer has come, at least 2. Times and
             memory are those of all layers.
         nodes: machines that the ranks are spread over.
+        checkpointed: layers are, where the model's class can.
         options: further arguments of Sharding.
 
     Raises:
@@ -118,8 +276,6 @@ def explain_config(
 
     if world_size % nodes:
         raise ValueError(f"nodes must divide the {world_size} ranks, got {nodes}")
-    if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would take it for a name on the hub
-        raise OSError(f"{name} is not there: give a folder with a config.json, or a name that transformers finds")
     config = AutoConfig.from_pretrained(str(Path(name).parent) if name.endswith(".json") else name)
     text = config.get_text_config()
     notes = (_CACHE,) if getattr(text, "use_cache", False) else ()
@@ -130,6 +286,8 @@ def explain_config(
     with no_init_weights():  # weights are memory that nothing writes; buffers, which masks are read off, hold numbers
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
+    if checkpointed and model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     tokens = torch.zeros_like(position_ids)
     batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens.clone()}

@@ -35,7 +35,7 @@ from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
-from .target import Counted, Target, facts_of, needs_of, target_of
+from .target import GraphNeeds, Target, facts_of, needs_of, target_of
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def _report(state: passes.State, model: Any) -> Report:
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
 
 
-def _forecast(state: passes.State, counted: Counted | None) -> Target:
+def _forecast(state: passes.State, counted: GraphNeeds | None) -> Target:
     """What the rewritten graph takes: of what tiles may spare, all that it still has."""
     if counted is None or state.sharding.tile is None:
         return target_of(state, counted and counted.needs)

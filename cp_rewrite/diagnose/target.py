@@ -39,10 +39,10 @@ from cp_rewrite.passes.locality.rules.states import OnPieces, kind_of
 from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, most_of, spec_of, target_speeds
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.choose_exchange import exchange_seconds, needed_bytes, scattered_bytes
-from cp_rewrite.planning.cost.constants import BESIDE_TENSORS, TILE_GAIN_AGAIN
+from cp_rewrite.planning.cost.constants import BACKWARD_FLOPS, BESIDE_TENSORS, PRODUCTS, TILE_GAIN_AGAIN
 from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
-from cp_rewrite.planning.cost.memory import GIB, Layer, Memory, Needs, Share, predict
+from cp_rewrite.planning.cost.memory import Layer, Memory, Needs, Share, amount, predict
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.intervals import CHUNK
 from cp_rewrite.planning.names import part_of
@@ -65,7 +65,7 @@ _LAYER = re.compile(r"^(.*?(?:\.|\[)\d+\]?)(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Counted:
+class GraphNeeds:
     """Needs of a graph, and the nodes behind what tiles may spare. head: what makes the loss's logits. wide: of each
     layer, its wide tensors' nodes -> elements per token."""
 
@@ -89,7 +89,7 @@ class Counted:
         return replace(self.needs, layers=tuple(layers), returned=returned, whole_logits=has)
 
 
-def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> Counted:
+def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> GraphNeeds:
     """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows.
     target: of the GPUs that it is for; None: it runs here."""
     graph = _Graph(gm, tokens, target)
@@ -102,6 +102,7 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
             **graph.layer(path),
             wide=sum(nodes.values()),
             states=graph.states(path),
+            work=graph.work(path),
             checkpointed=path in graph.checkpointed,
         )
         for path, nodes in zip(paths, wide, strict=True)
@@ -111,7 +112,8 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     logits = graph.size(head) if head else 0.0
     outside = graph.layer("")["kept"] - logits
     returned = head is not None and is_given(head)
-    return Counted(Needs(tuple(found), *weights[""], outside, logits, returned), head, wide)
+    needs = Needs(tuple(found), *weights[""], outside, logits, returned, work=graph.work(""))
+    return GraphNeeds(needs, head, wide)
 
 
 def is_given(node: fx.Node) -> bool:
@@ -234,6 +236,16 @@ class _Graph:
         least, grouped = 2 * TILE_GAIN_AGAIN * self.enters(path), self.grouped(path)
         return {n: size for n in self.kept(path) if (size := self.size(n)) >= least and n not in grouped}
 
+    def work(self, path: str) -> float:
+        """Multiplications per token of a layer's matrix products, attention and recurrences left out."""
+        found = 0.0
+        for node in self.products[path]:
+            if op_name(node) in _ATTENTION or kind_of(node) is not None:
+                continue
+            operands = [value_of(n) for n in node.all_input_nodes if self.size(n)]
+            found += self.size(node) * max((int(hint(x.shape[-1]) or 1) for x in operands), default=1)
+        return found
+
     def states(self, path: str) -> int:
         """Bytes of what enters a cut piece of a layer's recurrences, and of what moves it."""
         found = 0
@@ -354,7 +366,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
-        tile: of `Sharding(tile=…)`.
+        tile: of `Sharding(tile=…)`. kernel_flops: FLOP/s of the attention kernel's forward.
         cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
@@ -369,6 +381,11 @@ class Target:
     planned_for: str = ""
     cuts: int = 0
     tile: int | Literal["auto"] | None = None
+    kernel_flops: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
 
     @property
     def room(self) -> int:
@@ -384,6 +401,16 @@ class Target:
         """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
         expanded = max((site.expanded for site in self.attention), default=0)
         return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts, tile=self.tile)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward and backward, matrix products and attention alone; attention runs forward once more where layers
+        are checkpointed."""
+        if self.needs is None:
+            return self.seconds
+        again = all(layer.checkpointed for layer in self.needs.layers)
+        products = self.rows * self.needs.flops / (PRODUCTS * self.kernel_flops)
+        return products + self.seconds * (1 + again / (1 + BACKWARD_FLOPS))
 
     @property
     def memory(self) -> Memory | None:
@@ -421,7 +448,7 @@ class Target:
         return replace(self, attention=tuple(sites), needs=needs)
 
     def __str__(self) -> str:
-        nodes = -(-self.world_size // self.ranks_per_node)
+        nodes = self.nodes
         lines = [
             f"machine   {self.world_size} × {self.device} on {nodes} node{'s' * (nodes > 1)}: attention "
             f"{1e3 * self.seconds:.1f} ms a step, forward and backward"
@@ -437,7 +464,7 @@ class Target:
             )
         if (memory := self.memory) is not None:
             fits = "fits" if memory.peak <= self.room else "does NOT fit"
-            lines.append(f"memory    {memory}: {fits} in {self.room / GIB:.0f} GiB")
+            lines.append(f"memory    {memory}: {fits} in {amount(self.room)}")
         return "\n".join(lines)
 
 
@@ -505,6 +532,7 @@ def target_of(state: State, needs: Needs | None) -> Target:
         planned_for,
         cuts,
         state.sharding.tile,
+        speeds.forward,
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cp_rewrite.__main__ import main
 from cp_rewrite.diagnose.config import explain_config
+from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
+from cp_rewrite.planning.cost.devices import DEVICES
+from cp_rewrite.planning.cost.memory import predict
 
 CAUSAL = "same document & causal"
 transformers = pytest.importorskip("transformers")
@@ -83,3 +88,35 @@ def test_folder_without_a_config_is_an_error(tmp_path: Path, capsys: pytest.Capt
     assert "cp_rewrite explain: " in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "other"), "--lengths", "13"]) == 2
     assert "other is not there: give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_recipe_is_the_least_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its command is one that the example reads; with less done the model does not fit."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    transformers.LlamaConfig(vocab_size=8192, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    asked = ["--gpus", "4", "--tokens", str(1 << 20), "--json"]
+    assert main(["recipe", str(tmp_path), *asked]) == 0
+    ample = json.loads(capsys.readouterr().out)
+    assert (ample["mesh"], ample["checkpointed"], ample["tile"], ample["offload"]) == (
+        {"dp": 4, "cp": 1},
+        False,
+        None,
+        [],
+    )
+    small = tmp_path / "small.json"
+    replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (4 << 30)).save(small)
+    assert main(["recipe", str(tmp_path), *asked, "--gpu", str(small)]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    assert tight["peak"] <= tight["room"] == 4 << 30
+    assert (tight["checkpointed"], tight["tile"]) == (True, "auto")
+    assert tight["longest_row"] >= 1 << 20
+    assert "--checkpointing --tile" in tight["command"]
+    assert 'tile="auto"' in tight["code"]
+    plain = explain_config(str(tmp_path), [1 << 20], 4, speeds=str(small), checkpointed=True).target
+    assert plain is not None
+    assert plain.needs is not None
+    assert predict(plain.needs, replace(plain.share(), accumulated=False)).peak > plain.room
+    replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (1 << 20)).save(small)
+    assert main(["recipe", str(tmp_path), *asked[:-1], "--gpu", str(small)]) == 1
+    assert "does NOT fit" in capsys.readouterr().out

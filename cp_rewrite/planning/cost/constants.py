@@ -121,3 +121,6 @@ TILE_ROWS = 2**15
 TILE_GAIN, TILE_GAIN_AGAIN = 4, 1.25
 """Times the bytes that come in and go out that the widest tensor inside has, for rows to run tile by tile; and in
 checkpointed blocks, whose backward computes all again in any case. Usual MLPs have that."""
+PRODUCTS = 0.6
+"""Share of the attention kernel's forward speed that a step's matrix products reach, all that is between them among it:
+419 TFLOP/s in Llama-3-8B on H200, 352 in a Llama of 1.1B on H100, attention taken out."""

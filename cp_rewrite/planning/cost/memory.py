@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .constants import LAYERS_ON_DEVICE, TILE_BYTES, TILE_ROWS
 
@@ -43,6 +43,7 @@ class Layer:
             of the widest whose rows are sorted by expert, which no tile holds.
         queries, keys: elements of attention's queries, and of its keys and values; 0 without attention.
         states: bytes that its recurrences keep of each cut piece.
+        work: multiplications of its matrix products, attention's left out.
         checkpointed: what it keeps is computed again in the backward.
     """
 
@@ -57,6 +58,7 @@ class Layer:
     wide: float = 0.0
     grouped: float = 0.0
     states: int = 0
+    work: float = 0.0
     checkpointed: bool = False
 
 
@@ -68,7 +70,7 @@ class Needs:
         layers: all of them. parameters, trained: of what is in no layer, embeddings and head.
         kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
             logits, 0 where the model has none. returned: the model returns them beside its loss. whole_logits: no tile
-            holds some rows of them.
+            holds some rows of them. work: multiplications of matrix products outside of layers, per token.
     """
 
     layers: tuple[Layer, ...]
@@ -78,6 +80,12 @@ class Needs:
     logits: float
     returned: bool = False
     whole_logits: bool = False
+    work: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that matrix products take for a token, forward and backward; of checkpointed layers twice forward."""
+        return 6 * self.work + sum((8 if layer.checkpointed else 6) * layer.work for layer in self.layers)
 
     @property
     def all_parameters(self) -> int:
@@ -149,9 +157,14 @@ class Memory:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "at"}
 
     def __str__(self) -> str:
-        sizes = {name: size / GIB for name, size in self.parts.items()}
-        listed = [f"{name} {size:.1f}" for name, size in sizes.items() if round(size, 1)] or ["each part under 0.1"]
-        return f"{self.peak / GIB:.1f} GiB {_MOMENTS[self.at]} ({', '.join(listed)})"
+        sizes = {name: amount(size, self.peak).split()[0] for name, size in self.parts.items()}
+        listed = [f"{name} {size}" for name, size in sizes.items() if float(size)]
+        return f"{amount(self.peak)} {_MOMENTS[self.at]} ({', '.join(listed)})"
+
+
+def amount(size: int, of: int | None = None) -> str:
+    """Bytes in words: in GiB, or in MiB where these, or the whole `of` that they are part of, are less than one GiB."""
+    return f"{size / GIB:.1f} GiB" if (size if of is None else of) >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 _MOMENTS = {"loss": "at the loss", "layer": "in the backward of a layer", "end": "at the end of the backward"}
@@ -232,24 +245,35 @@ def _in_layer(layer: Layer, share: Share) -> int:
     return states + round(max(outside + inside, attention))
 
 
-def options(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[tuple[str, Memory]]:
-    """Ways to save memory, from the cheapest on: (what is done, the memory that it leaves). More ranks come last,
-    doubled each time; each option stands beside those before it."""
+class Way(NamedTuple):
+    """One more thing that is done to save memory; needs and share are those with all that was done before it."""
+
+    what: str
+    needs: Needs
+    share: Share
+
+    @property
+    def memory(self) -> Memory:
+        return predict(self.needs, self.share)
+
+
+def ways(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[Way]:
+    """Ways to save memory, from the cheapest on, each beside those before it; last more ranks, doubled each time."""
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
-        yield "gradient checkpointing of the layers", predict(needs, share)
+        yield Way("gradient checkpointing of the layers", needs, share)
     tiled = replace(share, tile="auto")
     if share.tile is None and predict(needs.of_loss(), tiled).peak < predict(needs, share).peak:
         needs, share = needs.of_loss(), tiled
-        yield "Sharding(tile='auto'): never all logits at once", predict(needs, share)
+        yield Way("Sharding(tile='auto'): never all logits at once", needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
-        if len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host:
+        if {*on_host} > {*share.on_host} and (len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host):
             share = replace(share, on_host=on_host)
-            yield f"parallelize(offload={on_host})", predict(needs, share)
+            yield Way(f"parallelize(offload={on_host})", needs, share)
     times = 2
     while share.ranks * times <= max(most_ranks, 2 * share.ranks):
         more = replace(
             share, rows=-(-share.rows // times), expanded=-(-share.expanded // times), ranks=share.ranks * times
         )
-        yield f"{times} times the ranks", predict(needs, more)
+        yield Way(f"{times} times the ranks", needs, more)
         times *= 2
