@@ -406,6 +406,7 @@ def whole_with_padding(call: Call, new: Sequence[TensorState]) -> Sequence[Tenso
     ignored = target is not None and target.padding is not None and target.padding == call.arg("ignore_index")
     added = call.rows(call.arg("src", "source")) if call.name in ("scatter_add", "index_add") else None
     ignored |= added is not None and added.padding == 0
+    ignored |= call.name == "new_full"  # it reads nothing of its operand
     call.events.sums_padding |= (
         attended and not ignored and any(not isinstance(state, Rows | Deferred) for state in new)
     )
