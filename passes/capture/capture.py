@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -254,7 +254,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
                 node.op, node.target = "call_function", plain
     places = {node: place for place, node in enumerate(outputs_of(copy)) if node in kept}
     size_repeats(copy)
-    undo_views(copy)
+    undo_views(copy, kept)
     tokens = TokenAxis.read(copy, sharding, plan.tokens)
     chunked = False
     if sharding.resolve:
@@ -353,10 +353,12 @@ def size_repeats(gm: fx.GraphModule) -> None:
 _VIEWS = frozenset("view reshape flatten unflatten".split())
 
 
-def undo_views(gm: fx.GraphModule) -> None:
+def undo_views(gm: fx.GraphModule, kept: Collection[fx.Node]) -> None:
     """Read the tensor itself where views of it come back to its shape: rows of choices, that a model joins.
 
     ids (6, T)    ids.unflatten(0, (2, 3)).view(-1, T)    ->    ids
+
+    Views that nothing reads then go, but those that are `kept`.
     """
     for module in graph_modules(gm):
         modes = modes_of(module.graph)
@@ -366,6 +368,10 @@ def undo_views(gm: fx.GraphModule) -> None:
                 before = _viewed(before)
             if before is not None and _viewed(node) is not before and modes[before] == modes[node]:
                 node.replace_all_uses_with(before)
+                while node is not before and not node.users and node not in kept:
+                    viewed: Any = _viewed(node)
+                    module.graph.erase_node(node)
+                    node = viewed
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

@@ -240,6 +240,8 @@ class TokenAxis:
             for size in () if argument.is_list else node.meta["example_value"].shape[-2:]:
                 guard_equal(size, self.inputs[0].tokens)
         if self.is_single:
-            detail = "the row has 1 token, which torch compiles as a fixed size: pad it to 2, or pack more into it"
+            detail = (
+                "a rank has 1 token, which torch compiles as a fixed size: give ranks more, as by pad_to_multiple=2"
+            )
             refusals.append(Refusal(Reason.TOKEN_INPUT, detail))
         return replace(self, refusals=tuple(refusals))

@@ -231,12 +231,12 @@ def test_calls_with_other_tokens_than_the_batch_in_flight_raise() -> None:
         sharding.unshard(out, 1)
 
 
-def test_a_row_of_one_token_is_named() -> None:
-    assert cp.explain(Packed(), make_sharding(4))(**make_batch(3)).ok
-    report = cp.explain(Packed(), make_sharding(4))(**make_batch(1))
+def test_one_token_a_rank_is_named() -> None:
+    report = cp.explain(Packed(), make_sharding(4))(**make_batch(3))
     (refusal,) = report.refusals
     assert refusal.reason is Reason.TOKEN_INPUT
-    assert "the row has 1 token" in refusal.detail
+    assert "a rank has 1 token" in refusal.detail
+    assert cp.explain(Packed(), make_sharding(4, pad_to_multiple=2))(**make_batch(3)).ok
 
 
 def test_a_world_size_is_for_dry_runs() -> None:

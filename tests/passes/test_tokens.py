@@ -82,7 +82,7 @@ def test_other_numbers_of_tokens_and_of_rows() -> None:
 
 
 def test_one_token() -> None:
-    assert refused({"x": torch.zeros(2, 1)}, annotate({"x": 1})).startswith("the row has 1 token")
+    assert refused({"x": torch.zeros(2, 1)}, annotate({"x": 1})).startswith("a rank has 1 token")
 
 
 def test_one_mistake_is_refused_once() -> None:
