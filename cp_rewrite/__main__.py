@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cp_rewrite.planning.cost.devices import DEVICES
@@ -22,6 +22,9 @@ from cp_rewrite.planning.plan import compare, plan
 from . import __version__
 from .arguments import whole_number
 from .masks import PackedMask
+
+if TYPE_CHECKING:
+    from cp_rewrite.diagnose.explain import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,31 +153,38 @@ def _ranks_per_node(arguments: argparse.Namespace) -> int | None:
     return arguments.world_size // arguments.nodes
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    """Print the report, and what would make it fit. Returns 1 where the model is refused."""
-    _check_there(arguments.model)
-    from cp_rewrite.diagnose.config import explain_config, fit_of  # late: plan needs no torch compiler
+def _report(arguments: argparse.Namespace, lengths: Sequence[int], layers: int | None = None) -> Report:
+    """The report of a model by its config, of a row of these documents. layers: as many as there are, where None."""
+    from cp_rewrite.diagnose.config import explain_config  # late: plan needs no torch compiler
 
-    lengths = _lengths(arguments.lengths)
-    ranks, per_node = arguments.world_size, arguments.world_size // arguments.nodes
     with _quiet():
-        report = explain_config(
+        return explain_config(
             arguments.model,
             lengths,
-            ranks,
-            arguments.layers,
+            arguments.world_size,
+            layers,
             nodes=arguments.nodes,
             checkpointed=arguments.checkpointed,
             speeds=arguments.gpu,
             tile="auto" if arguments.tile else None,
         )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Print the report, and what would make it fit. Returns 1 where the model is refused."""
+    _check_there(arguments.model)
+    from cp_rewrite.diagnose.config import fit_of  # late: plan needs no torch compiler
+
+    lengths = _lengths(arguments.lengths)
+    report = _report(arguments, lengths, arguments.layers)
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
     if report.target is not None and not arguments.json:
         print("\n".join(fit_of(report.target).advice), end="")
     if arguments.diff and not arguments.json:
         print(f"\n{report.diff}")
     if arguments.html:
-        picture = plan(lengths, ranks, device=arguments.gpu, ranks_per_node=per_node)
+        per_node = arguments.world_size // arguments.nodes
+        picture = plan(lengths, arguments.world_size, device=arguments.gpu, ranks_per_node=per_node)
         Path(arguments.html).write_text(report.as_html(arguments.model, picture))
     return 0 if report.ok else 1
 
@@ -182,21 +192,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     """Print the peak of one GPU, and what would make it fit. Returns 1 where it does not, or the model is refused."""
     _check_there(arguments.model)
-    from cp_rewrite.diagnose.config import explain_config, fit_of  # late: plan needs no torch compiler
+    from cp_rewrite.diagnose.config import fit_of  # late: plan needs no torch compiler
 
     whole_number("--data-parallel", arguments.data_parallel)
-    lengths = _row(arguments)
-    ranks, nodes, tile = arguments.world_size, arguments.nodes, "auto" if arguments.tile else None
-    with _quiet():
-        report = explain_config(
-            arguments.model,
-            lengths,
-            ranks,
-            nodes=nodes,
-            checkpointed=arguments.checkpointed,
-            speeds=arguments.gpu,
-            tile=tile,
-        )
+    report = _report(arguments, _row(arguments))
     if report.target is None:
         print(report)
         return 1

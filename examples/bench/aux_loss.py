@@ -24,7 +24,7 @@ import torch.distributed as dist
 from attention import ends_all_ranks
 from packs import draw
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import cp_rewrite as cp
@@ -96,21 +96,26 @@ def sums(sizes: Sequence[int], sharding: cp.Sharding, device: torch.device) -> N
         torch.ops.cp_rewrite.sum_over_ranks(torch.ones(max(1, size // 4), device=device), sharding.group_name)
 
 
+def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, torch.device, DeviceMesh]:
+    """Options, with `--device`; this rank's device; and a mesh of all ranks, whose group is made."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    if options.device == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    return options, device, init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16384, help="per rank")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    options = parser.parse_args()
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
-    if options.device == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    options, device, mesh = begin(parser)
     inner = "inductor" if options.device == "cuda" else "eager"
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), inner=inner)
     model = model_of(options, device)

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from attention import ends_all_ranks
-from aux_loss import TOKENS, VOCAB, Clock, batch_of
+from aux_loss import TOKENS, VOCAB, Clock, batch_of, begin
 from packs import draw
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import cp_rewrite as cp
@@ -134,19 +133,13 @@ def table(tokens: Sequence[int], alone: Sequence[Measured], shared: Sequence[Mea
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=("qwen3_moe", "gpt_oss"), default="qwen3_moe")
     parser.add_argument("--tiny", action="store_true", help="a few columns, to see that it runs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768], help="per rank")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
-    options = parser.parse_args()
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
-    if options.device == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    options, device, mesh = begin(parser)
     results: list[list[Measured]] = []
     for shared in (1, mesh.size()):
         results.append(measured(options, mesh, device, shared))

@@ -350,13 +350,12 @@ class _Wholes:
                     "permute", self.whole[first], [*range(rows), *(d + rows - 1 for d in dims[1:])]
                 )
             return None
-        behind = value_of(node).shape[1:]
-        if name in _SAME and known == [first] and all(isinstance(size, int) for size in behind):
-            at = self._at(node)
-            same = _shape(value_of(node)) == _shape(value_of(first))
-            return self.whole[first] if same else at.new("reshape", self.whole[first], (*at.sizes, *behind))  # type: ignore
-        if name in _SAME and known == [first] and _shape(value_of(node)) == _shape(value_of(first)):
-            return self.whole[first]  # type: ignore[return-value]
+        if name in _SAME and known == [first]:
+            at, behind = self._at(node), value_of(node).shape[1:]
+            if _shape(value_of(node)) == _shape(value_of(first)):
+                return self.whole[first]  # type: ignore[return-value]
+            if all(isinstance(size, int) for size in behind):
+                return at.new("reshape", self.whole[first], (*at.sizes, *behind))
         if name == "getitem":
             index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             if known == [first] and _of_features(index):
