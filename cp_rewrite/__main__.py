@@ -24,6 +24,7 @@ from .arguments import whole_number
 from .masks import PackedMask
 
 if TYPE_CHECKING:
+    # Imported where it is used: it brings torch._dynamo, and `--version` answers without it.
     from cp_rewrite.diagnose.explain import Report
 
 
