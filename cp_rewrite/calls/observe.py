@@ -5,12 +5,17 @@ torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, e
 TORCH_TRACE=folder                          tlparse shows the artifacts cp_rewrite_before, _after, _refused
 nsys profile -t nvtx,cuda                   ranges cp_rewrite::exchange, ::attention, forward and backward
 
-The first step speaks: what a compile is at, on the terminal of rank 0. Without a terminal nothing is written.
+The first step speaks: what a compile is at, on stderr of rank 0.
 
 cp_rewrite: capture 14.2 s
 cp_rewrite: proof 5.1 s
 cp_rewrite: compile of segment 7 of 18 …         gone once the last is done: compile of 18 segments 31.0 s
 cp_rewrite: backward of segment 12 of 18 …       compiled when the first backward comes to it
+
+Where stderr is no terminal, as in a job's log, a line every ten seconds, and none of what takes less:
+
+cp_rewrite: compiling … 10 s
+cp_rewrite: compiling … 20 s
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -30,7 +36,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
-from cp_rewrite.batch.active import in_batch
+from cp_rewrite.batch.active import in_batch, last_batch
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import on_compiles
@@ -118,26 +124,30 @@ def progress(what: str, part: int = 1, parts: int = 1) -> Generator[None]:
 
 
 def speaks() -> bool:
-    """True if this process is rank 0, or the only one, and has a terminal."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank == 0 and sys.stderr.isatty()
+    """True if this process is rank 0, or the only one."""
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def listen() -> None:
     """Hear of captures and of backwards that torch compiles."""
-    if speaks():
-        on_compiles(_compile_starts, _compile_ends)
+    on_compiles(_compile_starts, _compile_ends)
 
 
 def _compile_starts(trigger: str) -> None:
+    if not speaks():
+        return
     if trigger == "DYNAMO" and in_batch():
+        plan = last_batch()
+        _pulse.begin(None if plan is None else plan.number)
         _begin("capture", 1, 1)
     elif trigger == "LAZY_BACKWARD" and _backwards[0] < _backwards[1]:
         _backwards[0] += 1
+        _pulse.begin()
         _begin("backward", *_backwards)
 
 
 def _compile_ends(trigger: str) -> None:
+    _pulse.end()
     if trigger == "LAZY_BACKWARD" and "backward" in _started:
         _end("backward", *_backwards)
     elif trigger == "DYNAMO" and "capture" in _started:  # of a graph that is not ours
@@ -161,5 +171,55 @@ def _end(what: str, part: int, parts: int) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(f"\r\x1b[K{text}")
-    sys.stderr.flush()
+    """A line in the place of the one that stands on the terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+PERIOD_S = 10.0
+"""Seconds of compiling after which another line is written where no terminal shows the stages."""
+
+
+class _Pulse:
+    """Lines while torch compiles, by a thread that lives no longer. A step's graphs and backwards are one compile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._began, self._before, self._lines, self._batch = 0.0, 0.0, 0, -1
+
+    def begin(self, batch: int | None = None) -> None:
+        """`batch`: its number; seconds are counted anew with another one. None: of the batch before."""
+        if sys.stderr.isatty():  # which shows the stages
+            return
+        with self._lock:
+            if batch is not None and batch != self._batch:
+                self._before, self._lines, self._batch = 0.0, 0, batch
+            self._began = time.monotonic()
+            self._wait()
+
+    def end(self) -> None:
+        """No line is written once this has returned."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                self._before += time.monotonic() - self._began
+
+    def _wait(self) -> None:
+        seconds = self._before + time.monotonic() - self._began
+        self._lines = max(self._lines, int(seconds / PERIOD_S))
+        self._timer = timer = threading.Timer((self._lines + 1) * PERIOD_S - seconds, lambda: self._beat(timer))
+        timer.daemon = True
+        timer.start()
+
+    def _beat(self, timer: threading.Timer) -> None:
+        with self._lock:
+            if self._timer is timer:
+                self._lines += 1
+                print(f"cp_rewrite: compiling … {self._lines * PERIOD_S:g} s", file=sys.stderr, flush=True)
+                self._wait()
+
+
+_pulse = _Pulse()

@@ -1,9 +1,12 @@
-"""The first step speaks on a terminal, and nowhere else."""
+"""The first step speaks: of its stages on a terminal, every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import io
 import re
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,16 +60,87 @@ def test_stages_of_the_first_step_are_shown_once(terminal: Terminal) -> None:
     assert terminal.lines == [*stages, ""]
 
 
-def test_nothing_is_written_without_a_terminal_or_on_other_ranks(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_write_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with progress("proof"):
         pass
-    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(observe, "PERIOD_S", 0.01)
     monkeypatch.setattr(Terminal, "isatty", lambda _: False)
     steps(1)
     assert terminal.getvalue() == ""
+
+
+def test_a_log_has_a_line_for_each_period_of_a_compile_and_none_after_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Terminal, "isatty", lambda _: False)
+    monkeypatch.setattr(observe, "PERIOD_S", 0.02)
+    steps(1)
+    said = terminal.getvalue()
+    seconds = [float(re.fullmatch(r"cp_rewrite: compiling … ([\d.]+) s", line)[1]) for line in said.splitlines()]  # type: ignore[index]
+    assert seconds == sorted({*seconds})
+    assert len(seconds) > 2
+    time.sleep(0.1)
+    assert terminal.getvalue() == said
+
+
+class Clock:
+    """Time, and `threading.Timer`s that go off when it comes to them."""
+
+    def __init__(self) -> None:
+        self.now, self.set = 0.0, list["Clock.Timer"]()
+        clock = self
+
+        class Timer(Clock.Timer):
+            def start(self) -> None:
+                self.at += clock.now
+                clock.set.append(self)
+
+            def cancel(self) -> None:
+                if self in clock.set:  # it has not gone off
+                    clock.set.remove(self)
+
+        self.threading = SimpleNamespace(Lock=threading.Lock, Timer=Timer)
+
+    class Timer:
+        def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+            self.at, self.call = seconds, call
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.set and self.set[0].at <= end:
+            timer = self.set.pop(0)
+            self.now = timer.at
+            timer.call()
+        self.now = end
+
+
+def test_seconds_of_a_step_add_up_and_begin_anew_with_the_next(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(Terminal, "isatty", lambda _: False)
+    monkeypatch.setattr(observe, "time", clock)
+    monkeypatch.setattr(observe, "threading", clock.threading)
+    pulse = observe._Pulse()
+    pulse.begin(4)
+    clock.passes(9)
+    pulse.end()
+    clock.passes(60)  # the step runs
+    assert terminal.getvalue() == ""
+    for _ in range(3):  # backwards of segments
+        pulse.begin()
+        clock.passes(4)
+        pulse.end()
+    assert terminal.lines == [f"cp_rewrite: compiling … {n} s" for n in (10, 20)] + [""]
+    clock.passes(60)
+    pulse.begin(5)
+    clock.passes(11)
+    pulse.end()
+    assert terminal.lines[2:] == ["cp_rewrite: compiling … 10 s", ""]
 
 
 def test_segments_share_a_line(terminal: Terminal) -> None:
