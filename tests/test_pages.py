@@ -57,7 +57,17 @@ def texts() -> Names:
     trl_tests: Any = importlib.import_module("tests.integrations.test_trl")
     datasets: Any = importlib.import_module("datasets")
     found = datasets.Dataset.from_dict({"text": [trl_tests.text(n, n) for n in (13, 29, 18, 61, 7, 20)]})
-    return a_model(texts=found, tokenizer=trl_tests.tokenizer())
+    pairs = {
+        "prompt": [trl_tests.text(9 + i, i) for i in range(4)],
+        "chosen": [" " + trl_tests.text(20 - i, 50 + i) for i in range(4)],
+        "rejected": [" " + trl_tests.text(12 + 2 * i, 90 + i) for i in range(4)],
+    }
+    return a_model(
+        texts=found,
+        tokenizer=trl_tests.tokenizer(),
+        pairs=datasets.Dataset.from_dict(pairs),
+        reference=build_model("llama"),
+    )
 
 
 def rows_of_images() -> Names:
@@ -124,6 +134,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guides/recipes.md": (lambda: a_model(mesh=DeviceMesh("cpu", [0, 1, 2, 3])), clips),
     "docs/guides/code_bases.md": (rows_of_a_gpt, is_the_pages_smear),
     "docs/guides/trainers.md": (texts, lambda names: None),
+    "docs/reference/integrations.md": (lambda: a_model(batches=[make_batch([[13, 1, 7, 11]])]), trained),
 }
 """Page -> what it begins with, and what is asked of the names that it leaves."""
 
@@ -207,13 +218,17 @@ def run_as_rank(mesh: DeviceMesh, page: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def launched(mesh: DeviceMesh, page: str) -> Generator[None]:
-    """For a page of trainers what torchrun sets, and what a trainer must be told where there is no GPU."""
-    if "trainers" not in page:
+    """For a page of trainers, or of accelerate, what torchrun sets, and what a trainer must be told where there is no
+    GPU."""
+    if page not in ("docs/guides/trainers.md", "docs/reference/integrations.md"):
         yield
         return
     trl: Any = importlib.import_module("trl")
-    on_cpu = functools.partial(trl.SFTConfig, use_cpu=True, bf16=False, max_steps=2, report_to=[], save_strategy="no")
-    with importlib.import_module("tests.integrations.runs").launched(mesh), mock.patch.object(trl, "SFTConfig", on_cpu):
+    quiet = {"use_cpu": True, "bf16": False, "max_steps": 2, "report_to": [], "save_strategy": "no"}
+    configs: Any = {name: functools.partial(getattr(trl, name), **quiet) for name in ("SFTConfig", "DPOConfig")}
+    runs: Any = importlib.import_module("tests.integrations.runs")
+    without_gpus = mock.patch.dict("os.environ", ACCELERATE_USE_CPU="true")
+    with runs.launched(mesh), mock.patch.multiple(trl, **configs), without_gpus:
         yield
 
 

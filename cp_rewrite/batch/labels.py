@@ -116,7 +116,10 @@ def shifted(
     """Labels one token further to the front, within each of the rows that begin at `seams`, and how many of them are
     targets."""
     if label_arg not in tokens:
-        raise ValueError(f"shift_labels=True shifts {label_arg!r}: name it in tokens, or pass label_arg=")
+        raise ValueError(
+            f"{label_arg!r} are to be shifted, by shift_labels=True or by a trainer, and Sharding's tokens do not name "
+            f"them: add {label_arg!r}: 1 to these, or pass label_arg= where they have another name"
+        )
     if batch.get(SHIFTED) is not None:
         raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")
     check_fill(label_arg, batch[label_arg])

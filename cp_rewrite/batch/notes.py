@@ -39,6 +39,10 @@ _WRAPPED = {
         "Non-nullified side effect",
     ): "a checkpointed block changes something outside of it "
     "(an attribute, a list), which its second run in the backward would do again: let it return that",
+    ("peft/tuners/lora/dora.py",): "DoRA's layers clear a cache, and ask for the type of their weight, in each call, "
+    "which can't be traced: docs/reference/integrations.md#dora has the two lines to set before",
+    ("liger_kernel/",): "Liger's kernels can't be traced into one graph: build the model without them "
+    "(use_liger_kernel=False). Inductor fuses norms, SwiGLU and RoPE, and Sharding(tile='auto') makes no logits",
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_rewrite.agree import heartbeat, turns
 from cp_rewrite.batch import steps as later
@@ -102,6 +103,22 @@ def drop_checkpoint_hooks(model: nn.Module) -> None:
 
 def _nothing() -> None:
     return None
+
+
+@functools.cache
+def _optimizers_refused() -> None:
+    """Once in a process."""
+    register_optimizer_step_pre_hook(_refuse_whole_optimizers)
+
+
+def _refuse_whole_optimizers(optimizer: Optimizer, *_: Any) -> None:
+    """Before any optimizer's step: bitsandbytes' kernels take no shards, and torch would say so of a mix of tensors."""
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"cp_rewrite: {type(optimizer).__name__} of bitsandbytes takes no sharded weights: torchao.optim has "
+                "AdamW8bit, which does; or data_parallel='ddp'"
+            )
 
 
 _AT_ONCE = 8
@@ -269,6 +286,7 @@ def parallelize(
         )
         watch_steps(model, sharding)
         watch_encoders(model, _flat(mesh), sharding)
+        _optimizers_refused()
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
         run = compile_segments(twin.module.forward, twin, chosen, sharding, store)
@@ -276,6 +294,8 @@ def parallelize(
         refuse_whole_weights(model)
     refuse_copies(model)
     note_summed(wrapped.parameters())
+    # accelerate's `prepare` then leaves it as it is. It would wrap shards in DDP, which fails, and a wrapper once more.
+    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
     return wrapped
 
 

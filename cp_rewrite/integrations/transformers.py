@@ -26,6 +26,7 @@ from cp_rewrite.integrations.accelerator import (
 )
 from cp_rewrite.integrations.forward import Switch, forward_class_of, forward_of
 from cp_rewrite.integrations.parallelize import drop_checkpoint_hooks
+from cp_rewrite.integrations.twin import refuse_copies
 from cp_rewrite.sharding import require_sharding
 
 # Mixed into trainers of other libraries too, before their class, whatever Trainer they descend from.
@@ -67,6 +68,7 @@ class ContextParallelMixin(_Base):
             drop_checkpoint_hooks(inner)
             twin = make_twin(inner, self.sharding, self.accelerator)
             forward_class_of(inner)(inner, self.sharding, self._switch, twin).install()
+            refuse_copies(inner)
         else:
             before.adopt(self.sharding, self._switch)
 
@@ -136,6 +138,11 @@ def _check_arguments(trainer: ContextParallelMixin) -> None:
             "the ranks of a group get the same rows; a loop of your own can share out rows of all groups",
         ),
         "torch_compile=True": (args.torch_compile, "the model is compiled by the sharding's own backend"),
+        "use_liger_kernel=True": (
+            getattr(args, "use_liger_kernel", False),
+            "its kernels can't be traced into one graph; Inductor fuses norms, SwiGLU and RoPE, and "
+            "Sharding(tile='auto') makes no logits",
+        ),
         "parallelism_config": (
             parallelism is not None and parallelism.non_data_parallel_size > 1,
             "the sharding's mesh says who gets which rows",

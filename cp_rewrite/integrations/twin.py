@@ -74,7 +74,8 @@ def refuse_copies(model: nn.Module) -> None:
 
     def refuse(memo: Any) -> NoReturn:
         raise RuntimeError(
-            "a model can't be copied after parallelize: copy the plain model before, or take the weights, "
+            "a model can't be copied after parallelize, or once a trainer has it: the copy would run this one. Copy "
+            "the plain model before, or take the weights, "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
         )
 

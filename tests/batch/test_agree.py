@@ -58,7 +58,7 @@ def shard_on(mesh: DeviceMesh, odd: dict[str, Any]) -> tuple[str, float]:
         ({"values": {"x": torch.zeros(1, 3, 8)}}, "token dims must have one length"),
         ({"values": {"x": torch.ones(1, 16, 8)}}, "x: torch.float32 (1, 16, 8), values "),
         ({"values": {"labels": torch.ones(1, 16)}}, "labels: torch.float32 (1, 16)"),
-        ({"shift_labels": True}, "shift_labels=True shifts 'labels'"),
+        ({"shift_labels": True}, "'labels' are to be shifted, by shift_labels=True or by a trainer"),
     ],
     ids=["layout", "padding", "tokens", "documents", "broken", "values", "arguments", "labels"],
 )

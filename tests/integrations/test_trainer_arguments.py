@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ def refused(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
     [
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"sharding": {"rows": "own"}}, "rows='own'"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "gradient_checkpointing=True"),
@@ -67,6 +69,21 @@ def test_the_first_fsdp_is_refused() -> None:
     given, what_to_do = refused_settings(plugin)["FSDP of version 1"]
     assert given
     assert "fsdp_config={'version': 2}" in what_to_do
+
+
+def copied(mesh: DeviceMesh, folder: Path) -> None:
+    """A copy would run the model that it was copied from, as the reference of a next trainer too."""
+    with launched(mesh):
+        args, model = on_cpu(TrainingArguments(**settings_of(str(folder), max_steps=1))), build_model("llama")
+        trainer = ContextParallelTrainer(model, args, train_dataset=packed_rows(2), sharding=sharding_of(mesh))
+        trainer.train()
+        with pytest.raises(RuntimeError, match="once a trainer has it: the copy would run this one"):
+            copy.deepcopy(model)
+
+
+@pytest.mark.slow
+def test_a_model_that_a_trainer_has_is_not_copied(pair: Pool, tmp_path: Path) -> None:
+    pair.run(2, copied, tmp_path)
 
 
 def seeds_of_readers(mesh: DeviceMesh, folder: Path) -> Any:

@@ -51,10 +51,11 @@ def best(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def with_adapters() -> Any:
+def with_adapters(**options: Any) -> Any:
     peft = importlib.import_module("peft")
     torch.manual_seed(1)
-    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    options = {"init_lora_weights": False, **options}
+    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **options)
     return peft.get_peft_model(build_model("llama", called=False), targets)
 
 
@@ -63,7 +64,7 @@ def tune(
     folder: Path,
     options: dict[str, Any],
     resume: str | None = None,
-    adapters: bool = False,
+    adapters: dict[str, Any] | None = None,
 ) -> Run:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
@@ -81,7 +82,7 @@ def tune(
                 {"prompt": [text(n, n) for n in LENGTHS], "completion": [text(n % 9 + 1, n) for n in LENGTHS]}
             )
         args = on_cpu(SFTConfig(**settings_of(str(folder), **{"max_length": 61, **options})))
-        model = with_adapters() if adapters else build_model("llama")
+        model = build_model("llama") if adapters is None else with_adapters(**adapters)
         if mesh is None:
             trainer = SFTTrainer(model, args, **extras)
         else:
@@ -273,8 +274,8 @@ def test_adapters_equal_one_process(pair: Pool, tmp_path: Path, options: dict[st
     assert expected.logs[-2]["loss"] != pytest.approx(expected.logs[0]["loss"], rel=1e-2)
     for found in pair.run(2, prefer_as_rank, tmp_path / "two", {"max_steps": 3, **options}, True):
         compare(expected, found)
-    expected = tune(None, tmp_path / "tuned", {"packing": True}, None, True)
-    for found in pair.run(2, tune_as_rank, tmp_path / "tuned by two", {"packing": True, **options}, None, True):
+    expected = tune(None, tmp_path / "tuned", {"packing": True}, None, {})
+    for found in pair.run(2, tune_as_rank, tmp_path / "tuned by two", {"packing": True, **options}, None, {}):
         compare(expected, found)
 
 

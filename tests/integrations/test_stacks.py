@@ -1,0 +1,240 @@
+"""What trains beside context parallelism: a loop of accelerate, PEFT's other adapters, other libraries' optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_rewrite as cp
+from tests.end_to_end.test_end_to_end import make_batch
+from tests.helpers.models import SMALL, build_model
+from tests.helpers.pages import blocks_of
+from tests.helpers.pool import Pool
+
+from .runs import FSDP, Run, compare, launched, sharding_of, whole
+from .test_trl import tune
+
+ROWS = ([[13, 1, 7, 11]], [[20, 9]], [[5, 31, 2]])
+Trained = tuple[list[float], list[float], dict[str, Tensor]]
+"""Losses and norms of gradients by step, and the weights after the last."""
+
+
+def clipped(model: nn.Module) -> float:
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return float(whole(norm))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+
+
+def by_accelerate(mesh: DeviceMesh, kind: str, prepared: str) -> Trained:
+    from accelerate import Accelerator
+
+    with launched(mesh):
+        accelerator, sharding = Accelerator(cpu=True), sharding_of(mesh)
+        model = cp.parallelize(build_model("llama"), mesh, sharding, data_parallel=kind)  # type: ignore[arg-type]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if prepared == "both":
+            given = model
+            model, optimizer = accelerator.prepare(model, optimizer)
+            assert model is given
+        else:
+            optimizer = accelerator.prepare(optimizer)
+        losses, norms = list[float](), list[float]()
+        for rows in ROWS:
+            with sharding.shard(make_batch(rows), shift_labels=True) as local:
+                loss = model(**local).loss
+            accelerator.backward(loss)
+            norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            norms.append(float(whole(norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, norms, weights(model)
+
+
+def other_rows(mesh: DeviceMesh) -> str:
+    """What is said where accelerate's loader gave each rank rows of its own."""
+    from accelerate import Accelerator
+
+    with launched(mesh):
+        accelerator, sharding = Accelerator(cpu=True), sharding_of(mesh)
+        model = cp.parallelize(build_model("llama"), mesh, sharding)
+        loader: Any = accelerator.prepare(torch.utils.data.DataLoader(range(2), batch_size=1))  # type: ignore[arg-type]
+        try:
+            for number in loader:
+                with sharding.shard(make_batch([[12, 5 + int(number)]]), shift_labels=True) as local:
+                    model(**local).loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def wide() -> nn.Module:
+    """Of whose weights half a matrix is not too small to be kept in eight bits."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 128, "intermediate_size": 256})
+    return transformers.LlamaForCausalLM(config)
+
+
+def alone(optimizers: Any, build: Any = wide) -> Trained:
+    model, losses, norms = build(), list[float](), list[float]()
+    chosen = optimizers(model)
+    for rows in ROWS:
+        loss = model(**make_batch(rows)).loss
+        loss.backward()
+        norms.append(clipped(model))
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, weights(model)
+
+
+def adamw(model: nn.Module) -> list[Any]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prepared", ["optimizer", "both"])
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_loop_of_accelerate_equals_one_process(pair: Pool, kind: str, prepared: str) -> None:
+    losses, norms, expected = alone(adamw, lambda: build_model("llama"))
+    for found in pair.run(2, by_accelerate, kind, prepared):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(norms, rel=1e-5)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_that_accelerate_dealt_out_are_an_error(pair: Pool) -> None:
+    assert all("rank" in said for said in pair.run(2, other_rows))
+
+
+class Muon(torch.optim.Muon):
+    """Its products in fp32: rounding to bf16 would hide what else differs."""
+
+    def step(self, *args: Any) -> Any:  # type: ignore[override]
+        with patch.object(Tensor, "bfloat16", Tensor.float):
+            return super().step(*args)
+
+
+def muon(model: nn.Module) -> list[Any]:
+    """For the matrices of blocks, as it is meant."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    return [Muon(inner, lr=0.02), torch.optim.SGD(rest, lr=0.1)]
+
+
+def eight_bits(model: nn.Module) -> list[Any]:
+    import torchao.optim  # type: ignore[import-not-found]  # installed by no extra
+
+    return [torchao.optim.AdamW8bit(model.parameters(), lr=1e-2)]
+
+
+def stepped(mesh: DeviceMesh, kind: str, optimizers: Any) -> Trained:
+    with launched(mesh):
+        sharding = sharding_of(mesh)
+        model = cp.parallelize(wide(), mesh, sharding, data_parallel=kind)  # type: ignore[arg-type]
+        chosen, losses, norms = optimizers(model), list[float](), list[float]()
+        for rows in ROWS:
+            with sharding.shard(make_batch(rows), shift_labels=True) as local:
+                loss = model(**local).loss
+            loss.backward()
+            norms.append(clipped(model))
+            for optimizer in chosen:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, norms, weights(model)
+
+
+def changes_alike(expected: Trained, found: Trained, limit: float) -> None:
+    """Of what the steps changed of each weight, so much may differ."""
+    before = dict(wide().named_parameters())
+    for name, weight in expected[2].items():
+        change = float((weight - before[name].detach()).norm())
+        assert float((found[2][name] - weight).norm()) <= limit * change, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_muon_equals_one_process(pair: Pool, kind: str) -> None:
+    expected = alone(muon)
+    for found in pair.run(2, stepped, kind, muon):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        changes_alike(expected, found, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_eight_bits_equal_one_process(pair: Pool, kind: str) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    expected = alone(eight_bits)
+    for found in pair.run(2, stepped, kind, eight_bits):
+        assert found[0] == pytest.approx(expected[0], rel=1e-3)
+        changes_alike(expected, found, 1e-2)
+
+
+def of_bitsandbytes(mesh: DeviceMesh, kind: str) -> str:
+    made = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+    model = cp.parallelize(build_model("tiny"), mesh, sharding_of(mesh), data_parallel=kind)  # type: ignore[arg-type]
+    optimizer: Any = made(model.parameters(), lr=0.1)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_kernels_that_take_no_shards_are_refused_for_shards(pair: Pool, kind: str) -> None:
+    for said in pair.run(2, of_bitsandbytes, kind):
+        assert said.startswith(
+            "cp_rewrite: AdamW8bit of bitsandbytes takes no sharded weights" if kind == "fsdp" else ""
+        )
+        assert kind == "fsdp" or not said
+
+
+def follow_the_page_of_dora() -> None:
+    (code,) = [block.code for block in blocks_of("docs/reference/integrations.md") if "dora" in block.code]
+    exec(code, {})
+
+
+def tune_as_rank(mesh: DeviceMesh, folder: Path, options: dict[str, Any], adapters: dict[str, Any]) -> Run:
+    follow_the_page_of_dora()
+    return tune(mesh, folder, options, None, adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("adapters", [{"use_dora": True}, {"use_rslora": True}], ids=["dora", "rslora"])
+def test_adapters_of_peft_equal_one_process(
+    pair: Pool, tmp_path: Path, options: dict[str, Any], adapters: dict[str, Any]
+) -> None:
+    expected = tune(None, tmp_path / "one", {"packing": True}, None, adapters)
+    for found in pair.run(2, tune_as_rank, tmp_path / "two", {"packing": True, **options}, adapters):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+def test_dora_without_the_pages_lines_is_an_error_that_names_them() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch._dynamo.reset()
+    model: Any = peft.get_peft_model(
+        build_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    )
+    sharding = cp.Sharding(2, {"input_ids": 1, "position_ids": 1, "labels": 1}, cp.PositionIds("position_ids"))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        cp.explain(model.get_base_model(), sharding)(**make_batch([[13, 8]]))
+    assert any("integrations.md#dora" in note for note in raised.value.__notes__)
