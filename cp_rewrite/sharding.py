@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -70,6 +70,14 @@ _FLAGS = (
     "across_documents",
     "reset_states",
 )
+
+GRAPH_FIELDS = (
+    "tokens", "packing", "exchange", "kernel", "exchange_at", "keep_kv", "ranks_per_node", "speeds", "capacity",
+    "deterministic", "inner", "tile", "keep_outputs", "strict", "resolve", "random", "assume_mask", "across_documents",
+    "reset_states", "spans", "masks", "local_ops", "verify", "max_logits", "block_tokens",
+)  # fmt: skip
+"""Fields of an annotation that compiled graphs depend on, beside the mesh: another value compiles anew. All others only
+decide how batches are read and planned."""
 
 
 def check_choices(fields: Mapping[str, Any]) -> None:
@@ -242,7 +250,7 @@ class Sharding:
         TypeError, ValueError: a value that fits no choice; the message names the argument and the choices.
     """
 
-    # What is cut, and the three choices
+    # What is cut, and how: by position, too
     mesh: DeviceMesh | int
     tokens: Mapping[str, int]
     packing: Packing
@@ -251,26 +259,26 @@ class Sharding:
     kernel: Kernel = "auto"
     _: KW_ONLY
     rows: Rows = "same"
-    # Layout
+    # Layout: which rank owns which tokens
     balance_for: PackedMask | None = None
     chunk_size: int = 1
     pad_to_multiple: int = 1
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     states: StateLayers | None = None
-    # Exchange
+    # Exchange: how keys and values come to the queries, and what that takes
     exchange_at: ExchangeAt = "auto"
     keep_kv: bool = False
     ranks_per_node: int | None = None
     speeds: Device | str | None = None
     capacity: Capacity | None = None
-    # Kernel
+    # Kernel: what runs, beside `kernel`
     deterministic: bool = False
     inner: Inner = "inductor"
-    # Memory
+    # Memory: what a step need not hold at once
     tile: int | Literal["auto"] | None = None
     keep_outputs: bool = False
-    # Safety
+    # Safety: what is refused, vouched for, and compared while it runs
     strict: bool = True
     resolve: bool = True
     random: Random = "refused"
@@ -282,9 +290,9 @@ class Sharding:
     local_ops: tuple[str, ...] = field(default=())
     verify: Verify = "never"
     check_batches: bool = True
-    # Watched
+    # Watched: numbers that are noted beside the results
     max_logits: bool | int = False
-    # Blocks
+    # Blocks: models whose blocks are compiled one by one
     block_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
@@ -313,25 +321,13 @@ class Sharding:
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """All that a compiled graph depends on: every field but those that only decide each batch's plan."""
+        """All that a compiled graph depends on: the mesh and `GRAPH_FIELDS`."""
         return (self.mesh, *self.graph_options.values())
 
     @property
     def graph_options(self) -> dict[str, object]:
         """`graph_key` by name, without the mesh."""
-        others = (
-            "mesh",
-            "rows",
-            "layout",
-            "balance_for",
-            "check_batches",
-            "chunk_size",
-            "pad_to_multiple",
-            "heads",
-            "head_dim",
-            "states",
-        )
-        options: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        options: dict[str, object] = {name: getattr(self, name) for name in GRAPH_FIELDS}
         return options | {"speeds": self.device_speeds}
 
     @property

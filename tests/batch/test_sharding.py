@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.planning.cost.devices import DEVICES
+from cp_rewrite.sharding import GRAPH_FIELDS
 from tests.passes.test_graph_diff import fake_group
 
 GOOD: dict[str, Any] = {"mesh": 4, "tokens": {"ids": 1, "pos": 1}, "packing": cp.PositionIds("pos")}
@@ -69,6 +70,17 @@ def test_wrong_value_is_named(field: str, value: Any, says: str) -> None:
 def test_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="layouts"):
         cp.Sharding(**GOOD, layouts="balanced")  # pyright: ignore[reportCallIssue]
+
+
+PLAN_FIELDS = (
+    "rows", "layout", "balance_for", "chunk_size", "pad_to_multiple", "heads", "head_dim", "states", "check_batches",
+)  # fmt: skip
+"""Fields that only decide how batches are read and planned, and how ranks compare them."""
+
+
+def test_every_field_belongs_to_graphs_or_to_plans() -> None:
+    assert sorted(f.name for f in fields(cp.Sharding)) == sorted(("mesh", *GRAPH_FIELDS, *PLAN_FIELDS))
+    assert cp.Sharding(**GOOD).graph_options.keys() == {*GRAPH_FIELDS}
 
 
 def test_equal_annotations_are_equal_and_hash_alike() -> None:
