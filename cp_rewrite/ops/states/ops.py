@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.library import custom_op, register_autograd
+from torch.library import custom_op
 
 from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops.schemas import bind, gradients, keep, kept
@@ -50,71 +50,54 @@ _vjp: Any = torch.func.vjp  # autograd has no place inside of an op
 _Given = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
-@custom_op("cp_rewrite::gated_delta_rule_on_pieces", mutates_args=())
-def gated_delta_rule_on_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    tables: list[Tensor],
-    scale: float,
-    l2norm: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """This rank's rows of `gated_delta_rule`; 0 in rows of no piece, which are not read.
+def _define(
+    kind: str, form: str, tables: str, last: str, results: str, run: Any, fake: Any, save: Any, back: Any
+) -> None:
+    """Declare the op of a recurrence: its inputs, `tables`, the options of delta rules, `last`.
 
     Args:
-        q, k, v, g, beta, scale, l2norm: as there, with T_l rows.
-        tables: of `STATES`, in order. group: name of the process group; "" for one rank.
-    Returns:
-        out (B, T_l, H, V) in q's dtype; and for the backward states that enter the cut pieces (N, H, K, V) and what
-        moves them (N, H, K, K), in fp32 (fp64), and what kernels keep: none where there are none.
+        form: end of its name. run, back: what it gives, and gradients of its inputs, by its arguments by name.
+        save: adds of its results what `back` reads; gives those without gradients.
     """
-    return _forward("gated_delta_rule", [q, k, v, g, beta], tables, Options(scale, l2norm), group)
+    inputs = "".join(f"Tensor {name}, " for name in INPUTS[kind])
+    options = ", float scale, bool l2norm" if INPUTS[kind][0] == "q" else ""
+    schema = f"({inputs}{tables}{options}{last}) -> {results}"
+
+    @custom_op(f"cp_rewrite::{kind}{form}", mutates_args=(), schema=schema)
+    def op(*args: Any) -> Any:
+        return run(kind, bind(named, args))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x = bind(named, inputs)
+        ctx.mark_non_differentiable(*save(x, output))
+        keep(ctx, **vars(x))
+
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
+        x = kept(ctx)
+        return gradients(named, x, **dict(zip(INPUTS[kind], back(kind, x, dout), strict=True)))
+
+    named = op._opoverload
+    op.register_fake(partial(fake, kind))
+    op.register_autograd(backward, setup_context=setup_context)
 
 
-@custom_op("cp_rewrite::kimi_delta_on_pieces", mutates_args=())
-def kimi_delta_on_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    tables: list[Tensor],
-    scale: float,
-    l2norm: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """This rank's rows of `kimi_delta`, as `gated_delta_rule_on_pieces`."""
-    return _forward("kimi_delta", [q, k, v, g, beta], tables, Options(scale, l2norm), group)
+def _on_pieces(kind: str, x: SimpleNamespace) -> _Given:
+    """This rank's rows of `_whole`, of inputs with T_l rows; 0 in rows of no piece, which are not read.
 
-
-@custom_op("cp_rewrite::ssd_on_pieces", mutates_args=())
-def ssd_on_pieces(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, tables: list[Tensor], group: str
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """This rank's rows of `ssd`, as `gated_delta_rule_on_pieces`: states (N, H, N_state, P), moved by (N, H, 1, 1)."""
-    return _forward("ssd", [x, dt, A, B, C], tables, Options(), group)
-
-
-@custom_op("cp_rewrite::selective_scan_on_pieces", mutates_args=())
-def selective_scan_on_pieces(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, tables: list[Tensor], group: str
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """This rank's rows of `selective_scan`, as `gated_delta_rule_on_pieces`: states and what moves them (N, E,
-    N_state)."""
-    return _forward("selective_scan", [x, dt, A, B, C], tables, Options(), group)
-
-
-def _forward(kind: str, inputs: list[Tensor], tables: list[Tensor], how: Options, group: str) -> _Given:
-    t = _named(tables)
+    Args:
+        x: beside the inputs and options, `tables` of `STATES`, in order, and the `group`; "" for one rank.
+    Returns:
+        out (B, T_l, …); and for the backward states that enter the cut pieces and what moves them, in fp32 (fp64), and
+        what kernels keep: none where there are none. Delta rules: (N, H, K, V), moved by (N, H, K, K); `ssd`: (N, H,
+        N_state, P), moved by (N, H, 1, 1); `selective_scan`: both (N, E, N_state).
+    """
+    inputs, how, t = inputs_of(kind, x), options_of(x), _named(x.tables)
     if kernels := right_kernels(kind, inputs, len(t.runs), how):
-        return by_kernels.forward(kernels, kind, inputs, t, how, group)
+        return by_kernels.forward(kernels, kind, inputs, t, how, x.group)
     maps, read = chunk_maps(kind, inputs, t.chunk_rows, CHUNK, how)
     own = _summaries(maps, t)
     with nvtx("states"):
-        entries = fold(own, t, "", group)
+        entries = fold(own, t, "", x.group)
     states, _ = _run_pieces(maps, t, entries)
     out = _out(read, states, inputs[0], t).to(out_dtype(kind, inputs[0].dtype))
     return out, entries, own.move, by_kernels.not_kept(kind, inputs, how.l2norm)
@@ -205,82 +188,38 @@ def _fake(kind: str, *inputs: Any) -> _Given:
 _CUT = [tensor.name for tensor in STATES].index("cut_pieces")
 
 
-def _register_on_pieces(kind: str) -> None:
-    """Fake and autograd of a recurrence on pieces."""
-    name = f"{kind}_on_pieces"
-    named = getattr(_ops, name).default
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Given) -> None:
-        x = bind(named, inputs)
-        _, x.entries, x.moves, x.kept = output
-        ctx.mark_non_differentiable(x.entries, x.moves, *x.kept)
-        if x.kept and x.l2norm:  # the kernels' backward reads these in the place of what they came from
-            x.q, _, x.k, *_ = x.kept
-        keep(ctx, **vars(x))
-
-    def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
-        x = kept(ctx)
-        how = options_of(x)
-        found = _ops.states_on_pieces_backward(
-            dout, x.entries, x.moves, x.kept, inputs_of(kind, x), x.tables, kind, how.scale, how.l2norm, x.group
-        )
-        return gradients(named, x, **dict(zip(INPUTS[kind], found, strict=True)))
-
-    torch.library.register_fake(f"cp_rewrite::{name}", partial(_fake, kind))
-    register_autograd(f"cp_rewrite::{name}", backward, setup_context=setup_context)
+def _save_states(x: SimpleNamespace, output: _Given) -> tuple[Tensor, ...]:
+    _, x.entries, x.moves, x.kept = output
+    without = (x.entries, x.moves, *x.kept)
+    if x.kept and x.l2norm:  # the kernels' backward reads these in the place of what they came from
+        x.q, _, x.k, *_ = x.kept
+    return without
 
 
-for _kind in INPUTS:
-    _register_on_pieces(_kind)
+def _back_on_pieces(kind: str, x: SimpleNamespace, dout: Tensor) -> list[Tensor]:
+    how = options_of(x)
+    return _ops.states_on_pieces_backward(
+        dout, x.entries, x.moves, x.kept, inputs_of(kind, x), x.tables, kind, how.scale, how.l2norm, x.group
+    )
 
 
-@custom_op("cp_rewrite::gated_delta_rule", mutates_args=())
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Tensor | None, scale: float, l2norm: bool
-) -> Tensor:
-    """(B, T, H, V) in q's dtype: the gated delta rule of `kernels/states/delta.py`, from a state of 0, computed in
-    fp32 (fp64).
+def _whole(kind: str, x: SimpleNamespace) -> Tensor:
+    """A recurrence over whole rows from a state of 0, computed in fp32 (fp64).
+
+        gated_delta_rule   (B, T, H, V) in q's dtype: of `kernels/states/delta.py`. q, k: (B, T, Hk, K). v: (B, T, H,
+                           V), H a multiple of Hk. g: (B, T, H), logarithms. beta: (B, T, H)
+        kimi_delta         the same with a decay for each channel: g (B, T, H, K)
+        ssd                (B, T, H, P) in fp32 (fp64), without a skip of x. x: (B, T, H, P). dt: (B, T, H), after all
+                           that is done to it. A: (H,). B, C: (B, T, G, N), H a multiple of G
+        selective_scan     (B, T, E) in x's dtype, without skip and gate. x, dt: (B, T, E). A: (E, N). B, C: (B, T, N)
 
     Args:
-        q, k: (B, T, Hk, K). v: (B, T, H, V), H a multiple of Hk. g: (B, T, H), logarithms. beta: (B, T, H).
-        offsets: (D + 1,) int32, ascending from 0: sequence i has the rows [offsets[i], offsets[i + 1]) of all B T; rows
-            behind the last give 0. None: each of the B rows is one sequence.
-        scale: of q, after its norm. l2norm: q and k are divided by their norms over K.
+        x: beside the inputs: `offsets`, (D + 1,) int32, ascending from 0: sequence i has the rows [offsets[i],
+            offsets[i + 1]) of all B T; rows behind the last give 0. None: each of the B rows is one sequence. Of delta
+            rules `scale`, of q after its norm, and `l2norm`: q and k are divided by their norms over K.
     """
-    return _whole("gated_delta_rule", [q, k, v, g, beta], offsets, Options(scale, l2norm))
-
-
-@custom_op("cp_rewrite::kimi_delta", mutates_args=())
-def kimi_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, offsets: Tensor | None, scale: float, l2norm: bool
-) -> Tensor:
-    """`gated_delta_rule` with a decay for each channel: g (B, T, H, K)."""
-    return _whole("kimi_delta", [q, k, v, g, beta], offsets, Options(scale, l2norm))
-
-
-@custom_op("cp_rewrite::ssd", mutates_args=())
-def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offsets: Tensor | None) -> Tensor:
-    """(B, T, H, P) in fp32 (fp64): SSD of `space.py`, without a skip of x.
-
-    Args:
-        x: (B, T, H, P). dt: (B, T, H), after all that is done to it. A: (H,). B, C: (B, T, G, N), H a multiple of G.
-        offsets: as of `gated_delta_rule`.
-    """
-    return _whole("ssd", [x, dt, A, B, C], offsets, Options())
-
-
-@custom_op("cp_rewrite::selective_scan", mutates_args=())
-def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, offsets: Tensor | None) -> Tensor:
-    """(B, T, E) in x's dtype: the selective scan of `space.py`, computed in fp32 (fp64), without skip and gate.
-
-    Args:
-        x, dt: (B, T, E). A: (E, N). B, C: (B, T, N). offsets: as of `gated_delta_rule`.
-    """
-    return _whole("selective_scan", [x, dt, A, B, C], offsets, Options())
-
-
-def _whole(kind: str, inputs: list[Tensor], offsets: Tensor | None, how: Options) -> Tensor:
-    bounds = _bounds(inputs[0], offsets)
+    inputs, how = inputs_of(kind, x), options_of(x)
+    bounds = _bounds(inputs[0], x.offsets)
     if kernels := right_kernels(kind, inputs, len(bounds) - 1, how):
         return by_kernels.whole(kernels, kind, inputs, bounds, how)
     out = _run(kind, inputs, *_chunk_tables(inputs[0], bounds), how)
@@ -335,22 +274,14 @@ def _(dout: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 
-def _register(name: str, fake: Any) -> None:
-    """Fake and autograd of a recurrence."""
-    named = getattr(_ops, name).default
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        keep(ctx, **vars(bind(named, inputs)))
-
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        x = kept(ctx)
-        how = options_of(x)
-        found = _ops.states_backward(dout, inputs_of(name, x), x.offsets, name, how.scale, how.l2norm)
-        return gradients(named, x, **dict(zip(INPUTS[name], found, strict=True)))
-
-    torch.library.register_fake(f"cp_rewrite::{name}", fake)
-    register_autograd(f"cp_rewrite::{name}", backward, setup_context=setup_context)
+def _whole_back(kind: str, x: SimpleNamespace, dout: Tensor) -> list[Tensor]:
+    how = options_of(x)
+    return _ops.states_backward(dout, inputs_of(kind, x), x.offsets, kind, how.scale, how.l2norm)
 
 
-for _name in INPUTS:
-    _register(_name, partial(fake_out, _name))
+for _kind in INPUTS:
+    _given = "(Tensor, Tensor, Tensor, Tensor[])"
+    _define(
+        _kind, "_on_pieces", "Tensor[] tables", ", str group", _given, _on_pieces, _fake, _save_states, _back_on_pieces
+    )
+    _define(_kind, "", "Tensor? offsets", "", "Tensor", _whole, fake_out, lambda x, output: (), _whole_back)
