@@ -94,7 +94,10 @@ def counted_tiles(queries: int, keys: int, left: int, right: int) -> float:
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 500), st.integers(0, 500), st.sampled_from((-1, 0, 7, 200)), st.sampled_from((-1, 0, 90))
+            st.integers(0, 500),
+            st.integers(0, 500),
+            st.sampled_from((-1, 0, 7, 127, 200)),
+            st.sampled_from((-1, 0, 90, 128)),
         ),
         min_size=1,
         max_size=5,

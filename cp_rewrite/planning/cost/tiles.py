@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.planning.intervals import Int, expand_ranges
+from cp_rewrite.planning.intervals import Int
 
 from .constants import TILE, TILE_ROW_OVERHEAD
 
@@ -28,16 +28,19 @@ def window_tiles(queries: Int, keys: Int, left: Int, right: Int) -> Float:
     """
     if not (left >= 0).any() and not (right > 0).any():
         return _unlimited_tiles(queries, keys, right)
-    # One entry per row of tiles: queries [first, last] of its piece see keys [low, high).
-    tile_rows = -(-queries // TILE)
-    first = expand_ranges(np.zeros_like(queries), tile_rows) * TILE
-    piece = np.repeat(np.arange(len(queries)), tile_rows)
-    last = np.minimum(first + TILE, queries[piece]) - 1
-    shift = (keys - queries)[piece]  # query i stands at key i + shift
-    high = np.where(right[piece] < 0, keys[piece], np.minimum(keys[piece], last + shift + right[piece] + 1))
-    low = np.where(left[piece] < 0, 0, np.maximum(0, first + shift - left[piece]))
-    tiles = -(-high // TILE) - low // TILE
-    return np.bincount(piece, tiles + TILE_ROW_OVERHEAD, len(queries)).astype(np.float64)
+    # Query i stands at key i + shift. Row i of tiles, of queries from 128 i on, sees keys [low, high).
+    rows, full, shift = -(-queries // TILE), -(-keys // TILE), keys - queries
+    inner = np.maximum(rows - 1, 0)
+    # high: the end of row i, in tiles, is i + 1 + after, `full` at most; of the last row that of its last query.
+    after = np.where(right < 0, full, -((-shift - right) // TILE))
+    below = np.clip(full - after, 0, inner)
+    last = np.where(right < 0, full, np.minimum(full, -((-keys - right) // TILE)))
+    high = below * after + below * (below + 1) // 2 + (inner - below) * full + np.where(rows > 0, last, 0)
+    # low: the start of row i is i + before, and 0 at least.
+    before = (shift - left) // TILE
+    none = np.where(left < 0, rows, np.clip(-before, 0, rows))
+    low = (rows - none) * before + (rows - none) * (rows - 1 + none) // 2
+    return high - low + TILE_ROW_OVERHEAD * rows
 
 
 def _unlimited_tiles(queries: Int, keys: Int, right: Int) -> Float:
