@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_rewrite.agree import heartbeat, turns
 from cp_rewrite.agree.turns import SAMPLE, talks
@@ -171,6 +172,10 @@ def end_with_batch(sharding: Sharding, batch: int, out: Sequence[Any]) -> None:
     _begin_with(out, begin)
 
 
+_begins = WeakTensorKeyDictionary()
+"""Result of a call -> what is called where its backward begins. No attribute: a result may be saved to a file."""
+
+
 def _begin_with(out: Sequence[Any], begin: Callable[..., None]) -> None:
     """Have `begin` called where the backward of a call comes to its results."""
     # An op in place on a view of a result passes the view's own node by.
@@ -179,14 +184,14 @@ def _begin_with(out: Sequence[Any], begin: Callable[..., None]) -> None:
     for node in {base.grad_fn for base in bases if base is not None and base.grad_fn is not None}:
         node.register_prehook(begin)
     for value in values:
-        value._cp_rewrite_begin = [*getattr(value, "_cp_rewrite_begin", ()), begin]  # type: ignore[attr-defined]
+        _begins[value] = [*_begins.get(value, ()), begin]
 
 
 def begun_from(output: Tensor, result: Tensor) -> Tensor:
     """The output that a model returns for a result of its graph. The backward begins with the output: FSDP gathers
     weights there, and would wait for a rank that skips it before anything was noted."""
     if output.requires_grad:
-        for begin in getattr(result, "_cp_rewrite_begin", ()):
+        for begin in _begins.get(result, ()):
             output.register_hook(begin)
     return output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,12 +46,13 @@ class Loop:
         self.compiled = torch.compile(self.model, backend=cp.backend(self.sharding), fullgraph=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), rate)
 
-    def backward(self, step: int, cubed: bool = False, factor: float = 1.0) -> None:
+    def backward(self, step: int, cubed: bool = False, factor: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(step)
         batch = {"x": torch.randn(1, 7, 4, generator=generator), "position_ids": torch.arange(7)[None]}
         with self.sharding.shard(batch) as local:
             loss = self.compiled(**local, cubed=cubed)
         (loss * factor).backward()
+        return loss
 
     def sum(self) -> None:
         cp.sum_gradients(self.model.parameters(), self.sharding)
@@ -164,6 +166,16 @@ def scaled(loop: Loop, step: int) -> None:
     loop.step()
 
 
+def saved(loop: Loop, step: int) -> None:
+    """The loss is written to a file with its history, and read."""
+    file, loss = io.BytesIO(), loop.backward(step)
+    torch.save(loss, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), loss)
+    loop.sum()
+    loop.step()
+
+
 def skipped(loop: Loop, step: int) -> None:
     """A step of another batch is skipped, on all ranks, and its gradients are filled with zeros."""
     loop.backward(step + 10)
@@ -193,7 +205,7 @@ SLIPS: dict[Callable[[Loop, int], None], str] = {
     kept: "zero gradients after the step",
     each_micro_batch: "adds to gradients that cp.sum_gradients has summed",
 }
-HARMLESS = (once, twice, scaled, skipped, zeroed)
+HARMLESS = (once, twice, scaled, saved, skipped, zeroed)
 
 
 def slips_on(mesh: DeviceMesh, fixed: bool) -> list[str]:
