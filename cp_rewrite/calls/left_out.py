@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_rewrite.batch.marks import mark_token_axes, mark_token_dim, version_of
 from cp_rewrite.batch.stand_in import StandIn, gone
-from cp_rewrite.ops.tiles import Region, run_tiles
+from cp_rewrite.ops.tiles import run_tiles
 from cp_rewrite.passes.values.state import LeftOut, State
 
 SHARDS_AGAIN = "the weights that make it are shards again, as after the backward"
@@ -94,11 +94,7 @@ def _stand_in(left: LeftOut, rows: int, reads: Sequence[Read]) -> StandIn:
     def make() -> Tensor:
         operands = [read().detach().permute(order) for read, order in zip(reads, left.orders, strict=True)]
         count = len(region.row_dims)
-        (made,) = run_tiles(region, operands[:count], operands[count:], left.tile, _forward)
+        (made,) = run_tiles(region, operands[:count], operands[count:], left.tile)
         return made.permute(back)
 
     return StandIn.of([sizes[i] for i in back], left.dtype, left.device, left.trained, make)
-
-
-def _forward(region: Region, rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
-    return region.run("forward", rows, wholes)

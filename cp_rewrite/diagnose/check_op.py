@@ -346,7 +346,7 @@ class _Watched:
 
     def _gradients(self, args: Any, results: Sequence[int], index: Tensor) -> list[Tensor | None]:
         """Of each tensor among arguments of the tokens `index`. A result's own is drawn, for each token the same."""
-        args = tree_map(lambda x: x.clone().requires_grad_(_trains(x)) if isinstance(x, Tensor) else x, args)
+        args = tree_map(lambda x: x.clone().requires_grad_(_inexact(x)) if isinstance(x, Tensor) else x, args)
         inputs = tensors_of(args)
         outs = [(x, dim) for x, dim in zip(tensors_of(run(self.op, args)), results, strict=True) if x.requires_grad]
         if not outs:
@@ -360,16 +360,9 @@ class _Watched:
 def _weight(out: Tensor, dim: int, index: Tensor) -> Tensor:
     """A random gradient of a result whose tokens are `index`."""
     shape = [int(index.max()) + 1 if i == dim else size for i, size in enumerate(out.shape)]
-    rows = [torch.randn(shape[:dim] + shape[dim + 1 :], generator=_generator(int(i))) for i in index]
+    size = shape[:dim] + shape[dim + 1 :]
+    rows = [torch.randn(size, generator=torch.Generator().manual_seed(int(i))) for i in index]
     return torch.stack(rows, dim).to(out.device, out.dtype)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _trains(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from .exchange import exchange_kv, return_kv
 from .local_rows import as_rows, packed_width, split_kv
 from .max_logits import note, scattered
 from .scatter_heads import HeadScatter, gather_heads, own_sinks, scatter_heads
-from .schemas import bind, call, fake_results, finished, register_attention
+from .schemas import bind, call, finished, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -81,11 +81,6 @@ def _attended(
         out, lse = load(kernel).forward(q, k, v, tables, params)
     note(site, q, k, tables, params)
     return finished(out, lse, tables, sinks)
-
-
-@packed_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
 
 
 @custom_op("cp_rewrite::packed_attention_backward", mutates_args=())
@@ -218,11 +213,6 @@ def gathered_attention(
     """
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     return _attended(q, k, v, tables, Params(scale, softcap, deterministic), kernel, sinks, site)
-
-
-@gathered_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
 
 
 @custom_op("cp_rewrite::gathered_attention_backward", mutates_args=())

@@ -64,7 +64,7 @@ from cp_rewrite.torch_internals import call_directly
 from .exchanges.push import zero_others
 from .local_rows import packed_width, split_kv
 from .max_logits import note
-from .schemas import bind, call, fake_results, finished, has_gaps, register_attention
+from .schemas import call, fake_results, finished, has_gaps, register_attention
 
 
 @dataclass(frozen=True)
@@ -433,11 +433,9 @@ def pushed_attention(
     return *finished(out, lse, tables, sinks), kv
 
 
-@pushed_attention.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x = bind(_ops.pushed_attention.default, inputs)
+def _fake_rows(x: SimpleNamespace) -> tuple[Tensor]:
     rows = PUSH.bind(x.route).copied.shape[0] if x.keep_kv else 0
-    return *fake_results(x.q, x.v), x.k.new_empty(rows, packed_width(x.k, x.v))
+    return (x.k.new_empty(rows, packed_width(x.k, x.v)),)
 
 
 @custom_op("cp_rewrite::pushed_attention_backward", mutates_args=())
@@ -484,6 +482,6 @@ def _backward(x: SimpleNamespace, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return call(_ops.pushed_attention_backward.default, x, dout=dout)
 
 
-register_attention(pushed_attention, _backward)
+register_attention(pushed_attention, _backward, _fake_rows)
 for _op in (pushed_attention, pushed_attention_backward):
     call_directly(_op)

@@ -33,7 +33,7 @@ from cp_rewrite.torch_internals import process_group
 from . import local_rows
 from .local_rows import as_rows, pack_kv, packed_width, split_kv
 from .max_logits import note, note_site
-from .schemas import add_sinks, call, fake_results, fill_gaps, merge_parts, register_attention
+from .schemas import add_sinks, call, fill_gaps, merge_parts, register_attention
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1
@@ -90,11 +90,6 @@ def ring_attention(
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return fill_gaps(out.to(q.dtype, copy=True), lse), lse.clone()
-
-
-@ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
 
 
 @custom_op("cp_rewrite::ring_attention_backward", mutates_args=())

@@ -181,12 +181,21 @@ Backward = Callable[[SimpleNamespace, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(what was kept, by name, dout) -> dq, dk, dv."""
 
 
-def register_attention(op: CustomOpDef, backward: Backward) -> None:
-    """Autograd of an attention op: gradients of out reach q, k, v and sinks.
+def register_attention(
+    op: CustomOpDef, backward: Backward, more: Callable[[SimpleNamespace], tuple[Tensor, ...]] = lambda x: ()
+) -> None:
+    """Fakes and autograd of an attention op: gradients of out reach q, k, v and sinks.
 
     Kept are inputs and results by name. `kv`, expanded rows among either, is None without `keep_kv`.
+
+    Args:
+        more: fakes of what the op gives behind out and lse, by its arguments by name.
     """
     named = op._opoverload
+
+    def fake(*inputs: Any) -> tuple[Tensor, ...]:
+        x = bind(named, inputs)
+        return *fake_results(x.q, x.v), *more(x)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x = bind(named, inputs)
@@ -202,4 +211,5 @@ def register_attention(op: CustomOpDef, backward: Backward) -> None:
         dq, dk, dv = backward(x, dout)
         return gradients(named, x, q=dq, k=dk.to(x.k.dtype), v=dv.to(x.v.dtype), sinks=dsinks)
 
+    op.register_fake(fake)
     op.register_autograd(run, setup_context=setup_context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -100,18 +100,24 @@ def run_tiles(
     rows: Sequence[Tensor],
     wholes: Sequence[Tensor],
     tile: int,
-    one: Callable[[Region, Sequence[Tensor], Sequence[Tensor], slice], list[Tensor]],
+    part: Literal["forward", "gradients", "both"] = "forward",
     dims: Sequence[RowDim | None] | None = None,
+    grads: Sequence[tuple[Tensor, RowDim | None]] = (),
 ) -> list[Tensor]:
-    """All tiles in turn: what has rows is put together, the rest is added up."""
+    """A part of the region on all tiles in turn: what has rows is put together, the rest is added up.
+
+    Args:
+        dims: of what the part gives; None: the results'. grads: read behind `wholes`, cut where they have rows.
+    """
     dims = region.result_dims if dims is None else dims
     total, wholes = region.row_dims[0].rows(rows[0]), [x.contiguous() for x in wholes]
     out: list[Tensor] = []
     dtypes: list[torch.dtype] = []
     for place in _tiles(total, -(-total // region.chunks) if region.chunks else tile):
         cut = [at.cut(x, place.start, place.stop).contiguous() for x, at in zip(rows, region.row_dims, strict=True)]
+        given = [x if at is None else at.cut(x, place.start, place.stop).contiguous() for x, at in grads]
         with nvtx("tile"):
-            found = one(region, cut, wholes, place)
+            found = region.run(part, cut, [*wholes, *given])
         if not out:
             dtypes = [x.dtype for x in found]
             out = [
@@ -152,7 +158,7 @@ def tiled(rows: Sequence[Tensor], wholes: Sequence[Tensor], region: str, tile: i
     Args:
         rows: tensors with R rows, where `row_dims` says. wholes: what all tiles read. region: its name in `REGIONS`.
     """
-    return run_tiles(REGIONS[region], rows, wholes, tile, _forward)
+    return run_tiles(REGIONS[region], rows, wholes, tile)
 
 
 @custom_op("cp_rewrite::tiled_backward", mutates_args=())
@@ -163,16 +169,8 @@ def tiled_backward(
 
     Those of what all tiles read are summed over tiles in fp32 (fp64 for fp64)."""
     found = REGIONS[region]
-    dims = [found.result_dims[i] for i in found.differentiable]
-
-    def gradients(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], place: slice) -> list[Tensor]:
-        of_tile = [
-            x if at is None else at.cut(x, place.start, place.stop).contiguous()
-            for x, at in zip(grads, dims, strict=True)
-        ]
-        return region.run("gradients", tile_rows, [*wholes, *of_tile])
-
-    return run_tiles(found, rows, wholes, tile, gradients, _gradient_dims(found))
+    given = [*zip(grads, [found.result_dims[i] for i in found.differentiable], strict=True)]
+    return run_tiles(found, rows, wholes, tile, "gradients", _gradient_dims(found), given)
 
 
 @custom_op("cp_rewrite::tiled_sum", mutates_args=())
@@ -180,15 +178,7 @@ def tiled_sum(rows: Sequence[Tensor], wholes: Sequence[Tensor], region: str, til
     """Results of a region of which one, a scalar sum, is differentiable; behind them the gradients of the `needed`
     operands where that of the sum is 1: nothing is run once more."""
     found = REGIONS[region]
-    return run_tiles(found, rows, wholes, tile, _both, (*found.result_dims, *_gradient_dims(found)))
-
-
-def _both(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
-    return region.run("both", tile_rows, wholes)
-
-
-def _forward(region: Region, tile_rows: Sequence[Tensor], wholes: Sequence[Tensor], _: slice) -> list[Tensor]:
-    return region.run("forward", tile_rows, wholes)
+    return run_tiles(found, rows, wholes, tile, "both", (*found.result_dims, *_gradient_dims(found)))
 
 
 def _gradient_dims(region: Region) -> tuple[RowDim | None, ...]:
