@@ -84,7 +84,7 @@ class MainThread:
         self._users_line = ""
 
     def frames(self) -> Frames:
-        """Of the main thread; none where Python can't tell, as without a GIL."""
+        """Frames of the main thread; none where Python can't tell, as without a GIL."""
         self._file.seek(0)
         self._file.truncate()
         faulthandler.dump_traceback(self._file)
@@ -167,7 +167,7 @@ class History:
             self.now.append(event)
 
     def of_turn(self, turn: int) -> list[str]:
-        """What the rank did in a turn, as far as is known."""
+        """The rank's event of a turn, as far as is known."""
         return self.now if turn == self.turn else self.before if turn == self.turn - 1 else []
 
 
@@ -254,7 +254,7 @@ def _events(of: Sequence[str] | str) -> list[str]:
 
 
 def _told(one: tuple[int, str], other: tuple[int, str]) -> str:
-    """What two ranks did in each other's place."""
+    """Two ranks' events of one turn, which differ."""
     (x, first), (y, second) = sorted([one, other], key=lambda did: _kind(did[1]))
     kinds = f"{_kind(first)} {_kind(second)}"
     if kinds == "call call":
@@ -379,7 +379,7 @@ class Heartbeat:
                 self.store.set(_key("end", self.rank), left)
 
     def dead(self) -> str | None:
-        """What is known of a rank that died or failed, in words; None: all are there, or ended well."""
+        """The news of a rank that died or failed, in words; None: all are there, or ended well."""
         for other in list(self.others):
             ended = _read(self.store, "end", other)
             if self._left and ended.startswith(_LEFT):

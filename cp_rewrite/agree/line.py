@@ -1,4 +1,4 @@
-"""Whether a process on another machine is there, as its kernel knows: what holds Python's lock there holds nothing up.
+"""Ask the kernel of another machine if a process there lives: what holds Python's lock there holds nothing up.
 
     rank 1's door    listens; says who it is, once, to each that comes
     rank 0's line    connects, hears that it is rank 1's, and is kept open

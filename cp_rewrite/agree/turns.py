@@ -122,7 +122,7 @@ def _compared(sharding: Sharding, kind: str, text: str, note: str) -> list[str]:
 
 
 def _unlike(sharding: Sharding, prefix: str, kind: str, text: str, found: Sequence[str]) -> str:
-    """What is said where ranks come with other kinds, or other texts, by what they wrote of them."""
+    """The error where ranks come with other kinds, or other texts, by what they wrote of them."""
     kinds = [value.partition(" ")[0] for value in found]
     if len(set(kinds)) > 1:
         return _out_of_step(kinds)
@@ -140,7 +140,7 @@ def _unlike(sharding: Sharding, prefix: str, kind: str, text: str, found: Sequen
 
 
 def _out_of_step(kinds: Sequence[str]) -> str:
-    """What is said where ranks come with different kinds."""
+    """The error where ranks come with different kinds."""
     ranks = {kind: [rank for rank, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
     does = [f"rank {', '.join(map(str, which))} {CALLS[kind]}" for kind, which in ranks.items()]
     anew = f" Where one compiles anew, {OTHER_CALL}." if "graph" in kinds else ""
@@ -168,7 +168,7 @@ def _without_order(text: str) -> list[str]:
 
 
 def _read(sharding: Sharding, keys: list[str], kind: str) -> list[str]:
-    """What stands under the keys, each of which ends with the rank that writes it; waits for them."""
+    """Texts under the keys, each of which ends with the rank that writes it; waits for them."""
     store, start = store_of(sharding.group), time.monotonic()
     # A client that waits inside of the store prints warnings after a while.
     while not store.check(keys) and (waited := time.monotonic() - start) < heartbeat.PERIOD_S:
@@ -204,7 +204,7 @@ def _wait_on(sharding: Sharding, keys: list[str], kind: str, start: float) -> No
 
 
 def _absent(missing: Sequence[int], ended: Sequence[str], kind: str) -> str:
-    """What is said where ranks don't come."""
+    """The error where ranks don't come."""
     why = f" ({'; '.join(ended)})" if ended else " within the group's timeout"
     return (
         f"cp_rewrite: rank {', '.join(map(str, missing))} of the group brought no {kind}{why}; every rank must shard "
@@ -235,7 +235,7 @@ def on_graph(sharding: Sharding, text: str) -> int:
 
 @functools.cache
 def _versions() -> list[str]:
-    """Of what makes a graph and runs it, a line each."""
+    """A line for each thing that makes a graph and runs it."""
     installed = [f"{name}: {found}" for name in _PACKAGES if (found := version_of(name)) is not None]
     return [
         f"torch: {torch.__version__}",
@@ -311,7 +311,7 @@ def on_failure(sharding: Sharding, kind: str, error: Exception) -> None:
 
 
 def describe(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any]) -> str:
-    """What must be equal on all ranks of a batch, a line a fact."""
+    """Facts of a batch that must be equal on all ranks, a line each."""
     orders = hashlib.sha256(b"".join(part.tobytes() for order in plan.orders for part in order.intervals)).hexdigest()
     lines = [
         f"layout: {sharding.layout}",

@@ -164,7 +164,7 @@ class PackingValues:
             raise ValueError(wrong)
 
     def _read(self, name: str, value: Tensor) -> Tensor:
-        """What of an argument tells documents apart."""
+        """The part of an argument that tells documents apart."""
         packing = self._sharding.packing
         if name not in packing_args(packing):
             return value
@@ -177,7 +177,7 @@ class PackingValues:
 
 
 class _Noted(threading.local):
-    """Of each thread that trains, by what graphs depend on: how most attention runs, and how much that is."""
+    """For each training thread: graph key -> (how most attention runs, its query columns)."""
 
     def __init__(self) -> None:
         self.sites: dict[object, tuple[SiteKind, int]] = {}
@@ -195,7 +195,7 @@ def note_sites(sharding: Sharding, site: SiteKind, columns: int) -> None:
 
 
 def site_now(sharding: Sharding) -> SiteKind | None:
-    """What a batch is planned for whose plan is asked for now, by the thread that trains. None: it is not known.
+    """The attention that a batch is planned for, if its plan is asked for now by the thread that trains. None: unknown.
 
     The ranks of a plain world size compare no graphs.
     """
@@ -237,7 +237,7 @@ class ActivePlan:
     spares: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By argument: the row of which fill is a copy where this rank has no such row itself."""
     packed: PackingValues | None = None
-    """What documents were read from."""
+    """The arguments that documents were read from."""
     handed: Mapping[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
     """By `id`: the tensors that `shard` handed over and that all ranks have compared, and their versions then."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
@@ -415,11 +415,11 @@ class ActivePlan:
 
 
 _TABLES: dict[type, Any] = {Neighbours: neighbours_route, Scan: scan_tables, States: state_tables}
-"""What makes the tables of a read of other tokens."""
+"""Makes the tables of a read of other tokens."""
 
 
 def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:
-    """What graphs read of a batch's plan. Numpy only: any thread may make it."""
+    """Arrays that graphs read of a batch's plan. Numpy only: any thread may make them."""
     mask, exchange, rank = place
     capacity = sharding.capacity
     if exchange is None:
@@ -437,7 +437,7 @@ def arrays_of(sharding: Sharding, plan: BatchPlan, place: Place) -> Arrays:
 
 
 def site_inputs(mask: PackedMask, exchange: str) -> tuple[PlanInput, ...]:
-    """What `packed_attention` reads: its tables, then its route."""
+    """Tables of `packed_attention`, then those of its route."""
     scattered, kind = split_exchange(exchange)
     route = ROUTES[kind]
     # A ring has tables for each of its steps, a grid of ranks those of its outer places.

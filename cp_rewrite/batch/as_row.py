@@ -46,7 +46,7 @@ class AsRow(Tensor):
     """It, without the history that its gradient takes: Dynamo makes a fake tensor of it."""
     axes: tuple[int, ...]
     row: Tensor | None
-    """Of a fake one: the fake tensor as long as the row that ops are given in its place."""
+    """The fake tensor, as long as the row, that ops are given in the place of a fake `AsRow`; None of others."""
 
     @staticmethod
     def __new__(cls: type[AsRow], local: Tensor, size: Sequence[Any], axes: tuple[int, ...]) -> AsRow:

@@ -66,7 +66,7 @@ class Buffers:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What is held, in the order in which it came."""
+        """The tensors that are held, in the order in which they came."""
         return tuple(self._tensors)
 
 

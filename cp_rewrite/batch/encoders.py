@@ -43,9 +43,9 @@ from .as_row import AsRow
 
 METHODS = ("get_image_features", "get_video_features")
 _ADDS = "_deepstack_process"
-"""What Qwen3-VL and its like add rows of images to later layers by."""
+"""Method by which Qwen3-VL and its like add rows of images to later layers."""
 _PLACES = "get_rope_index"
-"""What makes positions of the tokens of whole rows, by their numbers."""
+"""Method that makes positions of the tokens of whole rows, by their numbers."""
 _PACKAGES = ("transformers.models.", "transformers_modules.")
 
 
@@ -72,8 +72,7 @@ class Learned(NamedTuple):
 
 @dataclass
 class _Known:
-    """Of a module that was traced: the one whose methods run, what was learned by method, whether weights were
-    compared."""
+    """A traced module: the one whose methods run, what was learned by method, whether weights were compared."""
 
     owner: weakref.ref[nn.Module]
     learned: dict[str, Learned] = field(default_factory=dict[str, Learned])
@@ -243,12 +242,12 @@ torch._dynamo.allow_in_graph(encode)
 
 
 def learned_of(traced: int, method: str, *_: Any) -> Learned:
-    """Of a call of `encode`: what was learned of the method that it runs."""
+    """The facts that were learned of the method that a call of `encode` runs."""
     return _known[traced].learned[method]
 
 
 def drawn(method: str, line: str | None = None) -> Refusal:
-    """Of one that does."""
+    """The refusal of a method that draws random numbers."""
     text = f"{method} draws random numbers, others on each rank, and runs on all ranks: let its encoder have no dropout"
     return Refusal(Reason.DROPOUT, text, line=line)
 

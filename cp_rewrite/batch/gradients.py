@@ -48,8 +48,8 @@ def token_mean(total: Tensor, count: Tensor | float, sharding: Sharding) -> Tens
 
 
 def whole(value: Tensor, sharding: Sharding) -> Tensor:
-    """What one process has, of an output of a compiled model: the sum over ranks of a part, as of a summed loss; a mean
-    loss as it is. See `Sharding.whole`."""
+    """The value on one process of an output of a compiled model: the sum over ranks of a part, as of a summed loss; a
+    mean loss as it is. See `Sharding.whole`."""
     if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"whole() takes a tensor that the model returned, got {type(value).__name__}")
     if sharding.world_size == 1:

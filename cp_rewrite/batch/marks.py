@@ -1,4 +1,4 @@
-"""What is noted on tensors, for their values don't tell it.
+"""Facts stored as attributes of tensors, for their values don't tell them.
 
 A batch that was planned ahead of time is, where it is cut, the one that was planned: nobody filled its tensors anew.
 
@@ -37,7 +37,7 @@ def mark_token_axes(value: Tensor, axes: TokenAxes) -> None:
 
 
 def token_axes_of(value: Tensor) -> TokenAxes | None:
-    """What `mark_token_axes` noted."""
+    """The axes that `mark_token_axes` noted; None: of none."""
     return getattr(to_local(value), "_cp_rewrite_token_axes", None)
 
 
@@ -52,7 +52,7 @@ def is_part(value: Tensor) -> bool:
 
 
 def known_part(value: Tensor) -> bool | None:
-    """What `mark_part` noted; None: nothing. Ops lose it."""
+    """The answer that `mark_part` noted; None: it noted nothing. Ops lose it."""
     return getattr(to_local(value), "_cp_rewrite_part", None)
 
 
@@ -77,7 +77,7 @@ through numpy or another process, as into a buffer that `torch.from_numpy` wraps
 
 
 def marks_of(batch: Mapping[str, Any]) -> Marks:
-    """Of the tensors of a batch as they are now."""
+    """Marks of the tensors of a batch as they are now."""
     tensors = {name: x for name, x in batch.items() if type(x) is Tensor}
     return {name: (version_of(x), x.data_ptr(), turns.fingerprint(x)) for name, x in tensors.items()}
 

@@ -41,7 +41,7 @@ from .as_row import as_row, to_local, traced_tokens
 
 _LOWEST = (torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 DROPPED = (-torch.inf, *_LOWEST, -1e9, -1e10)
-"""What an additive mask may hold where a key is not seen. It must be one of these, because a model may ask for it."""
+"""Numbers that an additive mask may hold where a key is not seen: a model may ask for them by value."""
 
 
 Kind = Literal["shows", "hides", "adds"]
@@ -49,7 +49,7 @@ Kind = Literal["shows", "hides", "adds"]
 
 @dataclass(frozen=True)
 class MaskArgument:
-    """What a mask of a batch was found to say.
+    """The meaning that was found of a batch's mask.
 
     Args:
         name: the argument's.
@@ -286,7 +286,7 @@ def _telling(documents: Documents, mask: PackedMask, q: Ints) -> tuple[Ints, Int
 
 
 def _run(given: BlockMask, row: int, head: int, q: Ints, k: Ints) -> Bools:
-    """What the mask's own function says of pairs."""
+    """Run the mask's own function on pairs: (N,) bool, true where a key is seen."""
     device = given.kv_num_blocks.device
     where = [torch.full((len(q),), n, device=device) for n in (row, head)]
     index = [torch.from_numpy(x).to(device) for x in (q, k)]
@@ -306,7 +306,7 @@ class _Masks:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def replace(self, name: str, value: Any) -> Any:
-        """What a rank's model gets in the place of a value: the value itself, where it is no mask.
+        """Give what a rank's model gets in the place of a value: the value itself, where it is no mask.
 
         Raises:
             MaskMismatch: a mask says another thing than the packing. ValueError: it can't be read.
@@ -359,7 +359,7 @@ class _Masks:
         return made
 
     def _read(self, name: str, table: Tensor, added: bool) -> MaskArgument:
-        """What a mask means whose `table`, (B or 1, H, T, T) bool, is true where it shows keys, or hides them."""
+        """The meaning of a mask whose `table`, (B or 1, H, T, T) bool, is true where it shows keys, or hides them."""
         mask, rows = self._meaning(name), self.plan.rows
         found = first_difference(table, rows, mask)
         if found is None:

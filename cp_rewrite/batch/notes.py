@@ -45,7 +45,7 @@ _WRAPPED = {
     "(use_liger_kernel=False). Inductor fuses norms, SwiGLU and RoPE, and Sharding(tile='auto') makes no logits",
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
-"""What Dynamo says, by versions, where it meets what another part of torch made of the model -> what to do."""
+"""Dynamo's words, by versions, where it meets what another part of torch made of the model -> what to do."""
 _NOT_SHIFTED = (
     "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
     "out where the model shifts its labels itself, or the batch holds shifted ones"
@@ -53,7 +53,7 @@ _NOT_SHIFTED = (
 
 
 class Block(AbstractContextManager[Any]):
-    """What `Sharding.shard` returns: to be entered by `with`, once."""
+    """The block that `Sharding.shard` returns: to be entered by `with`, once."""
 
     def __init__(self, cut: AbstractContextManager[Any]) -> None:
         self._cut, self._entered = cut, False
@@ -91,7 +91,7 @@ def warn_if_nothing_ran(sharding: Sharding, ran: bool) -> None:
 
 @contextmanager
 def noted(sharding: Sharding, batch: Mapping[str, Any], masks: Collection[str]) -> Generator[None]:
-    """What torch says of shapes and arguments that do not fit, with a note on what of the batch may be the reason."""
+    """Errors of torch about shapes and arguments that do not fit get a note on what of the batch may be the reason."""
     first, dim = next(iter(sharding.tokens.items()))
     try:
         yield

@@ -56,7 +56,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a rank tells the others: its rows, or why it has none.
+    """A rank's message to the others: its rows, or why it has none.
 
     Args:
         sizes: tokens of each of its rows.

@@ -294,7 +294,7 @@ def _host_array(batch: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def unnamed_tokens(batch: Mapping[str, Any], tokens: Mapping[str, int], total: int) -> list[str]:
-    """What to say of each tensor of a batch that has `total` tokens in a dim that `tokens` does not name."""
+    """A line for each tensor of a batch that has `total` tokens in a dim that `tokens` does not name."""
     found: list[str] = []
     for name, value in batch.items():
         dims = [dim for dim, size in enumerate(value.shape) if size == total] if isinstance(value, Tensor) else []

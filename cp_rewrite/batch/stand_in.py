@@ -21,12 +21,12 @@ _DESCRIBES: frozenset[Any] = frozenset(
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.get_device, Tensor.is_inference, Tensor.register_hook, Tensor.__len__, Tensor.__hash__,
 }  # fmt: skip
-"""What is answered without the numbers."""
+"""Attributes and methods that need no numbers."""
 _told: list[bool] = []
 
 
 class StandIn(Tensor):
-    """What a model returns beside its loss and nobody may read, as its logits: of their shape, dtype and device.
+    """An output beside the loss that nobody may read, as logits: of its shape, dtype and device.
 
     Anything that asks for its numbers gets those of `value()`. They have no way back: a backward that comes to them
     raises.

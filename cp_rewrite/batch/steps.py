@@ -1,5 +1,5 @@
-"""What a backward is watched for once `sum_gradients` was called: it must not add to gradients that are summed already,
-and between its end and the sum they may only be scaled, by the same factor on all ranks.
+"""A backward is watched once `sum_gradients` was called: it must not add to gradients that are summed already, and
+between its end and the sum they may only be scaled, by the same factor on all ranks.
 
     forward ─ backward begins: are there summed gradients? ─ ends: sample them ─ sum: compare with the sample, mark
 
@@ -71,7 +71,7 @@ def add(sharding: Sharding, rule: Rule, about: str, numbers: Tensor) -> None:
 
 
 def due(sharding: Sharding) -> list[_Note]:
-    """What is to be compared with the batch that begins: notes of an earlier one, which a GPU is done with."""
+    """Notes to compare with the batch that begins: of an earlier one, which a GPU is done with."""
     batches, notes = _batches[sharding.group_name], list[_Note]()
     batches.append([])
     while len(batches) > (1 if device_of(sharding).type == "cpu" else 2):
@@ -80,7 +80,7 @@ def due(sharding: Sharding) -> list[_Note]:
 
 
 def text_of(notes: Sequence[_Note]) -> str:
-    """What other ranks are sent of them."""
+    """The notes as they are sent to other ranks."""
     return ";".join(note.text() for note in notes)
 
 
@@ -289,7 +289,7 @@ def is_summed(sharding: Sharding, parameter: nn.Parameter) -> bool:
 
 
 def mark_summed(sharding: Sharding, parameters: Sequence[nn.Parameter]) -> None:
-    """Note of gradients that they are summed: their version, that of the parameter, and the backward they are of."""
+    """Note that gradients are summed: their version, that of the parameter, and the backward they come from."""
     count = _groups[sharding.group_name].count
     for parameter in parameters:
         parameter.grad._cp_rewrite_sum = (parameter.grad._version, parameter._version, count)  # type: ignore[union-attr]
@@ -311,7 +311,7 @@ _told: set[str] = set()
 
 
 class WeightWatch:
-    """What is looked at in the calls of one graph.
+    """Looks at weights, buffers and random numbers in the calls of one graph.
 
     Args:
         places: names of weights and buffers -> their places among a call's arguments.

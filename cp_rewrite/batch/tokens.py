@@ -24,7 +24,7 @@ from .marks import batch_number, token_axes_of, token_dim_of
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: float) -> Tensor:
-    """What one rank gets of a tensor of the global batch. Inverse: `join_tokens` of all ranks' parts.
+    """One rank's part of a tensor of the global batch. Inverse: `join_tokens` of all ranks' parts.
 
         T = 6 tokens of one row     a b c d e f
         indices                     0 5 -1

@@ -42,7 +42,7 @@ class Traffic:
 
 
 class Trace(AbstractContextManager["Trace"]):
-    """What `cp.trace` gives: the scalars of every batch that is cut until `close()`, or to the end of its `with`.
+    """The scalars that `cp.trace` gives, of every batch that is cut until `close()`, or to the end of its `with`.
 
     Attributes:
         steps: a dict per batch, in order. `last` is the newest, for a log:

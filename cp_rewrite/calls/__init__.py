@@ -1,1 +1,1 @@
-"""What surrounds a rewritten graph: counts of its compile, checks of each call's arguments and marks of its results."""
+"""Around a rewritten graph: counts of its compile, checks of each call's arguments and marks of its results."""

@@ -1,4 +1,4 @@
-"""What each call of a rewritten graph is checked for before it runs, and what its results are marked with.
+"""Checks of each call of a rewritten graph before it runs, and marks of its results.
 
 What calls bring beside tokens, weights, buffers and other arguments, must be the same on all ranks. What `shard` hands
 over was compared there. What a caller makes himself, `(local["y"] > 5).float()` for an argument that `tokens` does not

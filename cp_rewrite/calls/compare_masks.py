@@ -35,7 +35,7 @@ Bools = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 Leaves = Callable[[RecordedTensor], dict[Ref, Tensor]]
 _DROPPED, _KEPT, _BIASED = 0, 1, 2
-"""What a mask does to a pair: it adds -inf or the like, nothing, or some other number."""
+"""A mask adds to a pair's logit: -inf or the like, nothing, or some other number."""
 _SAYS = ("does not let query {q} see key {k}", "lets query {q} see key {k}", "adds a bias to query {q} and key {k}")
 
 

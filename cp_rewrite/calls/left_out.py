@@ -23,8 +23,8 @@ Input = Callable[[Sequence[Any]], Read]
 
 
 class LeftOutputs:
-    """What one graph leaves out. `weight`: how an input of the graph is read that is none of a call's arguments; None
-    of others."""
+    """Outputs that one graph leaves out. `weight`: how an input of the graph is read that is none of a call's
+    arguments; None of others."""
 
     def __init__(self, state: State, weight: Callable[[fx.Node], Input | None] = lambda _: None) -> None:
         self.left, self.given = state.left_out, len(state.locality.outputs)
@@ -35,7 +35,7 @@ class LeftOutputs:
         self._marks = [(state.locality.outputs[each.place], state.locality.axes[each.place]) for each in self.left]
 
     def graphs_own(self, out: Sequence[Any]) -> list[Any]:
-        """What the captured graph gives: None in the place of what is left out."""
+        """The captured graph's outputs, None in the place of those left out."""
         return list(out[: self.given])
 
     def put(self, found: list[Any], out: Sequence[Any], args: Sequence[Any]) -> None:

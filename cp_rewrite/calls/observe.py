@@ -1,4 +1,4 @@
-"""What a compile and a run show of themselves: counters, trace artifacts, NVTX ranges; and what compile caches key on.
+"""Signs of a compile and a run: counters, trace artifacts, NVTX ranges; and what compile caches key on.
 
 TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference (DEBUG)
 torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges, segments

@@ -286,7 +286,7 @@ class _Runner:
         self.compiled: Any = torch.compile(model, backend=self.backend, fullgraph=True)
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """What torch.compile calls: rewrites the graph. The first call of what it returns compares masks and stops."""
+        """Rewrite the graph for torch.compile. The first call of what it returns compares masks and stops."""
         state = passes.run_passes(capture(gm, self.sharding, active_plan(self.sharding)))
         unchecked, checks = [*state.masks], None if state.refusals else CallChecks(state)
         graph, left_out = for_eager(state.graph_module), LeftOutputs(state)

@@ -36,7 +36,7 @@ FEWEST_DIGITS = 0.1
 
 
 class MixesTokens(Exception):
-    """What an op does to tokens beside treating each alone."""
+    """The op does more to tokens than treat each alone; the text says what."""
 
 
 def token_dims(
@@ -217,7 +217,7 @@ MOST = 64
 
 @dataclass(frozen=True)
 class TokenDims:
-    """What came of tokens in some dims of an op's arguments.
+    """The finding on tokens in some dims of an op's arguments.
 
     Args:
         tokens: argument (its place, or its name; `0[1]` of a list's second tensor) -> its token dim.
@@ -239,7 +239,7 @@ class TokenDims:
 
 @dataclass(frozen=True)
 class OpReport:
-    """What `check_op` found: true where the op treats tokens alone in the dims asked for, or, where none were, in some.
+    """Result of `check_op`: true where the op treats tokens alone in the dims asked for, or, where none were, in some.
 
     Args:
         op: its name. ways: the dims that were tried. asked: they were named.
@@ -305,7 +305,7 @@ class _Watched:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.args)
 
     def way(self, names: Sequence[str], dims: Sequence[int | None]) -> TokenDims:
-        """What comes of tokens in these dims."""
+        """Try tokens in these dims."""
         given = {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
         count = next(x.shape[d] for x, d in zip(tensors_of(self.args), dims, strict=True) if d is not None)
         device = tensors_of(self.args)[0].device
@@ -345,7 +345,7 @@ class _Watched:
                 raise MixesTokens(f"the gradient of tensor {i} of the arguments differs by {error:.1e} of its norm")
 
     def _gradients(self, args: Any, results: Sequence[int], index: Tensor) -> list[Tensor | None]:
-        """Of each tensor among arguments of the tokens `index`. A result's own is drawn, for each token the same."""
+        """Gradients of the tensors among arguments of the tokens `index`. A result's own is drawn, equal for all."""
         args = tree_map(lambda x: x.clone().requires_grad_(_inexact(x)) if isinstance(x, Tensor) else x, args)
         inputs = tensors_of(args)
         outs = [(x, dim) for x, dim in zip(tensors_of(run(self.op, args)), results, strict=True) if x.requires_grad]

@@ -135,7 +135,7 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        """What starts the example for checkpoints of Hugging Face."""
+        """First lines of the example, for checkpoints of Hugging Face."""
         share, rows = self.way.share, self.gpus // self.ranks
         words = [
             f"torchrun --nproc-per-node {self.gpus // self.target.nodes}",
@@ -253,7 +253,7 @@ def explain_config(
     checkpointed: bool = False,
     **options: Any,
 ) -> Report:
-    """What `explain` says of a causal language model in training on one packed row.
+    """Run `explain` on a causal language model in training on one packed row.
 
     Args:
         name: a folder with a config.json, that file, or a name that `transformers` finds.
@@ -304,7 +304,7 @@ def explain_config(
 
 
 def _kinds_of(config: Any, model: nn.Module) -> list[tuple[str, int]]:
-    """Of each layer what the config calls it, and how many parameters it has: experts come behind dense layers."""
+    """For each layer the config's name of it, and its parameters: experts come behind dense layers."""
     total: int = config.num_hidden_layers
     names = getattr(config, "layer_types", None) or [""] * total
     sizes = [0] * total

@@ -1,4 +1,4 @@
-"""What of a machine stands in the way: `python -m cp_rewrite doctor`. Problems come first, with what to do."""
+"""Look at a machine for what stands in the way: `python -m cp_rewrite doctor`. Problems come first, with what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cp_rewrite.kernels.select import ORDER, PAIRS, AttentionSpec, DeviceFacts, 
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "flash-attn-4", "cuda-core", "matplotlib")
 _SHARED_BYTES = 1 << 30
-"""Of /dev/shm: NCCL takes some 10 MiB per pair of ranks there, workers of a DataLoader more."""
+"""Least size of /dev/shm: NCCL takes some 10 MiB per pair of ranks there, workers of a DataLoader more."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def said(*command: str) -> str | None:
-    """What a program prints; None where it is not there, fails, or takes longer than 20 s."""
+    """A program's output; None where it is not there, fails, or takes longer than 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

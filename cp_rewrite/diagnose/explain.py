@@ -39,7 +39,7 @@ from .target import GraphNeeds, Target, facts_of, needs_of, target_of
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
-    """What `python -m cp_rewrite explain --json` prints; the keys are those of `Report` and stay."""
+    """The report as `python -m cp_rewrite explain --json` prints it; the keys are those of `Report` and stay."""
     target = report.target
     return {
         "ok": report.ok,
@@ -227,7 +227,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found. `str()` is the text to read.
+    """The findings of `explain`. `str()` is the text to read.
 
     Args:
         sites: one entry per proven attention site. refusals: every reason against a rewrite; empty when there is none.
@@ -421,7 +421,7 @@ def _report(state: passes.State, model: Any) -> Report:
 
 
 def _forecast(state: passes.State, counted: GraphNeeds | None) -> Target:
-    """What the rewritten graph takes: of what tiles may spare, all that it still has."""
+    """Bytes of the rewritten graph: of what tiles may spare, all that it still has."""
     if counted is None or state.sharding.tile is None:
         return target_of(state, counted and counted.needs)
     return target_of(state, counted.after(state.graph_module))

@@ -1,4 +1,4 @@
-"""What attention of a step takes on the machine that training will run on: seconds, and bytes between GPUs.
+"""Attention of a step on the machine that training will run on: its seconds, and bytes between GPUs.
 
 What a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
 
@@ -90,7 +90,7 @@ class GraphNeeds:
 
 
 def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> GraphNeeds:
-    """What a training step of `model` needs, of the graph that was captured of its forward on `tokens` local rows.
+    """Needs of a training step of `model`, by the graph that was captured of its forward on `tokens` local rows.
     target: of the GPUs that it is for; None: it runs here."""
     graph = _Graph(gm, tokens, target)
     paths = [path for path in graph.paths if path]
@@ -117,7 +117,7 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
 
 
 def is_given(node: fx.Node) -> bool:
-    """Whether a graph gives a node's tensor, or one that is made of it and as large."""
+    """True if a graph gives a node's tensor, or one that is made of it and as large."""
     size, pending, seen = hint(value_of(node).numel()), [node], {node}
     while pending:
         for user in pending.pop().users.keys() - seen:
@@ -139,7 +139,7 @@ class _Graph:
     target: DeviceFacts | None
     checkpointed: set[str] = field(default_factory=set[str])
     products: dict[str, dict[fx.Node, None]] = field(default_factory=lambda: defaultdict(dict))
-    """Of each layer."""
+    """Layer -> its matrix products."""
     _paths: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _nodes: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _operands: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
@@ -180,7 +180,7 @@ class _Graph:
         return float(hint(numel) or 0) / self.tokens
 
     def base(self, node: fx.Node) -> fx.Node:
-        """What a node is a view of, across the borders of regions."""
+        """The node that a node is a view of, across the borders of regions."""
         while True:
             if node.op == "placeholder" and isinstance(self._operands.get(node), fx.Node):
                 node = self._operands[node]
@@ -190,7 +190,7 @@ class _Graph:
                 return node
 
     def kept(self, path: str) -> list[fx.Node]:
-        """What the backward of a layer reads, what enters it left out."""
+        """Tensors that the backward of a layer reads, but for those that enter it."""
         found: dict[fx.Node, None] = {}
         for node in self._nodes[path]:
             if node not in self.products[path]:
@@ -227,7 +227,7 @@ class _Graph:
         return max((self.size(base) for base in map(self.base, nodes) if self.path(base) != path), default=0.0)
 
     def grouped(self, path: str) -> set[fx.Node]:
-        """What products of rows that are sorted by expert read and give."""
+        """Tensors that products of rows sorted by expert read and give."""
         products = [node for node in self.products[path] if op_name(node) in _GROUPED]
         return {self.base(n) for node in products for n in (node, *node.all_input_nodes)}
 
@@ -271,7 +271,7 @@ class _Graph:
         return sum(min(self.size(n), self.size(self.base(n))) for n in nodes)
 
     def _is_read(self, node: fx.Node, path: str) -> bool:
-        """Whether something of the layer that is not linear reads a product's result, other products left aside."""
+        """True if something of the layer that is not linear reads a product's result, other products left aside."""
         return any(self._bends(user, path) for user in _readers(node))
 
     def _bends(self, user: fx.Node, path: str) -> bool:
@@ -280,12 +280,12 @@ class _Graph:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node's backward reads its operands, and computes none of them again."""
+    """True if a node's backward reads its operands, and computes none of them again."""
     return op_name(node) in _PRODUCTS or kind_of(node) is not None
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node, behind what is linear."""
+    """Readers of a node, behind what is linear."""
     seen, pending = {node}, [node]
     while pending:
         for user in pending.pop().users.keys() - seen:
@@ -302,7 +302,7 @@ def _inputs(kind: str, node: fx.Node) -> list[Tensor]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node shows what its one tensor holds; what is picked by a tensor of places is a copy."""
+    """True if a node shows what its one tensor holds; what is picked by a tensor of places is a copy."""
     tensors = [n for n in node.all_input_nodes if not isinstance(value_of(n), SymInt | int)]
     return op_name(node) in _VIEWS and len(tensors) == 1 and not _is_region(tensors[0])
 
@@ -312,7 +312,7 @@ def _is_region(node: fx.Node) -> bool:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Whether a node's backward reads none of its operands that gradients reach."""
+    """True if a node's backward reads none of its operands that gradients reach."""
     if op_name(node) in ("mul", "div", "truediv", "multiply"):
         return sum(map(needs_gradient, node.all_input_nodes)) < 2
     return op_name(node) in _LINEAR
@@ -394,18 +394,18 @@ class Target:
 
     @property
     def seconds(self) -> float:
-        """Of the attention of all layers, forward and backward."""
+        """Seconds of the attention of all layers, forward and backward."""
         return sum(site.layers * site.seconds[site.exchange] for site in self.attention)
 
     def share(self, data_parallel: int = 1) -> Share:
-        """What a rank is given, with weights sharded over the group, `data_parallel` groups together."""
+        """The share of a rank, with weights sharded over the group, `data_parallel` groups together."""
         expanded = max((site.expanded for site in self.attention), default=0)
         return Share(self.rows, expanded, self.world_size * data_parallel, self.cuts, tile=self.tile)
 
     @property
     def step_seconds(self) -> float:
-        """Of forward and backward, matrix products and attention alone; attention runs forward once more where layers
-        are checkpointed."""
+        """Seconds of forward and backward, matrix products and attention alone; attention runs forward once more where
+        layers are checkpointed."""
         if self.needs is None:
             return self.seconds
         again = all(layer.checkpointed for layer in self.needs.layers)
@@ -537,7 +537,7 @@ def target_of(state: State, needs: Needs | None) -> Target:
 
 
 def _planned_for(state: State) -> str:
-    """What later batches are planned for, once the graph is compiled."""
+    """The attention that later batches are planned for, once the graph is compiled."""
     sharding = state.sharding
     most = most_of(state.decisions, sharding.balanced_mask)
     if most is None or sharding.world_size == 1 or sharding.layout != "balanced":

@@ -170,7 +170,7 @@ class Runs:
         return self.spans[run], self.spans[run + 1]
 
     def all_at_once(self, cut: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
-        """Whether a pass over all runs tells sooner what `cut` ones do than passes over these: they are many; or they
+        """True if a pass over all runs tells sooner what `cut` ones do than passes over these: they are many; or they
         are most of the rows, and it is the only pass, since no state enters or leaves `others`."""
         rows = sum(self.bounds[run][1] - self.bounds[run][0] for run, _ in cut)
         return len(cut) > _FEW or (not others and 2 * rows > self.bounds[-1][1])
@@ -205,7 +205,7 @@ fast as by fla, in two runs 1.0, 16 heads in one 1.2)."""
 
 
 def runs_by_kernels(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | None = None) -> bool:
-    """Whether a recurrence of these inputs has kernels here, or has them, in half precision, on another machine."""
+    """True if a recurrence of these inputs has kernels here, or has them, in half precision, on another machine."""
     return bool(_able(kind, inputs, there))
 
 

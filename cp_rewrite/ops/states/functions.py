@@ -104,7 +104,7 @@ def lightning(module: Any, hidden_states: Tensor, attention_mask: Tensor | None,
 
 
 def _class_agrees(kind: Any, config: Any, masked: Any) -> bool:
-    """Whether the class gives on a few tokens what the op gives."""
+    """True if the class gives on a few tokens what the op gives."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
@@ -192,7 +192,7 @@ _HELD = {long_or_short: "long_inv_freq", longest_so_far: "max_seq_len_cached"}
 
 
 def _prefix(layer_type: str | None) -> str:
-    """What the names of a layer type's attributes begin with."""
+    """Prefix of the names of a layer type's attributes."""
     return "" if layer_type is None else f"{layer_type}_"
 
 
@@ -586,7 +586,7 @@ def _copy(function: FunctionType) -> FunctionType:
 
 
 def _agrees(op: _Op, reference: Callable[..., Any], arguments: _Arguments, more: Mapping[str, Any]) -> bool:
-    """Whether a reference in torch gives on a few tokens what the op gives, with `more` arguments."""
+    """True if a reference in torch gives on a few tokens what the op gives, with `more` arguments."""
     trial = {**op.trial(), **more}
     given = _given((), trial, arguments._replace(filtered=False), (*op.takes,))
     try:
