@@ -15,6 +15,10 @@ from .buffers import OVERWRITTEN
 from .labels import COUNT, SHIFTED
 from .read_documents import unnamed_tokens
 
+_NOT_SHIFTED = (
+    "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
+    "out where the model shifts its labels itself, or the batch holds shifted ones"
+)
 _WRAPPED = {
     ("is incompatible with gradient checkpointing",): "pass use_cache=False: with its default, True, transformers logs "
     "that here, which can't be traced",
@@ -39,6 +43,7 @@ _WRAPPED = {
         "Non-nullified side effect",
     ): "a checkpointed block changes something outside of it "
     "(an attribute, a list), which its second run in the backward would do again: let it return that",
+    (f"Unexpected keyword arguments: ['{SHIFTED}'", f"Unexpected keyword arguments: ['{COUNT}'"): _NOT_SHIFTED,
     ("peft/tuners/lora/dora.py",): "DoRA's layers clear a cache, and ask for the type of their weight, in each call, "
     "which can't be traced: docs/reference/integrations.md#dora has the two lines to set before",
     ("liger_kernel/",): "Liger's kernels can't be traced into one graph: build the model without them "
@@ -46,10 +51,6 @@ _WRAPPED = {
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """Dynamo's words, by versions, where it meets what another part of torch made of the model -> what to do."""
-_NOT_SHIFTED = (
-    "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
-    "out where the model shifts its labels itself, or the batch holds shifted ones"
-)
 
 
 class Block(AbstractContextManager[Any]):

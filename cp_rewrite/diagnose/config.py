@@ -80,7 +80,9 @@ def fit_of(
         ValueError: the target is of a function, which has no weights.
     """
     if target.needs is None:
-        raise ValueError("memory is predicted of a module, whose weights are known")
+        raise ValueError(
+            "memory is predicted of a module, whose weights are known, and of which the graph shows each layer"
+        )
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if loss_alone else needs
     share = replace(target.share(data_parallel), on_host=offload)

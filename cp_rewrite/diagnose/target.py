@@ -60,8 +60,9 @@ _VIEWS = frozenset(
 _LINEAR = _VIEWS | frozenset(
     "add sub neg cat stack sum mean repeat repeat_interleave roll pad dropout where masked_fill index_select".split()
 )
-_LAYER = re.compile(r"^(.*?(?:\.|\[)\d+\]?)(?=\.|$)")
-"""Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists."""
+_LAYER = re.compile(r"^((?:L\['args'\]\[\d+\])?+.*?(?:\.|\[)\d+\]?)(?=\.|$)")
+"""Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists. The model
+may be `L['args'][0]` itself, as where a decorator of its forward takes `*args`."""
 
 
 @dataclass(frozen=True)
@@ -434,9 +435,10 @@ class Target:
         }
 
     def of_all_layers(self, layers: Sequence[int]) -> Target:
-        """The same for a model of which each layer is like one of these: `layers` holds its number, layer by layer."""
-        if self.needs is None or not self.needs.layers or max(layers) >= len(self.needs.layers):
-            return self
+        """The same for a model of which each layer is like one of these: `layers` holds its number, layer by layer.
+        Nothing is said of memory where the graph's layers are fewer than these."""
+        if self.needs is None or max(layers) >= len(self.needs.layers):
+            return replace(self, needs=self.needs if len({*layers}) == len(layers) else None)
         kept = len(self.needs.layers)
         counts = [layers.count(i % kept) for i in range(len(self.attention))]
         fits = len(self.attention) == kept

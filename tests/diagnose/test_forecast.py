@@ -90,6 +90,30 @@ def needs(report: Report) -> Needs:
     return report.target.needs
 
 
+def taking_any(forward: Any) -> Any:
+    """As decorators of transformers: Dynamo then calls the model `L['args'][0]`."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.long
+def test_layers_of_a_decorated_model_are_told_apart(plain: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "forward", taking_any(Model.forward))
+    found = needs(report_of())
+    assert len(found.layers) == 2
+    assert found == needs(plain)
+
+
+def test_nothing_is_said_of_memory_where_layers_are_missing(plain: Report) -> None:
+    target = plain.target
+    assert target is not None
+    assert target.of_all_layers([0, 1, 1]).needs is not None
+    assert replace(target, needs=replace(needs(plain), layers=())).of_all_layers([0, 1, 1]).needs is None
+
+
 @pytest.mark.long
 def test_a_model_on_meta_is_explained_as_on_the_cpu(plain: Report) -> None:
     assert str(report_of(device="meta")) == str(plain)
