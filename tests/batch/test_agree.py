@@ -124,7 +124,7 @@ class Refused(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         h = x + position_ids[..., None]
         for _ in range(self.sorts):
-            h = h.sort(1).values
+            h = torch.fft.fft(h, dim=1).real
         return h
 
 

@@ -61,7 +61,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, mask, use_reentrant=False) if self.kind == "checkpointed" else block(x, mask)
         if self.kind == "sorted":
-            x = x.sort(1).values
+            x = torch.fft.fft(x, dim=1).real
         for _ in range(sys.getrecursionlimit() if self.kind == "long" else 0):
             x = -x
         return self.head(x).float().square().sum()
@@ -310,7 +310,7 @@ def test_reports_are_json_and_pages(plain: Report) -> None:
     assert "http" not in page
     page = refused.as_html()
     assert "<h3>TOKEN_MIXING</h3>" in page
-    assert "x = x.sort(1).values</b>" in page.replace("\n", "")
+    assert "x = torch.fft.fft(x, dim=1).real</b>" in page.replace("\n", "")
 
 
 def test_the_doctor_names_problems_first(

@@ -37,7 +37,7 @@ def model(x: Tensor, pos: Tensor) -> Tensor:
 
 
 def sorting(x: Tensor, pos: Tensor) -> Tensor:
-    return model(x.sort(1).values, pos)
+    return model(torch.fft.fft(x, dim=1).real, pos)
 
 
 def run(function: Any = model, **options: Any) -> Tensor:

@@ -59,11 +59,50 @@ def last_of_mask(x: Tensor, b: Batch) -> Tensor:
     return x[row_of(x), (index * mask).argmax(-1)]
 
 
+def apart(x: Tensor) -> Tensor:
+    """No two entries are equal: torch promises no order of such."""
+    return x + torch.arange(x.shape[1], device=x.device)[:, None] / 7
+
+
 def largest(x: Tensor) -> Tensor:
-    """Of entries of which no two are equal: torch promises no order of such."""
     found, least = x.topk(2, 1), x.flatten(0, 1).topk(3, 0, largest=False)
     picked = x.flip(-1).gather(1, found.indices) * x.sin().topk(2, 1, largest=False).indices
     return found.values.sin().sum() + least.values.exp().sum() + picked.sum()
+
+
+def in_order(x: Tensor, b: Batch) -> Tensor:
+    """Tokens by their value, in the row, in all rows, and their places."""
+    places = torch.arange(x.shape[1]).double()
+    found, flat = x.sort(1, descending=True), x[..., 0].flatten().sort()
+    ordered = (found.values * places[:, None]).sin().sum() + (flat.values.exp() * flat.indices).sum() / 99
+    return ordered + (x[..., 1:] * x[..., :-1].argsort(1)).sum() / 99 + b["input_ids"].sort(1)[0].mul(places).sum() / 99
+
+
+def medians(x: Tensor, b: Batch) -> Tensor:
+    gaps = x.masked_fill(x > 1, torch.nan)
+    one = x.median(1).values.sin() + x.kthvalue(3, 1).values.exp() + x.kthvalue(x.shape[1] // 2, 1, True).values[:, 0]
+    other = (
+        gaps.nanmedian(1).values.nan_to_num(0.5).cos().sum()
+        + gaps.nanmedian().exp()
+        + gaps.median(1).values.isnan().sum()
+    )
+    picked = x.flip(-1).gather(1, x.median(1, keepdim=True).indices).square().sum()
+    return (
+        one.sum()
+        + other
+        + picked
+        + (x.round().detach() + (x - x.detach())).median().sin()
+        + x[..., 0].flatten().median(0).values
+        + b["labels"].median()
+    )
+
+
+def quantiles(x: Tensor, b: Batch) -> Tensor:
+    losses = token_losses(x, b)
+    kept = losses * (losses.detach() <= torch.quantile(losses.detach(), 0.7))
+    levels = torch.quantile(x, x.new_tensor([0.1, 0.55]), dim=1) - x.quantile(0.3, 1, interpolation="lower")
+    gaps = x.masked_fill(x > 1, torch.nan).nanquantile(0.4, dim=1, keepdim=True)
+    return kept.sum() / 9 + levels.sin().sum() + gaps.nan_to_num(0.1).exp().sum() + losses.flatten().quantile(0.25)
 
 
 def dpo(m: Any, x: Tensor, b: Batch) -> Tensor:
@@ -142,7 +181,7 @@ LOSSES: dict[str, Loss] = {
         + x.narrow(1, x.shape[1] // 3, 2).sin().sum()
         + x.select(1, x.shape[1] // 2).sum()
     ),
-    "topk": lambda m, x, b: largest(x + torch.arange(x.shape[1], device=x.device)[:, None] / 7),
+    "topk": lambda m, x, b: largest(apart(x)),
     "flat_of_the_first_row": lambda m, x, b: (
         x.flatten(0, 1)[x.shape[1] - 1 : x.shape[1]].exp().sum() + x.flatten(0, 1)[-2].sin().sum()
     ),
@@ -193,6 +232,9 @@ LOSSES: dict[str, Loss] = {
         / 9
     ),
     "in_place": added_in_place,
+    "in_order": lambda m, x, b: in_order(apart(x), b),
+    "medians": lambda m, x, b: medians(apart(x), b),
+    "quantiles": lambda m, x, b: quantiles(apart(x), b),
     "dpo": dpo,
     "grpo": grpo,
     "gspo": gspo,
@@ -204,7 +246,7 @@ LOSSES: dict[str, Loss] = {
     "angles": lambda m, x, b: (x[:, None] * angles(x)).sin().sum() / 9 + (x * m.table[: x.shape[1]]).sum() / 9,
     "tokens": lambda m, x, b: token_losses(x, b).sum() / 10,
 }
-PARTS = frozenset({"tokens", "positions", "angles", "listed", "gspo", "picked_token"})
+PARTS = frozenset({"in_order", "tokens", "positions", "angles", "listed", "gspo", "picked_token"})
 
 
 class Picked(Model):
@@ -391,3 +433,20 @@ def test_tokens_that_are_not_picked_reach_no_gradient(how: str) -> None:
         report = cp.check(model, sharding, packed_batch(1, 13))
         assert report.largest <= 1e-9
         assert not any(error != error for error in report.gradients.values())
+
+
+def test_tokens_in_order_of_several_lengths() -> None:
+    sharding, model = cp.Sharding(3, TOKENS, PACKING), Picked(["in_order", "medians"]).double()
+    torch._dynamo.reset()
+    for tokens in (13, 20):
+        assert cp.check(model, sharding, packed(2, tokens)).largest <= 1e-9
+
+
+def test_tokens_of_no_document_are_in_no_order() -> None:
+    batch = packed(1, 13)
+    batch["doc_ids"][:, -2:] = -1
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids", padding=-1))
+    for name in ("in_order", "medians"):
+        torch._dynamo.reset()
+        with pytest.raises(ValueError, match="no document"):
+            cp.check(Picked([name]).double(), sharding, batch)

@@ -66,7 +66,7 @@ def in_place(m: Deciding, h: Tensor, t: int) -> Tensor:
 RIGHT: dict[str, Mix] = {
     "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
     "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
-    "for_shards_alone": lambda m, h, t: h if t > 16 else h.sort(1).values,
+    "for_shards_alone": lambda m, h, t: h if t > 16 else torch.fft.fft(h, dim=1).real,
     "shifted": lambda m, h, t: h + F.pad(h[:, :-1], (0, 0, 1, 0)) if t > 16 else h,
     "at_a_place": lambda m, h, t: h + h[:, 2:3] + h[:, -1:] if t > 16 else h,
     "divided": lambda m, h, t: h / t if t > 16 else h,
@@ -94,7 +94,7 @@ RIGHT: dict[str, Mix] = {
     "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
 }
 REFUSED: dict[str, Mix] = {
-    "sorted": lambda m, h, t: h.sort(1).values if t > 16 else h,
+    "transformed": lambda m, h, t: torch.fft.fft(h, dim=1).real if t > 16 else h,
     "chunks_that_differ": lambda m, h, t: torch.cat([x * i for i, x in enumerate(h.split(16, 1))], 1),
     "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.claims import (
     REPLICATED,
+    B,
     Dim,
     GroupSizes,
     Mixes,
@@ -44,7 +45,8 @@ _along = on_rows(same_dims, over("runs over"))
 def sort(call: Call) -> States:
     """Of one key per row: the sorted keys, and where each came from. Of such places: the inverse."""
     state = call.rows(call.first)
-    if state is None or call.first.ndim != 1:
+    values = call.first.is_floating_point() and state is not None and state.dims[0] in ((T,), (B, T))
+    if state is None or call.first.ndim != 1 or values:
         return _along(call)
     axis = state.dims[0]
     if _is_permutation(state) and not call.arg("descending"):

@@ -61,7 +61,7 @@ def reduce(call: Call) -> States:
     assert isinstance(state, Rows)
     if state.token_dim in dims:
         detail = f"{call.name} reduces over tokens; {MEAN_HINT}"
-        if call.name in ("all", "any") and _is_asserted(call.facts.node):
+        if call.name in ("all", "any") and call.arg("dim", "dims") is None and _is_asserted(call.facts.node):
             return Deferred(detail)
         if call.name not in ("sum", "nansum", "count_nonzero"):
             raise Mixes(detail)

@@ -34,7 +34,7 @@ from cp_rewrite.passes.locality.rules import moves
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from . import experts, indexing, largest, picked, reductions, scans, shapes, states, wholes
+from . import experts, indexing, ordered, picked, reductions, scans, shapes, states, wholes
 from .elementwise import cast, log_sigmoid, pointwise
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
@@ -109,9 +109,10 @@ MIXED_DIMS = (
     ),
     # over tokens -> the same dims: each rank runs over its own, and what it reached at ends of pieces is exchanged
     rule("cumprod cummax cummin logcumsumexp", rows(same_dims, mixes=over("runs over")), OverRanks(scans.scanned)),
-    rule("argsort", rows(same_dims, mixes=over("runs over"))),
+    # over tokens: each rank gets the tokens of all, and has of their order its own places -> the same dims
+    rule("argsort", rows(same_dims, mixes=over("runs over")), OverRanks(ordered.sort)),
     # over tokens: the largest of all ranks', and their places in the whole row -> whole
-    rule("topk", rows(same_dims, mixes=over("runs over")), OverRanks(largest.topk)),
+    rule("topk", rows(same_dims, mixes=over("runs over")), OverRanks(ordered.topk)),
     rule("flip", rows(same_dims, mixes=over("runs over")), MovesRows(moves.flipped)),
     rule("_fft_r2c _fft_c2r _fft_c2c", rows(same_dims, mixes=over("runs over"))),
     rule("roll", rows(same_dims, mixes=over("rolls")), MovesRows(moves.rolled)),
@@ -141,9 +142,11 @@ SUMMED = (
         "var std var_mean std_mean norm linalg_vector_norm", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)
     ),
     # over tokens: the place in the whole row
-    rule("argmax argmin", Alone(reductions.reduce), OverRanks(largest.largest_place)),
+    rule("argmax argmin", Alone(reductions.reduce), OverRanks(ordered.largest_place)),
     rule("any all", Alone(reductions.reduce, SUMS), OverRanks(wholes.reduced)),
-    rule("median nanmedian mode kthvalue", Alone(reductions.reduce, SUMS)),
+    # over tokens: the one at a place of their order -> whole
+    rule("median nanmedian kthvalue", Alone(reductions.reduce, SUMS), OverRanks(ordered.kth)),
+    rule("mode", Alone(reductions.reduce, SUMS)),
     # (T,) · times · · -> (T,) ·; · (T,) times (T,) · -> a per-rank part
     rule("mm addmm bmm baddbmm mv addmv dot addbmm", Alone(reductions.product)),
     # tokens in one dim; reduction="none" -> a loss per token, "sum" -> a per-rank part
@@ -193,7 +196,7 @@ INDEXED = (
 
 # Rows are sorted by a key, worked on in groups, and put back in place by index_put: see `experts`.
 SORTED = (
-    rule("sort", Alone(indexing.sort)),
+    rule("sort", Alone(indexing.sort), OverRanks(ordered.sort)),
     # of sorted keys -> sizes of their groups; of others -> per-rank counts
     rule("histc", Alone(indexing.group_sizes), OverRanks(wholes.histc)),
     rule("cumsum", Alone(indexing.cumsum, GROUPS), OverRanks(scans.scanned)),

@@ -58,7 +58,7 @@ from cp_rewrite.passes.values.edits import OfSums, Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import PlanInput
 
 from .elementwise import pointwise
-from .largest import LargestPlace
+from .ordered import LargestPlace
 from .rule import States, can_spread, given_dims, has_row, reads_of
 from .shapes import of_one_number
 

@@ -54,11 +54,11 @@ class SelectTokens(PackedModel):
         return h + h.index_select(1, torch.tensor([2], device=h.device))
 
 
-class SortTokens(PackedModel):
-    reason, line = "TOKEN_MIXING", "h.sort"
+class FrequenciesOfTokens(PackedModel):
+    reason, line = "TOKEN_MIXING", "torch.fft.fft(h"
 
     def mix(self, h: Tensor) -> Tensor:
-        return h.sort(1).values
+        return torch.fft.fft(h, dim=1).real
 
 
 class KeepBestTokens(PackedModel):
