@@ -135,7 +135,7 @@ def test_plan_is_active_inside_only() -> None:
         ({}, {"lengths": []}, "lengths are empty"),
         ({}, {"lengths": 8}, "lengths must be a list of whole numbers, or one such list per row, got 8"),
         ({}, {"lengths": [3.0, 5.0]}, "lengths must be whole numbers, got float64"),
-        ({}, {"shift_labels": True, "label_arg": "targets"}, "shift_labels=True shifts 'targets'"),
+        ({}, {"shift_labels": True, "label_arg": "targets"}, "'targets' are to be shifted, by shift_labels=True"),
         ({}, {"shift_labels": "yes"}, "shift_labels must be True or False, got 'yes'"),
         ({"shift_labels": torch.zeros(1, 8)}, {"shift_labels": True}, "the batch has 'shift_labels' already"),
         ({"labels": torch.zeros(1, 8).byte()}, {"shift_labels": True}, "torch.uint8, which can't hold -100"),
