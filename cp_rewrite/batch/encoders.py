@@ -10,9 +10,9 @@ one node in its graph, `encode`, and the node's results are inputs of the graph 
 part, as of weights, so that an encoder's weights get parts too.
 
 Which tensors a method returns, and how wide, is learned by a first run of it while Dynamo traces; how many rows they
-have is left open. What it returns as a tuple, one tensor for each image, is one tensor there, all images' rows one
-behind another, as models join them. A method that is given tokens, or anything but the model's own arguments, is traced
-as all else.
+have is left open. What it returns as a tuple or a list, one tensor for each image, is one tensor there, all images'
+rows one behind another, as models join them: `torch.cat` of all and `len` are what may be asked of it, and all else is
+refused (`_EACH`). A method that is given tokens, or anything but the model's own arguments, is traced as all else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,12 +50,14 @@ _PACKAGES = ("transformers.models.", "transformers_modules.")
 
 
 class Result(NamedTuple):
-    """A tensor of what a method returns: the name of its field, its place where that is a list, whether it is all of a
-    tuple, its dtype, and its sizes behind the first."""
+    """A tensor of what a method returns: the name of its field, its place where that is a list, what holds a tensor for
+    each image where it is all of them joined, whether they are as many as sizes were given, its dtype, and its sizes
+    behind the first."""
 
     name: str
     place: int | None
-    joined: bool
+    each: str | None
+    counted: bool
     dtype: torch.dtype
     sizes: tuple[int, ...]
 
@@ -97,7 +99,12 @@ def images_of(module: nn.Module) -> list[str]:
 
 
 def _takes_sizes(plain: Any) -> bool:
-    return plain is not None and any(name.endswith("_grid_thw") for name in inspect.signature(plain).parameters)
+    return plain is not None and _sizes_among(inspect.signature(plain).parameters) is not None
+
+
+def _sizes_among(names: Iterable[str]) -> str | None:
+    """The argument that holds a row of sizes for each image, or video."""
+    return next((name for name in names if name.endswith("_grid_thw")), None)
 
 
 def stands_for(twin: nn.Module, module: nn.Module) -> None:
@@ -141,6 +148,7 @@ def _in_blocks(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callabl
 
 def _encoder(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
     names, held = [*inspect.signature(plain).parameters][1:], f"_cp_rewrite_{method}"
+    sizes = _sizes_among(names)
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
@@ -152,9 +160,13 @@ def _encoder(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         tensors = encode(id(self), method, trained, read, *[given[name] for name in read])
         fields: dict[str, Any] = {}
-        for (name, place, joined, *_), tensor in zip(results, tensors):  # noqa: B905
-            if place is None:
-                fields[name] = (tensor,) if joined else tensor
+        for (name, place, each, counted, *_), tensor in zip(results, tensors):  # noqa: B905
+            if each is not None:
+                fields[name] = _EACH[each](())
+                fields[name].joined = tensor
+                fields[name].number = given[sizes].shape[0] if sizes and counted else None
+            elif place is None:
+                fields[name] = tensor
             else:
                 fields.setdefault(name, []).append(tensor)
         return kind(**fields)
@@ -182,7 +194,7 @@ def _learn(context: Any) -> None:
         devices = [x.device for x in given.values() if isinstance(x, Tensor) and x.is_cuda]
         with torch.no_grad(), torch.random.fork_rng(devices=devices[:1]):
             out, drew = _run(_known[id(traced)], method, given)
-        results = tuple(Result(*where, x.dtype, tuple(x.shape[1:])) for where, x in _tensors(out))
+        results = tuple(result for result, _ in _results(out, given))
         learned = _known[id(traced)].learned[method] = Learned(type(out), tuple(given), results, drew)
     vars(traced)[f"_cp_rewrite_{method}"] = learned
 
@@ -201,33 +213,41 @@ def _states(given: Mapping[str, Any]) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _tensors(out: Mapping[str, Any]) -> list[tuple[tuple[str, int | None, bool], Tensor]]:
-    """The tensors of what a method returned, in order, each with the start of its `Result`."""
-    found: list[tuple[tuple[str, int | None, bool], Tensor]] = []
+def _results(out: Mapping[str, Any], given: Mapping[str, Any]) -> list[tuple[Result, Tensor]]:
+    """The tensors of what a method returned, in order. given: its arguments."""
+    found: list[tuple[tuple[str, int | None, str | None, bool], Tensor]] = []
     for name, value in out.items():
         if isinstance(value, Tensor):
-            found.append(((name, None, False), value))
+            found.append(((name, None, None, False), value))
         elif name == "pooler_output":
-            found.append(((name, None, True), torch.cat(tuple(value))))
+            kind, sizes = "list" if isinstance(value, list) else "tuple", given[str(_sizes_among(given))]
+            found.append(((name, None, kind, len(value) == len(sizes)), torch.cat(tuple(value))))
         elif value is not None:
-            found += [((name, place, False), x) for place, x in enumerate(value)]
-    return found
+            found += [((name, place, None, False), x) for place, x in enumerate(value)]
+    return [(Result(*start, x.dtype, tuple(x.shape[1:])), x) for start, x in found]
 
 
 def encode(traced: int, method: str, trained: bool, names: Sequence[str], *values: Any) -> list[Tensor]:
-    """The tensors that a method of a module gives, (N, …) each; of fake arguments fake ones of an open N.
+    """Fake tensors of what a method of a module gives of fake arguments, (N, …) each, of an open N.
 
     Args:
         traced: `id` of the module that Dynamo traced. trained: whether a gradient may be asked for.
         names: of the arguments `values`.
+    """
+    (first, *_) = [x for x in values if isinstance(x, Tensor)]
+    mode = mode_of(first)
+    assert mode is not None, "the node is gone where a graph runs"
+    opened = [_open(mode, result, first.device) for result in learned_of(traced, method).results]
+    return [x.requires_grad_(trained and x.is_floating_point()) for x in opened]
+
+
+def encoded(traced: int, method: str, _: bool, names: Sequence[str], *values: Any) -> list[tuple[Result, Tensor]]:
+    """What the method gives: the tensors that `encode` stands for.
+
     Raises:
         RewriteRefused: it drew random numbers.
     """
     known, given = _known[traced], dict(zip(names, values, strict=True))
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    if (mode := mode_of(tensors[0])) is not None:
-        opened = [_open(mode, result, tensors[0].device) for result in known.learned[method].results]
-        return [x.requires_grad_(trained and x.is_floating_point()) for x in opened]
     if not known.compared and (batch := last_batch()) is not None:
         known.compared, owner = True, known.owner()
         assert owner is not None
@@ -235,7 +255,7 @@ def encode(traced: int, method: str, trained: bool, names: Sequence[str], *value
     out, drew = _run(known, method, given)
     if drew:
         raise RewriteRefused([drawn(method)])
-    return [x for _, x in _tensors(out)]
+    return _results(out, given)
 
 
 torch._dynamo.allow_in_graph(encode)
@@ -250,6 +270,44 @@ def drawn(method: str, line: str | None = None) -> Refusal:
     """The refusal of a method that draws random numbers."""
     text = f"{method} draws random numbers, others on each rank, and runs on all ranks: let its encoder have no dropout"
     return Refusal(Reason.DROPOUT, text, line=line)
+
+
+def _each(kind: type) -> Any:
+    """Of a tuple or a list with a tensor for each image: what stands for it where Dynamo traces, one tensor `joined`,
+    and the `number` of images; None: it is not known."""
+
+    def refuse() -> None:
+        torch._dynamo.graph_break(
+            msg="an encoder gives a tensor for each image: torch.cat(…, dim=0) of them all, and how many they are, is "
+            "all that may be read of them (docs/guides/images.md)"
+        )
+
+    def refused(*_: Any, **__: Any) -> None:
+        refuse()
+
+    def length(self: Any) -> Any:
+        return refuse() if self.number is None else self.number
+
+    def __torch_function__(_: Any, function: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {**dict(zip(("tensors", "dim"), args)), **(kwargs or {})}  # noqa: B905
+        tensors, dim = given.pop("tensors", None), given.pop("dim", 0)
+        if (
+            given
+            or dim != 0
+            or type(tensors) is not each
+            or function not in (torch.cat, torch.concat, torch.concatenate)
+        ):
+            return refuse()
+        return torch.cat((tensors.joined,), dim=0)
+
+    ours = {"__new__", "__init__", "__getattribute__", "__class_getitem__", "__doc__"}
+    asked = {name: refused for name in vars(kind) if name not in ours}
+    more = {"__len__": length, "__torch_function__": classmethod(__torch_function__)}
+    each = type("Each", (kind,), {**asked, **more})  # __torch_function__ reads it
+    return each
+
+
+_EACH = {kind.__name__: _each(kind) for kind in (tuple, list)}
 
 
 def _open(mode: Any, result: Result, device: torch.device) -> Tensor:

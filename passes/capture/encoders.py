@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cp_rewrite.batch.encoders import drawn, encode, learned_of
+from cp_rewrite.batch.encoders import Result, drawn, encode, encoded, learned_of
 from cp_rewrite.passes.graph.dynamo import inner_mode
-from cp_rewrite.passes.graph.nodes import bind, modes_of
-from cp_rewrite.refusal import Reason, Refusal, source_line
+from cp_rewrite.passes.graph.nodes import modes_of
+from cp_rewrite.refusal import Refusal, source_line
 
 ENCODED = "cp_rewrite_encoded"
 """In the meta of an input that no caller gives: the `Encoded` that does."""
@@ -31,9 +31,10 @@ class _Input:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One result of a call of `encode`, with the call's arguments: all its results have the same."""
+    """One result of a call of `encode`, with the call's arguments, and all results: all of a call have the same."""
 
     args: tuple[Any, ...]
+    results: tuple[Result, ...]
     item: int
 
 
@@ -52,11 +53,12 @@ def take_out_encoders(gm: fx.GraphModule) -> tuple[Refusal, ...]:
         args = fx.map_arg(node.args, lambda read: _Input(place[read]))
         for user in [*node.users]:
             assert user.target is operator.getitem, "encode gives a list"
-            if learned.results[user.args[1]].joined and not all(map(_joins, user.users)):
-                refusals.append(Refusal(Reason.SHAPE, _EACH.format(method), line=source_line(node)))
             with gm.graph.inserting_after(inputs[-1]):
                 new = gm.graph.placeholder(user.name)
-            new.meta = {"example_value": user.meta["example_value"], ENCODED: Encoded(args, user.args[1])}
+            new.meta = {
+                "example_value": user.meta["example_value"],
+                ENCODED: Encoded(args, learned.results, user.args[1]),
+            }
             inputs.append(new)
             user.replace_all_uses_with(new)
             gm.graph.erase_node(user)
@@ -64,39 +66,33 @@ def take_out_encoders(gm: fx.GraphModule) -> tuple[Refusal, ...]:
     return tuple(refusals)
 
 
-_EACH = "{} gives a tensor for each image: torch.cat(…, dim=0) of them is all that is read of them"
-
-
-def _joins(node: fx.Node) -> bool:
-    """True of a node that joins the tensors of all images, or asks how many rows they have."""
-    if node.target is torch.cat:
-        given = bind(node, ("tensors", "dim"), dim=0)
-        return len(given["tensors"]) == 1 and given["dim"] == 0
-    return node.target is torch.ops.aten.sym_size.int
-
-
 def encoded_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """What gives such inputs, called with all others."""
-    nodes = [node for node in gm.graph.find_nodes(op="placeholder") if ENCODED in node.meta]
-    found = [node.meta[ENCODED] for node in nodes]
-    like = [(x.dtype, x.shape[1:]) for node in nodes for x in [node.meta["example_value"]]]
-    calls = {id(each.args): each.args for each in found}
+    found = [node.meta[ENCODED] for node in gm.graph.find_nodes(op="placeholder") if ENCODED in node.meta]
+    calls = {id(each.args): each for each in found}
 
     def run(args: Sequence[Any]) -> tuple[Any, ...]:
-        results = {
-            key: encode(*[args[x.place] if isinstance(x, _Input) else x for x in call]) for key, call in calls.items()
-        }
-        given = tuple(results[id(each.args)][each.item] for each in found)
-        for each, x, (dtype, sizes) in zip(found, given, like, strict=True):
-            if x.dtype != dtype or x.shape[1:] != sizes:
+        results: dict[int, list[Any]] = {}
+        for key, call in calls.items():
+            given = encoded(*[args[x.place] if isinstance(x, _Input) else x for x in call.args])
+            if (now := tuple(result for result, _ in given)) != call.results:
                 raise RuntimeError(
-                    f"{each.args[1]} gave {x.dtype} (N, {', '.join(map(str, x.shape[1:]))}), and {dtype} (N, "
-                    f"{', '.join(map(str, sizes))}) when the model was traced: call torch._dynamo.reset() after a "
-                    "change of what it returns"
+                    f"{call.args[1]} gave {_told(now)}, and {_told(call.results)} when the model was traced: call "
+                    "torch._dynamo.reset() after a change of what it returns"
                 )
-        return given
+            results[key] = [x for _, x in given]
+        return tuple(results[id(each.args)][each.item] for each in found)
 
     return run
+
+
+def _told(results: Sequence[Result]) -> str:
+    found: list[str] = []
+    for x in results:
+        place = "" if x.place is None else f"[{x.place}]"
+        counted = f" ({x.each} for each image)" if x.each and x.counted else ""
+        found.append(f"{x.name}{place}{counted} {x.dtype} (N, {', '.join(map(str, x.sizes))})")
+    return ", ".join(found) or "nothing"
 
 
 def encoded_examples(gm: fx.GraphModule) -> list[Any]:
