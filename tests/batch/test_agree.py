@@ -117,22 +117,22 @@ def test_another_graph_raises_on_every_rank(pool: Pool, differs: str, says: str)
 
 
 class Refused(nn.Module):
-    def __init__(self, sorts: int) -> None:
+    def __init__(self, transforms: int) -> None:
         super().__init__()
-        self.sorts = sorts
+        self.transforms = transforms
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         h = x + position_ids[..., None]
-        for _ in range(self.sorts):
+        for _ in range(self.transforms):
             h = torch.fft.fft(h, dim=1).real
         return h
 
 
-def refuse_on(mesh: DeviceMesh, sorts: int, strict: bool = True) -> str:
-    """Rank r's model is refused r + `sorts` times."""
+def refuse_on(mesh: DeviceMesh, transforms: int, strict: bool = True) -> str:
+    """Rank r's model is refused r + `transforms` times."""
     tokens = {"x": 1, "position_ids": 1}
     sharding = cp.Sharding(mesh, tokens, cp.PositionIds("position_ids"), inner="eager", strict=strict)
-    model = Refused(sorts + mesh.get_local_rank())
+    model = Refused(transforms + mesh.get_local_rank())
     compiled = torch.compile(model, backend=cp.backend(sharding), fullgraph=True)
     try:
         with sharding.shard(batch_of([16, 16])) as local, warnings.catch_warnings():
@@ -148,11 +148,11 @@ def refuse_on(mesh: DeviceMesh, sorts: int, strict: bool = True) -> str:
 def test_refusals_in_other_words_are_refusals_on_every_rank(pool: Pool) -> None:
     for error in pool.run(2, refuse_on, 1):
         assert error.startswith("cp_rewrite.RewriteRefused: cp_rewrite refused to rewrite this graph:"), error
-        assert "sort runs over the token dim" in error
+        assert "_fft_r2c runs over the token dim" in error
     assert pool.run(2, refuse_on, 1, False) == ["", ""]
     accepts, refuses = pool.run(2, refuse_on, 0)
     assert "rank 1 of the group brought no graph: RewriteRefused: " in accepts
-    assert "sort runs over the token dim" in accepts
+    assert "_fft_r2c runs over the token dim" in accepts
     assert refuses.startswith("cp_rewrite.RewriteRefused")
 
 
