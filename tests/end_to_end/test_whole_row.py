@@ -165,7 +165,7 @@ def test_a_mask_of_a_function_that_reads_no_head() -> None:
 
 def test_lengths_are_tried_beforehand() -> None:
     sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
-    report = cp.explain(Deciding("sorted"), sharding, lengths=[14, 20])(**packed_batch(1, 24))
+    report = cp.explain(Deciding("transformed"), sharding, lengths=[14, 20])(**packed_batch(1, 24))
     assert report.refusals
     assert not report.lengths[14]
     assert [refusal.reason for refusal in report.lengths[20]] == [cp.Reason.TOKEN_MIXING]
@@ -188,7 +188,7 @@ def test_a_refusal_at_a_later_batch_names_the_length(pool: Pool) -> None:
 def _refused_later(mesh: DeviceMesh) -> str:
     sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
     torch._dynamo.reset()
-    model = torch.compile(Deciding("sorted"), backend=cp.backend(sharding), fullgraph=True)
+    model = torch.compile(Deciding("transformed"), backend=cp.backend(sharding), fullgraph=True)
     for tokens in (14, 24):
         with sharding.shard(packed_batch(1, tokens)) as local:
             try:

@@ -12,12 +12,14 @@ The order depends on the shard's other rows, but each row's value does not, and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cp_rewrite.passes.graph.nodes import op_name
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.claims import (
     REPLICATED,
@@ -45,8 +47,7 @@ _along = on_rows(same_dims, over("runs over"))
 def sort(call: Call) -> States:
     """Of one key per row: the sorted keys, and where each came from. Of such places: the inverse."""
     state = call.rows(call.first)
-    values = call.first.is_floating_point() and state is not None and state.dims[0] in ((T,), (B, T))
-    if state is None or call.first.ndim != 1 or values:
+    if state is None or call.first.ndim != 1 or (state.dims[0] in ((T,), (B, T)) and _reads_values(call)):
         return _along(call)
     axis = state.dims[0]
     if _is_permutation(state) and not call.arg("descending"):
@@ -57,6 +58,14 @@ def sort(call: Call) -> States:
     call.use_positions(call.first)
     order = call.facts.new_order(axis)
     return [Rows(((order,),), key=True), Rows(((order,),), shard_rows=axis)]
+
+
+def _reads_values(call: Call) -> bool:
+    """True where floats are sorted for themselves, as in `quantile`: not for the order that they give."""
+    node = call.facts.node
+    if node is None or not call.first.is_floating_point() or op_name(node) == "argsort":
+        return False
+    return op_name(node) != "sort" or any(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
 
 
 def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | None:
