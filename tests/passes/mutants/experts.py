@@ -148,9 +148,7 @@ class ExpertsPickTokens(SortedExperts):
 
 
 class LossesByRank(SortedExperts):
-    """Right as it is: all ranks sort the losses of all."""
-
-    reason, line, rows = None, "", 2
+    reason, line = "POSITION_GENERATOR", "losses * rank"
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
         losses = logits.logsumexp(-1).flatten().sort().values
