@@ -273,7 +273,7 @@ def drawn(method: str, line: str | None = None) -> Refusal:
 
 
 def _each(kind: type) -> Any:
-    """Of a tuple or a list with a tensor for each image: what stands for it where Dynamo traces, one tensor `joined`,
+    """Make the stand-in, where Dynamo traces, for a tuple or a list with a tensor for each image: one tensor `joined`,
     and the `number` of images; None: it is not known."""
 
     def refuse() -> None:

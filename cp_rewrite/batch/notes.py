@@ -15,6 +15,7 @@ from .buffers import OVERWRITTEN
 from .labels import COUNT, SHIFTED
 from .read_documents import unnamed_tokens
 
+WITHOUT_LIGER = "Inductor fuses norms, SwiGLU and RoPE, and Sharding(tile='auto') makes no logits"
 _NOT_SHIFTED = (
     "shift_labels=True is for models that take shift_labels and num_items_in_batch, as those of transformers: leave it "
     "out where the model shifts its labels itself, or the batch holds shifted ones"
@@ -47,7 +48,7 @@ _WRAPPED = {
     ("peft/tuners/lora/dora.py",): "DoRA's layers clear a cache, and ask for the type of their weight, in each call, "
     "which can't be traced: docs/reference/integrations.md#dora has the two lines to set before",
     ("liger_kernel/",): "Liger's kernels can't be traced into one graph: build the model without them "
-    "(use_liger_kernel=False). Inductor fuses norms, SwiGLU and RoPE, and Sharding(tile='auto') makes no logits",
+    f"(use_liger_kernel=False). {WITHOUT_LIGER}",
     ("Function.apply: duplicate tensor",): "if that is flash-attn's: give it cu_seqlens.clone() as those of keys",
 }
 """Dynamo's words, by versions, where it meets what another part of torch made of the model -> what to do."""

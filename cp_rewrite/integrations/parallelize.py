@@ -106,19 +106,19 @@ def _nothing() -> None:
 
 
 @functools.cache
-def _optimizers_refused() -> None:
-    """Once in a process."""
-    register_optimizer_step_pre_hook(_refuse_whole_optimizers)
+def _watch_optimizers() -> None:
+    """Once in a process: torch's hook is for all optimizers."""
+    register_optimizer_step_pre_hook(_refuse_shards)
 
 
-def _refuse_whole_optimizers(optimizer: Optimizer, *_: Any) -> None:
+def _refuse_shards(optimizer: Optimizer, *_: Any) -> None:
     """Before any optimizer's step: bitsandbytes' kernels take no shards, and torch would say so of a mix of tensors."""
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"cp_rewrite: {type(optimizer).__name__} of bitsandbytes takes no sharded weights: torchao.optim has "
-                "AdamW8bit, which does; or data_parallel='ddp'"
-            )
+    weights = (p for group in optimizer.param_groups for p in group["params"])
+    if type(optimizer).__module__.startswith("bitsandbytes") and any(isinstance(p, DTensor) for p in weights):
+        raise RuntimeError(
+            f"cp_rewrite: {type(optimizer).__name__} of bitsandbytes takes no sharded weights: torchao.optim has "
+            "AdamW8bit, which does; or data_parallel='ddp'"
+        )
 
 
 _AT_ONCE = 8
@@ -286,7 +286,7 @@ def parallelize(
         )
         watch_steps(model, sharding)
         watch_encoders(model, _flat(mesh), sharding)
-        _optimizers_refused()
+        _watch_optimizers()
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
         run = compile_segments(twin.module.forward, twin, chosen, sharding, store)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 
 import cp_rewrite as cp
+from cp_rewrite.batch.notes import WITHOUT_LIGER
 from cp_rewrite.integrations.accelerator import (
     ReplicaAccelerator,
     make_twin,
@@ -140,8 +141,7 @@ def _check_arguments(trainer: ContextParallelMixin) -> None:
         "torch_compile=True": (args.torch_compile, "the model is compiled by the sharding's own backend"),
         "use_liger_kernel=True": (
             getattr(args, "use_liger_kernel", False),
-            "its kernels can't be traced into one graph; Inductor fuses norms, SwiGLU and RoPE, and "
-            "Sharding(tile='auto') makes no logits",
+            f"its kernels can't be traced into one graph; {WITHOUT_LIGER}",
         ),
         "parallelism_config": (
             parallelism is not None and parallelism.non_data_parallel_size > 1,

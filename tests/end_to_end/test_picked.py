@@ -232,9 +232,6 @@ LOSSES: dict[str, Loss] = {
         / 9
     ),
     "in_place": added_in_place,
-    "in_order": lambda m, x, b: in_order(apart(x), b),
-    "medians": lambda m, x, b: medians(apart(x), b),
-    "quantiles": lambda m, x, b: quantiles(apart(x), b),
     "dpo": dpo,
     "grpo": grpo,
     "gspo": gspo,
@@ -246,13 +243,18 @@ LOSSES: dict[str, Loss] = {
     "angles": lambda m, x, b: (x[:, None] * angles(x)).sin().sum() / 9 + (x * m.table[: x.shape[1]]).sum() / 9,
     "tokens": lambda m, x, b: token_losses(x, b).sum() / 10,
 }
+ORDERED: dict[str, Loss] = {
+    "in_order": lambda m, x, b: in_order(apart(x), b),
+    "medians": lambda m, x, b: medians(apart(x), b),
+    "quantiles": lambda m, x, b: quantiles(apart(x), b),
+}
 PARTS = frozenset({"in_order", "tokens", "positions", "angles", "listed", "gspo", "picked_token"})
 
 
 class Picked(Model):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
-            lambda m, x, b: {name: LOSSES[name](m, x, b) for name in names},
+            lambda m, x, b: {name: (LOSSES | ORDERED)[name](m, x, b) for name in names},
             extra=lambda m: m.more(),  # type: ignore
         )
 
@@ -433,6 +435,15 @@ def test_tokens_that_are_not_picked_reach_no_gradient(how: str) -> None:
         report = cp.check(model, sharding, packed_batch(1, 13))
         assert report.largest <= 1e-9
         assert not any(error != error for error in report.gradients.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "rows", "tokens"),
+    [(3, "contiguous", 2, 14), (4, "dual_chunk", 1, 15)],
+)
+def test_tokens_in_order_on_ranks(pool: Pool, ranks: int, layout: str, rows: int, tokens: int) -> None:
+    compare(pool, [*ORDERED], ranks, layout, rows, tokens)
 
 
 def test_tokens_in_order_of_several_lengths() -> None:

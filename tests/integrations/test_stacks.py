@@ -1,7 +1,8 @@
-"""What trains beside context parallelism: a loop of accelerate, PEFT's other adapters, other libraries' optimizers."""
+"""Train beside context parallelism: a loop of accelerate, PEFT's other adapters, other libraries' optimizers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,13 +27,37 @@ Trained = tuple[list[float], list[float], dict[str, Tensor]]
 """Losses and norms of gradients by step, and the weights after the last."""
 
 
-def clipped(model: nn.Module) -> float:
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return float(whole(norm))
-
-
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+
+
+def train(
+    model: nn.Module,
+    optimizers: list[Any],
+    loss_of: Callable[[Any], Tensor],
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    clip: Callable[[Any, float], Any] = nn.utils.clip_grad_norm_,
+) -> Trained:
+    losses, norms = list[float](), list[float]()
+    for rows in ROWS:
+        loss = loss_of(rows)
+        backward(loss)
+        norms.append(float(whole(clip(model.parameters(), 1.0))))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, weights(model)
+
+
+def losses_of(model: Any, sharding: cp.Sharding) -> Callable[[Any], Tensor]:
+    """The loss of a parallelized model, by rows."""
+
+    def loss_of(rows: Any) -> Tensor:
+        with sharding.shard(make_batch(rows), shift_labels=True) as local:
+            return model(**local).loss
+
+    return loss_of
 
 
 def by_accelerate(mesh: DeviceMesh, kind: str, prepared: str) -> Trained:
@@ -48,21 +73,12 @@ def by_accelerate(mesh: DeviceMesh, kind: str, prepared: str) -> Trained:
             assert model is given
         else:
             optimizer = accelerator.prepare(optimizer)
-        losses, norms = list[float](), list[float]()
-        for rows in ROWS:
-            with sharding.shard(make_batch(rows), shift_labels=True) as local:
-                loss = model(**local).loss
-            accelerator.backward(loss)
-            norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            norms.append(float(whole(norm)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, norms, weights(model)
+        loss_of = losses_of(model, sharding)
+        return train(model, [optimizer], loss_of, accelerator.backward, accelerator.clip_grad_norm_)
 
 
 def other_rows(mesh: DeviceMesh) -> str:
-    """What is said where accelerate's loader gave each rank rows of its own."""
+    """The error where accelerate's loader gave each rank rows of its own."""
     from accelerate import Accelerator
 
     with launched(mesh):
@@ -79,24 +95,15 @@ def other_rows(mesh: DeviceMesh) -> str:
 
 
 def wide() -> nn.Module:
-    """Of whose weights half a matrix is not too small to be kept in eight bits."""
+    """A model of whose weights half a matrix is not too small to be kept in eight bits."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 128, "intermediate_size": 256})
     return transformers.LlamaForCausalLM(config)
 
 
 def alone(optimizers: Any, build: Any = wide) -> Trained:
-    model, losses, norms = build(), list[float](), list[float]()
-    chosen = optimizers(model)
-    for rows in ROWS:
-        loss = model(**make_batch(rows)).loss
-        loss.backward()
-        norms.append(clipped(model))
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, weights(model)
+    model = build()
+    return train(model, optimizers(model), lambda rows: model(**make_batch(rows)).loss)
 
 
 def adamw(model: nn.Module) -> list[Any]:
@@ -145,21 +152,11 @@ def stepped(mesh: DeviceMesh, kind: str, optimizers: Any) -> Trained:
     with launched(mesh):
         sharding = sharding_of(mesh)
         model = cp.parallelize(wide(), mesh, sharding, data_parallel=kind)  # type: ignore[arg-type]
-        chosen, losses, norms = optimizers(model), list[float](), list[float]()
-        for rows in ROWS:
-            with sharding.shard(make_batch(rows), shift_labels=True) as local:
-                loss = model(**local).loss
-            loss.backward()
-            norms.append(clipped(model))
-            for optimizer in chosen:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, norms, weights(model)
+        return train(model, optimizers(model), losses_of(model, sharding))
 
 
 def changes_alike(expected: Trained, found: Trained, limit: float) -> None:
-    """Of what the steps changed of each weight, so much may differ."""
+    """A part `limit` of what the steps changed of each weight may differ."""
     before = dict(wide().named_parameters())
     for name, weight in expected[2].items():
         change = float((weight - before[name].detach()).norm())

@@ -63,9 +63,31 @@ class LargestPlace:
 
 def first_place(ranks: Ranks, chosen: Tensor, dims: Dims, reduced: Sequence[int], keepdim: bool) -> Tensor:
     """int64: the first place in the whole row of the tokens that are `chosen`, a tensor with these dims."""
-    index_BT = ranks.joined_index if any(dim == (B, T) for dim in dims) else ranks.token_index
-    places = torch.where(chosen, spread(index_BT, dims), _NOWHERE)
-    return -ranks.most(-places.amin(reduced, keepdim=keepdim))
+    return -ranks.most(-_places(ranks, chosen, dims).amin(reduced, keepdim=keepdim))
+
+
+def _index(ranks: Ranks, dims: Dims) -> Tensor:
+    """int64: the place in the whole row of each token, broadcasts against a tensor with these dims."""
+    return spread(ranks.joined_index if (B, T) in dims else ranks.token_index, dims)
+
+
+def _places(ranks: Ranks, chosen: Tensor, dims: Dims) -> Tensor:
+    """The same of those that are `chosen`; `_NOWHERE` of others."""
+    return torch.where(chosen, _index(ranks, dims), _NOWHERE)
+
+
+@dataclass(frozen=True)
+class _ByValue(Picked):
+    """Tokens of all ranks in the order of their values."""
+
+    @property
+    def reads(self) -> tuple[PlanInput, ...]:
+        return (TOKEN_ROWS, TOKEN_INDEX)
+
+    def own(self, ranks: Ranks, x: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's entries, tokens in dim 0, and their places in the whole row."""
+        places = _places(ranks, spread(ranks.has_token, self.dims), self.dims).expand(x.shape)
+        return x.movedim(self.dim, 0), places.movedim(self.dim, 0)
 
 
 def topk(call: Call) -> tuple[States, RunOverRanks]:
@@ -77,17 +99,11 @@ def topk(call: Call) -> tuple[States, RunOverRanks]:
     return WHOLE, TopK(rows.dims, False, dim)
 
 
-@dataclass(frozen=True)
-class TopK(Picked):
-    @property
-    def reads(self) -> tuple[PlanInput, ...]:
-        return (TOKEN_ROWS, TOKEN_INDEX)
-
+class TopK(_ByValue):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
         x, k, largest = args["self"], args["k"], bool(args["largest"])
-        own, places = x.detach().movedim(self.dim, 0), _places(ranks, self, x)
-        own, places = (_of_ranks(ranks, each) for each in _first(k, largest, own, places))
-        place = _first(k, largest, own, places)[1].movedim(0, self.dim)
+        found = (_of_ranks(ranks, each) for each in _first(k, largest, *self.own(ranks, x.detach())))
+        place = _first(k, largest, *found)[1].movedim(0, self.dim)
         return self.gathered(ranks, x, place, place.shape), place
 
 
@@ -99,8 +115,7 @@ def sort(call: Call) -> tuple[States, RunOverRanks]:
     return Rows(rows.dims), Sorted(rows.dims, False, dim)
 
 
-@dataclass(frozen=True)
-class Sorted(Picked):
+class Sorted(_ByValue):
     why: ClassVar[str] = "over the row: every rank gets the tokens of all"
 
     @property
@@ -109,9 +124,9 @@ class Sorted(Picked):
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Any:
         x: Tensor = args["self"]
-        rows, places = _of_ranks(ranks, x.movedim(self.dim, 0)), _of_ranks(ranks, _places(ranks, self, x))
+        rows, places = (_of_ranks(ranks, each) for each in self.own(ranks, x))
         order = _order(bool(args["descending"]), rows.detach(), places)
-        at = spread(_index(ranks, self), self.dims).expand(x.shape).movedim(self.dim, 0)
+        at = _index(ranks, self.dims).expand(x.shape).movedim(self.dim, 0)
         order = order.gather(0, at.clamp(0, order.shape[0] - 1))
         values, places = (each.gather(0, order).movedim(0, self.dim) for each in (rows, places))
         return places if "argsort" in func._schema.name else (values, places)
@@ -122,7 +137,7 @@ def kth(call: Call) -> tuple[States, RunOverRanks]:
     k = None if call.arg("k") is None else call.extents.counted(call.arg("k"))
     if call.arg("dim") is None:
         rows = call.rows(call.first)
-        if rows is None or not can_spread(rows) or rows.token_dim is None:
+        if rows is None or not can_spread(rows):
             raise Mixes(f"{call.name} of something else than tokens")
         runs: RunOverRanks = MiddleOfAll(rows.dims)
     else:
@@ -134,19 +149,15 @@ def kth(call: Call) -> tuple[States, RunOverRanks]:
 
 
 @dataclass(frozen=True)
-class Kth(Picked):
+class Kth(_ByValue):
     """k: counted from 1, a number or an expression in the symbol `tokens`; None: the middle."""
 
     k: Any = None
     tokens: Any = None
 
-    @property
-    def reads(self) -> tuple[PlanInput, ...]:
-        return (TOKEN_ROWS, TOKEN_INDEX)
-
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
         x: Tensor = args["self"]
-        rows, places = _of_ranks(ranks, x.detach().movedim(self.dim, 0)), _of_ranks(ranks, _places(ranks, self, x))
+        rows, places = (_of_ranks(ranks, each) for each in self.own(ranks, x.detach()))
         if self.k is None:
             at = _middle(rows, places != _NOWHERE, "nan" in func._schema.name)
         else:
@@ -168,8 +179,8 @@ class MiddleOfAll:
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x: Tensor = args["self"]
         there = spread(ranks.has_token, self.dims).expand(x.shape)
-        own = torch.where(there, x.detach(), _last(x, False)).reshape(-1)
-        rows, places = _of_ranks(ranks, own), _of_ranks(ranks, torch.where(there, 0, _NOWHERE).reshape(-1))
+        places = torch.where(there, 0, _NOWHERE)
+        rows, places = (_of_ranks(ranks, each.reshape(-1)) for each in (x.detach(), places))
         order = _order(False, rows, places)
         middle = _middle(rows, places != _NOWHERE, "nan" in func._schema.name)
         found = rows.gather(0, order.gather(0, middle)).squeeze(0)
@@ -178,18 +189,6 @@ class MiddleOfAll:
         equal = there & (x == found) & x.isfinite()
         gradient = torch.where(equal, x - x.detach(), x.new_zeros(())).sum()  # 0
         return found + ranks.sum(gradient) / ranks.sum(equal.sum()).clamp(min=1)
-
-
-def _index(ranks: Ranks, picked: Picked) -> Tensor:
-    """(B, T_l) int64: places in the dim of the tokens of the whole row."""
-    return ranks.joined_index if picked.is_flat else ranks.token_index
-
-
-def _places(ranks: Ranks, picked: Picked, x: Tensor) -> Tensor:
-    """The place in the whole row of each entry of `x`, tokens in dim 0."""
-    index = spread(_index(ranks, picked), picked.dims)
-    places = torch.where(spread(ranks.has_token, picked.dims), index, _NOWHERE)
-    return places.expand(x.shape).movedim(picked.dim, 0)
 
 
 def _of_ranks(ranks: Ranks, x: Tensor) -> Tensor:
@@ -216,14 +215,14 @@ def _first(k: int, largest: bool, x: Tensor, places: Tensor) -> tuple[Tensor, Te
 def _order(descending: bool, x: Tensor, places: Tensor) -> Tensor:
     """Indices of dim 0, by value, then by place; of entries without a place last."""
     by_place = places.argsort(dim=0, stable=True)
-    x = torch.where(places == _NOWHERE, _last(x, descending), x).gather(0, by_place)
+    x = x.masked_fill(places == _NOWHERE, _last(x, descending)).gather(0, by_place)
     return by_place.gather(0, x.argsort(dim=0, descending=descending, stable=True))
 
 
-def _last(x: Tensor, descending: bool) -> Tensor:
+def _last(x: Tensor, descending: bool) -> float | bool:
     """The number behind all others."""
     if x.is_floating_point():  # nan is larger than all
-        return x.new_full((), -torch.inf if descending else torch.nan)
+        return -torch.inf if descending else torch.nan
     if x.dtype == torch.bool:
-        return x.new_full((), not descending)
-    return x.new_full((), torch.iinfo(x.dtype).min if descending else torch.iinfo(x.dtype).max)
+        return not descending
+    return torch.iinfo(x.dtype).min if descending else torch.iinfo(x.dtype).max

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.nodes import op_name
@@ -61,7 +60,7 @@ def reduce(call: Call) -> States:
     assert isinstance(state, Rows)
     if state.token_dim in dims:
         detail = f"{call.name} reduces over tokens; {MEAN_HINT}"
-        if call.name in ("all", "any") and call.arg("dim", "dims") is None and _is_asserted(call.facts.node):
+        if call.name in ("all", "any") and _is_asserted(call):
             return Deferred(detail)
         if call.name not in ("sum", "nansum", "count_nonzero"):
             raise Mixes(detail)
@@ -77,13 +76,15 @@ def reduce(call: Call) -> States:
     return Rows(checked(rest), fill=fill if len(call.outs) == 1 else None)
 
 
-def _is_asserted(node: fx.Node | None) -> bool:
-    """Whether nothing but assertions read `any` or `all` of a node: they need not hold for all ranks together.
+def _is_asserted(call: Call) -> bool:
+    """True if nothing but assertions read `any` or `all`: they need not hold for all ranks together.
 
-    What stands inside of another op is taken for an assertion: one_hot has one.
+    One of all entries that stands inside of another op is taken for an assertion, as one_hot has; one over a dim, as
+    quantile has, is a value.
     """
+    node = call.facts.node
     if node is None or op_name(node) not in ("any", "all"):
-        return True
+        return call.arg("dim", "dims") is None
     pending, read = [*node.users], False
     while pending:
         user = pending.pop()

@@ -147,6 +147,15 @@ class ExpertsPickTokens(SortedExperts):
         return h + (x[token] * gate[..., None]).sum((0, 1))
 
 
+class LossesByRank(SortedExperts):
+    reason, line = "TOKEN_MIXING", "losses * rank"
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> Any:
+        losses = logits.logsumexp(-1).flatten().long().sort().values
+        rank = torch.arange(len(losses))
+        return (losses * rank).sum() / num_items
+
+
 class UnsortedByArgsort(SortedExperts):
     """Right as it is: the order of the order puts rows back."""
 
