@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 SLOW ?= tests
+MINUTES ?= 40
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-fast test-slow test-gpu sweep lint docs wheel bench clean
@@ -23,7 +24,7 @@ test-fast: $(VENV)/.installed  ## what starts no processes and captures few grap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow and not sweep and not gpu and not long'
 
 test-slow: $(VENV)/.installed  ## trainers, every rule on processes, drawn cases of each day: within 30 minutes on 2 idle cores
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow and not sweep and not gpu' $(SLOW)
+	CP_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow and not sweep and not gpu' $(SLOW)
 
 sweep: $(VENV)/.installed  ## every test and case that needs no GPU, every model of transformers: hours of a core
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m 'not gpu'

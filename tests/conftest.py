@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):  # before torch is imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     chosen: str = config.option.markexpr
+    amount.begin()
     amount.everything = "not slow" not in chosen and "not sweep" not in chosen
     # What pytest-xdist's workers must know too: a file that is named runs all cases of its shared tests.
     os.environ["CP_SEED"] = str(amount.seed())
@@ -64,7 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in slow.values():
         for item in {*cases} - {*amount.some(cases)}:
             item.add_marker("sweep")
-    items.sort(key=lambda item: "integrations" not in item.path.parts)
+    places = amount.order([*{str(item.path) for item in items}])
+    items.sort(key=lambda item: ("integrations" not in item.path.parts, places[str(item.path)]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if amount.is_over() and item.get_closest_marker("slow") is not None:
+        pytest.skip("the minutes of this run are over: another day's order has it earlier")
 
 
 def pytest_collection_finish() -> None:

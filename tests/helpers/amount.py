@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Sequence
 from datetime import date
 from typing import TypeVar
@@ -19,6 +20,23 @@ FEW = 2
 """Of a slow test of more cases, so many and a twentieth of the others are tried a day."""
 SHARE = 3
 """Of a test marked `shared`, `make test` tries a third of the cases a day."""
+
+
+def begin() -> None:
+    """Note when slow tests are left out: `CP_MINUTES` from now, where that is set. Workers read what the first noted."""
+    if minutes := os.environ.get("CP_MINUTES"):
+        os.environ.setdefault("CP_UNTIL", str(time.time() + 60 * float(minutes)))
+
+
+def is_over() -> bool:
+    """Whether the minutes of `begin` have passed."""
+    return time.time() > float(os.environ.get("CP_UNTIL", "inf"))
+
+
+def order(files: Sequence[str]) -> dict[str, int]:
+    """A drawn place for each file, another each day, so that no file is always among those that time leaves out."""
+    drawn_files = random.Random(seed()).sample(sorted(files), len(files))
+    return {file: place for place, file in enumerate(drawn_files)}
 
 
 def seed() -> int:

@@ -66,7 +66,7 @@ def test_transformers_loss_without_shift_labels_is_refused_with_the_hint() -> No
 
 
 @pytest.mark.slow
-def test_a_64_layer_llama_costs_under_a_second_and_a_half() -> None:
+def test_the_proof_of_64_layers_costs_little_more_than_four_times_that_of_16() -> None:
     def look(gm: fx.GraphModule) -> float:
         tokens = TokenAxis.read(gm, TRANSFORMERS).unified()
         sites = match_sites(gm, TRANSFORMERS, tokens).sites
@@ -75,5 +75,8 @@ def test_a_64_layer_llama_costs_under_a_second_and_a_half() -> None:
         assert not report.refusals
         return time.process_time() - start
 
-    marks = dict(TRANSFORMERS.tokens)
-    assert capture(transformers_model("Llama", 64), transformers_batch(), look, marks) < 1.5
+    def seconds(layers: int) -> float:
+        return capture(transformers_model("Llama", layers), transformers_batch(), look, dict(TRANSFORMERS.tokens))
+
+    seconds(1)  # imports and caches
+    assert seconds(64) < 6 * min(seconds(16), seconds(16))

@@ -66,11 +66,15 @@ def test_transformers_four_dim_mask_is_opaque() -> None:
 
 
 @pytest.mark.slow
-def test_matching_32_layers_is_fast() -> None:
-    gm = capture(llama(32), packed_batch(), dynamic=None)
+def test_matching_32_layers_costs_little_more_than_four_times_8() -> None:
     sharding = cp.Sharding(2, TOKENS, POSITIONS)
-    tokens = TokenAxis.read(gm, sharding).unified()
-    match_sites(gm, sharding, tokens)
-    start = time.perf_counter()
-    assert len(match_sites(gm, sharding, tokens).sites) == 32
-    assert time.perf_counter() - start < 0.5
+
+    def seconds(layers: int) -> float:
+        gm = capture(llama(layers), packed_batch(), dynamic=None)
+        tokens = TokenAxis.read(gm, sharding).unified()
+        match_sites(gm, sharding, tokens)
+        start = time.process_time()
+        assert len(match_sites(gm, sharding, tokens).sites) == layers
+        return time.process_time() - start
+
+    assert seconds(32) < 8 * min(seconds(8), seconds(8))
