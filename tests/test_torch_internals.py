@@ -137,6 +137,17 @@ def test_memory_id() -> None:
             assert ours.memory_id(x) != ours.memory_id(x.clone())
 
 
+@canary("FakeTensor(mode, meta tensor, device)", "torch_internals.fake_tensor, by which graphs get other sizes")
+def test_fake_tensor() -> None:
+    mode, meta = ours.FakeTensorMode(), torch.empty(6, device="meta")
+    x, tail = (ours.fake_tensor(mode, given, torch.device("cpu")) for given in (meta, meta[2:]))
+    with mode:
+        assert (x.device.type, x.shape, x.dtype) == ("cpu", (6,), torch.float32)
+        assert ours.memory_id(x) == ours.memory_id(tail) == ours.memory_id(tail.view(2, 2)[0])
+        assert (x[2:] + tail).shape == (4,)
+    assert ours.mode_of(x) is mode
+
+
 class Watch(ours.TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Notes which ops are dispatched."""
 

@@ -18,6 +18,7 @@ from cp_rewrite.torch_internals import (
     FakeTensorMode,
     enable_python_dispatcher,
     expression,
+    fake_tensor,
     is_wrapped,
     memory_id,
     symbolic,
@@ -57,10 +58,10 @@ class FakeValues:
         operands = tree_leaves([n.meta["example_value"] for n in node.all_input_nodes])
         tensors = [x for x in operands if isinstance(x, Tensor)]
         if key in self._known:
-            with self.mode, torch.no_grad():
+            with torch.no_grad():
                 return self._known[key](tensors)
         value = fake_value(node, self.mode)
-        again = _maker_of_like(value, tensors)
+        again = _maker_of_like(value, tensors, self.mode)
         if again is not None:
             self._known[key] = again
         return value
@@ -79,7 +80,7 @@ def _signature(arg: Any) -> Any:
     return type(arg), expression(arg) if isinstance(arg, SymInt | SymFloat | SymBool) else arg
 
 
-def _maker_of_like(value: Any, operands: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+def _maker_of_like(value: Any, operands: list[Tensor], mode: FakeTensorMode) -> Callable[[list[Tensor]], Any] | None:
     """What makes the like of an op's value of other operands: a view of the only one, or new tensors. None: it is
     neither, or the op makes a size that is not known before it runs."""
     results = tree_leaves(value)
@@ -92,7 +93,12 @@ def _maker_of_like(value: Any, operands: list[Tensor]) -> Callable[[list[Tensor]
     apart = len({*memory, *theirs}) == len(memory) + len({*theirs})
     if not apart or any(expression(x.storage_offset()) != 0 for x in results):
         return None
-    return lambda _: tree_map(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), value)
+    return lambda _: tree_map(lambda x: new_fake_tensor(mode, x, x.shape, x.stride()), value)
+
+
+def new_fake_tensor(mode: FakeTensorMode, like: Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> Tensor:
+    """A fake tensor with memory of its own, of the dtype and device of another."""
+    return fake_tensor(mode, torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like.device)
 
 
 def insert(
@@ -248,7 +254,8 @@ class OtherSizes:
 
     def __init__(self, sizes: Mapping[Any, Any], mode: FakeTensorMode) -> None:
         self.sizes, self.mode, self.memory = sizes, mode, set[int]()
-        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._bases: dict[int, Tensor] = {}
+        self._numbers: dict[Any, Any] = {}
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def differs(self, x: Tensor) -> bool:
@@ -266,7 +273,10 @@ class OtherSizes:
         if not isinstance(value, SymInt | SymFloat | SymBool):
             return value
         expr = expression(value)
-        return symbolic(self.mode.shape_env, self.of(expr), type(value)) if expr.free_symbols else value
+        if (expr, type(value)) not in self._numbers:
+            other = symbolic(self.mode.shape_env, self.of(expr), type(value)) if expr.free_symbols else value
+            self._numbers[expr, type(value)] = other
+        return self._numbers[expr, type(value)]
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -279,21 +289,16 @@ class OtherSizes:
 
     def made(self, x: Tensor) -> Tensor:
         """A tensor of its own."""
-        shape, stride = (tuple(map(self.number, numbers)) for numbers in (x.shape, x.stride()))
-        with self.mode, torch.no_grad():
-            return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return new_fake_tensor(self.mode, x, *self._geometry(x))
+
+    def _geometry(self, x: Tensor) -> tuple[list[Any], list[Any]]:
+        return [*map(self.number, x.shape)], [*map(self.number, x.stride())]
 
     def _view(self, x: Tensor) -> Tensor:
         """One that shares memory where x does."""
-        key = memory_id(x), x.dtype
-        number: Callable[[Any], Any] = self.number
-        if key not in self._bases:
-            same = next((base for (memory, _), base in self._bases.items() if memory == key[0]), None)
-            size = number(x.untyped_storage().nbytes()) // x.element_size()
-            with self.mode, torch.no_grad():
-                own = torch.empty((size,), dtype=x.dtype, device=x.device)
-                self._bases[key] = own if same is None else same.view(x.dtype)
-        with self.mode, torch.no_grad():
-            return self._bases[key].as_strided(
-                [*map(number, x.shape)], [*map(number, x.stride())], number(x.storage_offset())
-            )
+        memory = memory_id(x)
+        if memory not in self._bases:
+            size = self.number(x.untyped_storage().nbytes()) // x.element_size()
+            self._bases[memory] = torch.empty((size,), dtype=x.dtype, device="meta")
+        base = self._bases[memory].view(x.dtype)
+        return fake_tensor(self.mode, base.as_strided(*self._geometry(x), self.number(x.storage_offset())), x.device)

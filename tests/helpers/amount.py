@@ -23,7 +23,7 @@ SHARE = 3
 
 
 def begin() -> None:
-    """Note when slow tests are left out: `CP_MINUTES` from now, where that is set. Workers read what the first noted."""
+    """Note when slow tests are left out: `CP_MINUTES` from now, where that is set. Workers read the first note."""
     if minutes := os.environ.get("CP_MINUTES"):
         os.environ.setdefault("CP_UNTIL", str(time.time() + 60 * float(minutes)))
 
