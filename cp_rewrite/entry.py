@@ -138,7 +138,7 @@ class Backend:
         check_rope(self.sharding)
         state = capture(gm, self.sharding, active_plan(self.sharding), self.loss_alone)
         for found in state.tokens.inputs:
-            state.plan.check_tokens(found.name, found.value, found.dim, hint(found.local))
+            state.plan.handed.check_tokens(found.name, found.value, found.dim, hint(found.local))
         return passes.run_passes(state)
 
     def _inner(
@@ -294,13 +294,13 @@ def _checked(
         given = vouched.call(compiled, args)
         out = checks.results(plan, left_out.graphs_own(given))
         weights.after()
-        end_with_batch(sharding, plan.number, out)
+        end_with_batch(sharding, plan.handed.number, out)
         watch_backward(sharding, call, trained, out)
         left_out.put(out, given, args)
         for value in out:
             # With a capacity a CUDA graph may write other batches' outputs into the same tensors.
             if isinstance(value, Tensor) and sharding.capacity is None:
-                number_tokens(value, plan.number)
+                number_tokens(value, plan.handed.number)
         return out
 
     return run

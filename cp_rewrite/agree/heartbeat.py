@@ -378,11 +378,15 @@ class Heartbeat:
             with suppress(Exception):  # the store may be gone, and the error is what the user must see
                 self.store.set(_key("end", self.rank), left)
 
+    def left_too(self, end: str) -> bool:
+        """True if this rank and one that ended so left the last batch with an error."""
+        return bool(self._left) and end.startswith(_LEFT)
+
     def dead(self) -> str | None:
         """The news of a rank that died or failed, in words; None: all are there, or ended well."""
         for other in list(self.others):
             ended = _read(self.store, "end", other)
-            if self._left and ended.startswith(_LEFT):
+            if self.left_too(ended):
                 continue
             lives = ended == _DONE or self._lives(other)
             self.gone = self.gone if lives else self.gone | {other}
@@ -463,9 +467,12 @@ class Heartbeat:
             print(f"cp_rewrite: {found}; rank {self.rank} can't go on without it", file=sys.stderr, flush=True)
 
 
-def end_of(store: Any, rank: int) -> str:
-    """How a rank ended, or left a batch, if it did."""
-    end = _read(store, "end", rank)
+def end_of(sharding: Sharding, store: Any, rank: int) -> str:
+    """How a rank ended, or left a batch, if it did. One that left the last batch with an error, as this rank did, may
+    be on its way to the next."""
+    end, watched = _read(store, "end", rank), _watched.get(sharding.group_name)
+    if watched is not None and watched.left_too(end):
+        return ""
     return "ended" if end == _DONE else end
 
 

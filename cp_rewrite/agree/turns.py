@@ -184,7 +184,7 @@ def _wait_on(sharding: Sharding, keys: list[str], kind: str, start: float) -> No
     while missing := [int(key.rsplit("/", 1)[1]) for key in keys if not store.check([key])]:
         now = time.monotonic()
         gone = heartbeat.gone(sharding)
-        ends = {r: heartbeat.end_of(store, r) or ("died" if r in gone else "") for r in missing}
+        ends = {r: heartbeat.end_of(sharding, store, r) or ("died" if r in gone else "") for r in missing}
         ended = [f"rank {r} {how}" for r, how in ends.items() if how]
         if ended or now > start + timeout_of(sharding.group).total_seconds():
             raise RuntimeError(_absent(missing, ended, kind))

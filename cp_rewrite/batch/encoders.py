@@ -185,7 +185,7 @@ def _learn(context: Any) -> None:
     """Before Dynamo traces what a method returns: run it on what the first batch has."""
     traced, method = traced_object(context, "self"), context.get_local("method").as_python_constant()
     batch = last_batch()
-    tokens = () if batch is None else batch.tokens
+    tokens = () if batch is None else batch.handed.tokens
     given = traced_values(context, "given", leave_out=tokens)
     learned = None
     if given is not None and not any(type(value) is AsRow for value in given.values()):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.arguments import IGNORE_INDEX, LABELS
-from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.handed import Handed
 
 COUNT, SHIFTED = "num_items_in_batch", "shift_labels"
 
@@ -25,23 +25,24 @@ def count_targets(labels: Tensor) -> Tensor:
 
 
 def with_true_count(
-    plan: ActivePlan, places: Mapping[str, int], moved: Collection[str], args: Sequence[Any]
+    handed: Handed, places: Mapping[str, int], moved: Collection[str], args: Sequence[Any]
 ) -> Sequence[Any]:
     """A graph's arguments, with the count that `shard` made for shifted labels mended where the graph reads others.
 
     Args:
-        plan: of the batch in flight. places: name -> place of the arguments that the graph's results depend on. moved:
-            names of those whose tokens the graph shifts itself.
+        handed: the arguments of the batch in flight.
+        places: name -> place of the arguments that the graph's results depend on.
+        moved: names of those whose tokens the graph shifts itself.
     Raises:
         ValueError: the graph reads labels both shifted and not, and has one count for both; or the count may not be
             replaced, because a CUDA graph reads it at its address.
     """
-    name = plan.counted
+    name = handed.counted
     if name is None or COUNT not in places or name not in places:
         return args
-    count = count_targets(plan.batch[name])
-    if SHIFTED in places or name in moved or plan.sharding.capacity is not None:
-        if count == shifted(plan.batch, plan.sharding.tokens, name, plan.plan.seams)[COUNT]:
+    count = count_targets(handed.batch[name])
+    if SHIFTED in places or name in moved or handed.sharding.capacity is not None:
+        if count == shifted(handed.batch, handed.sharding.tokens, name, handed.plan.seams)[COUNT]:
             return args
         also = f" and {SHIFTED!r}" if SHIFTED in places else ", which it shifts" if name in moved else ""
         raise ValueError(
@@ -54,15 +55,15 @@ def with_true_count(
     return mended
 
 
-def check_shifts(plan: ActivePlan, moved: Collection[str]) -> None:
+def check_shifts(handed: Handed, moved: Collection[str]) -> None:
     """Raise where a graph shifts labels itself, and so makes the first token of a row a target of the row before.
 
     Args:
-        plan: of the batch in flight. moved: names of the arguments whose tokens the graph shifts.
+        handed: the arguments of the batch in flight. moved: names of the arguments whose tokens the graph shifts.
     """
-    for name in sorted({*moved} & {*plan.labels}) if plan.plan.seams else ():
-        labels, dim = plan.batch[name], plan.tokens[name]
-        if count_targets(labels.index_select(dim, torch.tensor(plan.plan.seams, device=labels.device))):
+    for name in sorted({*moved} & {*handed.labels}) if handed.plan.seams else ():
+        labels, dim = handed.batch[name], handed.tokens[name]
+        if count_targets(labels.index_select(dim, torch.tensor(handed.plan.seams, device=labels.device))):
             raise ValueError(
                 f"the model shifts {name!r} over the joined row of all ranks: give the first token of each row the "
                 f"label {IGNORE_INDEX}, or let shard(batch, shift_labels=True) shift them, row by row"

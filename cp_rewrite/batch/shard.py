@@ -14,7 +14,8 @@ from torch.utils.data import get_worker_info
 from cp_rewrite.agree import heartbeat, turns
 from cp_rewrite.agree.turns import talks
 from cp_rewrite.arguments import IGNORE_INDEX, flag, named_values
-from cp_rewrite.batch.active import ActivePlan, PackingValues, activate, check_no_batch, site_now, to_device
+from cp_rewrite.batch.active import ActivePlan, activate, check_no_batch, site_now, to_device
+from cp_rewrite.batch.handed import Handed, PackingValues
 from cp_rewrite.batch.marks import mark_token_dim, number_tokens, version_of
 from cp_rewrite.documents import MAX_TOKENS
 from cp_rewrite.masks import MaskMismatch
@@ -121,7 +122,7 @@ def shard(
         plan = planned or plan_of(sharding, given, site, lengths)
         active, values = _cut_batch(sharding, given, plan, label_arg, shift_labels, fill, arrays or {})
         check_unchanged(batch, given.marks)
-        if active.masks:
+        if active.handed.masks:
             turns.on_masks(sharding)
     except Exception as error:
         by_mask = isinstance(error, MaskMismatch) and not sharding.check_batches
@@ -134,7 +135,7 @@ def shard(
     heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
     seconds = time.perf_counter() - start
-    with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, active.masks):
+    with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, active.handed.masks):
         yield local
     note_batch(plan, active.sites, seconds)
     warn_if_nothing_ran(sharding, active.ran)
@@ -188,25 +189,24 @@ def _cut_batch(
     masks, stand_ins = replace_masks(sharding, plan, batch)
     values |= masks
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
-    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, dict(batch), tokens)
+    counts = label_arg if shift_labels and COUNT not in given else None
+    handed = Handed(sharding, plan, dict(batch), tokens, frozenset(masks), labels, fill, counts)
+    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, handed, spares=spares)
     active.arrays.update(arrays)
-    active.masks = frozenset(masks)
-    active.counted = label_arg if shift_labels and COUNT not in given else None
-    active.labels, active.fill, active.spares = labels, fill, spares
     if sharding.capacity is not None:
         values = fixed_values(sharding, sharding.capacity, values, masks)
         buffers = buffers_of(sharding)
-        buffers.batch = active.number
+        buffers.batch = handed.number
         active.spares = {name: buffers.fill(("spare", name), x, x.device) for name, x in spares.items()}
         active.refill()
         for readers in tuple(buffers.padding_readers):
-            active.check_padding(readers)
-    active.packed = PackingValues(sharding, values, torch.from_numpy(indices >= 0))
+            handed.check_padding(readers)
+    handed.packed = PackingValues(sharding, values, torch.from_numpy(indices >= 0))
     unseen = [n for n, x in batch.items() if isinstance(x, Tensor) and x.device.type != "cpu" and n not in tokens]
-    handed = [x for name, x in values.items() if isinstance(x, Tensor) and name not in unseen]
-    active.handed = {id(x): (x, version_of(x)) for x in handed}
+    compared = [x for name, x in values.items() if isinstance(x, Tensor) and name not in unseen]
+    handed.compared = {id(x): (x, version_of(x)) for x in compared}
     for tensor in (*stand_ins, *(values[name] for name in tokens)):
-        number_tokens(tensor, active.number)
+        number_tokens(tensor, handed.number)
     for name, dim in tokens.items():
         mark_token_dim(values[name], dim)
         values[name] = as_row(values[name], (dim,), traced_tokens(sharding, plan))

@@ -18,8 +18,9 @@ from torch import Tensor
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
-from .active import beside, last_plan, take_tokens, to_device
+from .active import last_plan, to_device
 from .as_row import to_local
+from .fill import beside, take_tokens
 from .marks import batch_number, token_axes_of, token_dim_of
 
 
@@ -81,7 +82,7 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
-    if batch_number(x) not in (None, last.number):
+    if batch_number(x) not in (None, last.handed.number):
         raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
     return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))
 

@@ -22,7 +22,8 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from cp_rewrite.agree import turns
-from cp_rewrite.batch.active import ActivePlan, is_captured, packing_names
+from cp_rewrite.batch.active import ActivePlan, is_captured
+from cp_rewrite.batch.handed import packing_names
 from cp_rewrite.batch.labels import check_shifts, with_true_count
 from cp_rewrite.batch.marks import (
     is_part,
@@ -104,30 +105,31 @@ class CallChecks:
 
     def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
         """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""
+        handed = plan.handed
         for place, name, dim in self.tokens:
-            plan.check_tokens(name, args[place], dim, args[place].shape[dim])
+            handed.check_tokens(name, args[place], dim, args[place].shape[dim])
         for place, argument in self.masks:
-            plan.check_mask(argument, args[place])
+            handed.check_mask(argument, args[place])
         for place, table in self.tables:
             table.check(args[place])
         for place, name, of in self.packing:
-            plan.check_packing(name, args[place], of)
+            handed.check_packing(name, args[place], of)
         for place, name in self.shared:
             _check_shared(name, args[place])
         if against := self.unmasked.against(plan.plan):
             raise RewriteRefused(against)
         if self.sums:
-            plan.check_full(self.sums)
-        plan.check_padding(self.readers)
-        check_shifts(plan, self.moved)
+            handed.check_full(self.sums)
+        handed.check_padding(self.readers)
+        check_shifts(handed, self.moved)
         if self.loss_outside:
-            plan.check_unread(self.places)
+            handed.check_unread(self.places)
         if self.conditions and plan.plan.fill:
             self.conditions.check(args, plan.plan.rows[0].total)
 
     def arguments(self, plan: ActivePlan, args: Sequence[Any]) -> list[Any]:
         """A call's arguments as the graph reads them."""
-        read = list(with_true_count(plan, self.places, self.moved, args))
+        read = list(with_true_count(plan.handed, self.places, self.moved, args))
         for place, name, dim in self.tokens:
             read[place] = plan.as_read(name, read[place], dim)
         return read
@@ -227,7 +229,7 @@ class AgreedInputs:
         if first and self.weights:
             turns.on_weights(sharding, {name: args[place] for name, place in self.weights.items()})
         given = {name: args[place] for name, place in self._arguments.items()}
-        made = {name: value for name, value in given.items() if not plan.is_as_handed(name, value)}
+        made = {name: value for name, value in given.items() if not plan.handed.is_unchanged(name, value)}
         often = sharding.check_batches and (_on_host(made) or calls & (calls - 1) == 0)
         if (first and given) or (made and often):
             turns.on_arguments(sharding, given if first else made)

@@ -65,7 +65,7 @@ def _gathered(sharding: Sharding, text: str) -> list[str]:
 
 
 def _differences(recorded: RecordedMask, plan: ActivePlan, args: Sequence[Any]) -> list[str]:
-    missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.batch.get(name), Tensor)}
+    missing = {name for name in recorded.tensor.names.values() if not isinstance(plan.handed.batch.get(name), Tensor)}
     if recorded.assumed and missing:
         return _compare_local(recorded, plan, args)
     if missing and recorded.blocks:
@@ -107,11 +107,11 @@ def _compare_global(recorded: RecordedMask, plan: ActivePlan, start: int, stop: 
 
 def _sample(plan: ActivePlan, name: str, start: int, stop: int) -> Tensor:
     """An argument of the global batch as it would be for tokens [start, stop) alone."""
-    value: Tensor = plan.batch[name]
+    value: Tensor = plan.handed.batch[name]
     dim, packing = plan.sharding.tokens.get(name), plan.sharding.packing
     if dim is not None:
         value = value.narrow(dim, start, stop - start)
-    elif name in plan.masks:
+    elif name in plan.handed.masks:
         value = value[..., start:stop, start:stop]
     elif isinstance(packing, CuSeqlens) and name in packing_args(packing):
         value = (value.clamp(start, stop) - start).to(value.dtype)

@@ -138,7 +138,7 @@ def _compile_starts(trigger: str) -> None:
         return
     if trigger == "DYNAMO" and in_batch():
         plan = last_batch()
-        _pulse.begin(None if plan is None else plan.number)
+        _pulse.begin(None if plan is None else plan.handed.number)
         _begin("capture", 1, 1)
     elif trigger == "LAZY_BACKWARD" and _backwards[0] < _backwards[1]:
         _backwards[0] += 1

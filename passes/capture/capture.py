@@ -255,7 +255,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     places = {node: place for place, node in enumerate(outputs_of(copy)) if node in kept}
     size_repeats(copy)
     undo_views(copy, kept)
-    tokens = TokenAxis.read(copy, sharding, plan.tokens)
+    tokens = TokenAxis.read(copy, sharding, plan.handed.tokens)
     chunked = False
     if sharding.resolve:
         part_masked_scatter(copy, tokens.counts, kept)

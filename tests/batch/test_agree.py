@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
-from cp_rewrite.agree import turns
+from cp_rewrite.agree import heartbeat, turns
 from tests.helpers.pool import Pool
 
 
@@ -246,6 +246,21 @@ def test_a_rank_that_skips_a_sum_is_named_at_once(pool: Pool) -> None:
         assert "rank 0, 1 calls cp.sum_gradients; rank 2 enters sharding.shard(batch)" in error
         assert "skip a step by what is equal on all of them" in error
         assert seconds < 10
+
+
+def late_after_an_error_on(mesh: DeviceMesh) -> int:
+    """All ranks leave a batch with an error, and the last one takes its time until the next."""
+    sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
+    with pytest.raises(ZeroDivisionError), sharding.shard(batch_of([5, 11])):
+        _ = 1 // 0
+    if mesh.get_local_rank() == mesh.size() - 1:
+        time.sleep(heartbeat.PERIOD_S + 1.5)
+    with sharding.shard(batch_of([5, 11])) as local:
+        return local["x"].shape[1]
+
+
+def test_a_batch_that_failed_on_all_ranks_is_behind_them(pool: Pool) -> None:
+    assert pool.run(2, late_after_an_error_on) == [8, 8]
 
 
 def late_on(mesh: DeviceMesh) -> str:

@@ -49,7 +49,7 @@ class Pool:
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank. Raises AssertionError with the tracebacks when a rank raised; also when one died, or some
-        gave nothing in `TIMEOUT_S` seconds: then the next case gets new processes."""
+        gave nothing in `TIMEOUT_S` seconds. Then the next case gets new processes."""
         # Ranks of one group must have compiled the same before: sizes that only some have seen show in graphs.
         fresh, self._world_size = world_size > self._world_size, world_size
         self._cases += 1
@@ -67,7 +67,9 @@ class Pool:
             results[rank] = value and pickle.loads(value)
             if error:
                 errors.append(f"rank {rank}:\n{error}")
-        assert not errors, "\n".join(errors)
+        if errors:  # what a rank has not done any more would fail the next cases, too
+            self._renew()
+            raise AssertionError("\n".join(errors))
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -76,6 +78,10 @@ class Pool:
         for process in self._processes:
             process.join()
         self._folder.cleanup()
+
+    def _renew(self) -> None:
+        self.close()
+        self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -99,8 +105,7 @@ class Pool:
             return
         ended = [f"rank {rank} ended with exit code {code}" for rank, code in dead.items()]
         stuck = [f"rank {rank} gave nothing:\n{self._stacks(rank)}" for rank in sorted(waited_for - {*dead})]
-        self.close()
-        self._start()
+        self._renew()
         raise AssertionError("\n".join([*errors, *ended, *stuck]))
 
     def _stacks(self, rank: int) -> str:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import cp_rewrite as cp
 from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.handed import Handed
 from cp_rewrite.diagnose.check import ThreadSharding
 from cp_rewrite.passes.graph.dynamo import fake_input
 from cp_rewrite.passes.graph.new_nodes import call
@@ -180,7 +181,9 @@ class Program:
             if operand.dim is not None
         ]
         tokens = TokenAxis({node: x.name for node, x in self.operands.items()}, tuple(inputs), ())
-        plan = ActivePlan(sharding, self.cuts.plan, torch.device("cpu"), {}, sharding.tokens)
+        plan = ActivePlan(
+            sharding, self.cuts.plan, torch.device("cpu"), Handed(sharding, self.cuts.plan, tokens=sharding.tokens)
+        )
         none: Any = None
         return State(self.gm, sharding, tokens, torch.device("cpu"), plan, none)
 
