@@ -23,6 +23,13 @@ _NOT_SHIFTED = (
 _WRAPPED = {
     ("is incompatible with gradient checkpointing",): "pass use_cache=False: with its default, True, transformers logs "
     "that here, which can't be traced",
+    ("expression Eq(u", "expression Ne(u"): "if that is of tokens picked by a mask that is computed again for each "
+    "tensor (`x[y != -100]` beside `y[y != -100]`): compute it once, `keep = y != -100`, and pick all by `keep`, since "
+    "torch can't tell that both pick as many",
+    (
+        "bincount(",
+    ): "torch does not know how many counts `torch.bincount` gives. `(ids == torch.arange(n)[:, None]).sum(1)` "
+    "are the same of n documents; a mask compares ids themselves",
     ("Could not guard on data-dependent",): "Python decides by what a tensor holds (`.item()`, `if x > 0`), and a rank "
     "has some of the tokens: decide on tensors (`torch.where`), or before the model, on the whole batch. Or the model "
     "has experts of transformers on a CPU, whose backward torch does not compile: experts_implementation='batched_mm'",
@@ -36,7 +43,7 @@ _WRAPPED = {
     "transformers decides there by what tensors hold. Build the model with attn_implementation='sdpa', whose place "
     "flash kernels take all the same; or pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
     "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them, and packing=CuSeqlens('cu_seq_lens_q')",
-    ("repeat_interleave", "Runtime assertion failed"): "torch asserts of this rank's tokens what holds of the row's: "
+    ("Runtime assertion failed",): "torch asserts of this rank's tokens what holds of the row's: "
     "give repeat_interleave output_size=ids.shape[1], where it repeats document ids",
     ("Module-level backwards hooks", "Tensor with grad_fn()", ".register_hook("): BACKWARD_HOOKS,
     (

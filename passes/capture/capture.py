@@ -63,7 +63,7 @@ from cp_rewrite.torch_internals import (
 
 from .chunks import join_chunks
 from .encoders import take_out_encoders
-from .picks import sum_picked
+from .picks import read_by_mask, sum_picked
 from .scatters import part_masked_scatter, part_moves, place_writes
 
 _PADDING_OPS = frozenset("getitem pad empty_like contiguous size sym_size item set_grad_enabled mod sub".split())
@@ -259,8 +259,9 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     chunked = False
     if sharding.resolve:
         part_masked_scatter(copy, tokens.counts, kept)
+        read_by_mask(copy, tokens.counts)
         place_writes(copy, tokens.counts)
-        part_moves(copy)
+        part_moves(copy, tokens.counts)
         sum_picked(copy, tokens.counts, kept)
         chunked = join_chunks(copy, tokens.counts, kept)
         for module in graph_modules(copy)[1:]:

@@ -6,6 +6,8 @@ count for nothing.
     x[mask].mean(0)           where(mask, x, 0).sum((0, 1)) / mask.sum()
     len(x[mask])              mask.sum()
     h[mask] = f(x[mask])      h = where(mask, f(where(mask, x, 0)), h)
+    a = x[mask]; a[a > 0]     where(mask, x, 0)[where(mask, a > 0, False)], by a mask of all tokens
+    x[mask.nonzero()[:, 0]]   x[mask]
 
 A node that follows from picks of one mask has a *whole*: the same of all tokens. What reads picks and gives no picks,
 a sum, a loss or a write, reads wholes. Tokens that are not picked may hold nan, and an op may be infinite where they
@@ -92,6 +94,7 @@ it."""
 _SAME = frozenset({"view", "reshape", "flatten"})
 _LOSSES: dict[Any, Sequence[float]] = {
     **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), ()),
+    **dict.fromkeys((F.margin_ranking_loss, F.poisson_nll_loss), ()),
     F.binary_cross_entropy_with_logits: (),
     F.binary_cross_entropy: (0.5,),
     F.kl_div: (1,),
@@ -125,32 +128,122 @@ def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.
     modules = graph_modules(gm)
     written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
     for module in modules:
-        found = {
-            n: pick for n in module.graph.nodes if (pick := _picked(n, counts)) and memory_of(pick[1]) not in written
-        }
-        while found:
+        done: set[fx.Node] = set()
+        while found := {
+            n: pick
+            for n in module.graph.nodes
+            if n not in done and (pick := _picked(n, counts)) and memory_of(pick[1]) not in written
+        }:
             mask = next(iter(found.values()))[1]
             group = {n: x for n, (x, other) in found.items() if _is_again(mask, other, written)}
+            done |= {*group}
             _Wholes(module.graph, mask, group, mode, written, kept).rewrite()
-            found = {n: pick for n, pick in found.items() if n not in group}
+
+
+def read_by_mask(gm: fx.GraphModule, counts: Collection[Any]) -> None:
+    """Let what reads or writes tokens at all places where a mask is true do so by the mask; of a graph and its nested
+    regions.
+
+    x[mask.nonzero(as_tuple=True)]                      x[mask]
+    x.index_select(0, mask.nonzero().squeeze(-1))       x[mask], of a flat mask
+    h[torch.where(mask)] = y                            h[mask] = y
+
+    Args:
+        counts: as of `sum_picked`.
+    """
+    mode = fake_mode_of(gm.graph.nodes)
+    modules = graph_modules(gm) if mode is not None else ()
+    written = {memory_of(target) for m in modules for node in m.graph.nodes for target in written_nodes(node)}
+    for node in [node for module in modules for node in module.graph.nodes]:
+        mask: Any = node.args[0] if len(node.args) == 1 else None
+        if op_name(node) in ("nonzero", "where") and isinstance(mask, fx.Node) and memory_of(mask) not in written:
+            told = value_of(mask)
+            if isinstance(told, Tensor) and told.dtype is torch.bool and _is_of_tokens(told, counts):
+                _read_by_mask(node, mask, mode, counts)
+
+
+def _read_by_mask(node: fx.Node, mask: fx.Node, mode: FakeTensorMode, counts: Collection[Any]) -> None:
+    places = _places(node, value_of(mask).ndim)
+    for user in dict.fromkeys(user for place in places for user in place.users):
+        read = _read_at(user, places, mask, counts)
+        if read is not None:
+            user.op, user.kwargs, (user.target, user.args) = "call_function", {}, read
+    with node.graph.inserting_before(node), mode:
+        pick = node.graph.call_function(operator.getitem, (mask, mask))  # which is asked how many they are
+        first: Any = value_of(node)
+        size = (first if isinstance(first, Tensor) else first[0]).shape[0]
+        pick.meta = node.meta | {"example_value": torch.empty(size, dtype=torch.bool, device=value_of(mask).device)}
+    for asked in (*places, node):
+        for user in [*asked.users]:
+            if user.target is _aten.sym_size.int and user.args[1] == 0:
+                user.args = (pick, 0)
+    for dead in (*places, node, pick):
+        if not dead.users:
+            dead.graph.erase_node(dead)
+
+
+def _places(node: fx.Node, ndim: int) -> dict[fx.Node, int]:
+    """What holds the places of one dim, (N,), of what gives those of all -> the dim."""
+    if not isinstance(value_of(node), Tensor):
+        return {user: user.args[1] for user in node.users if isinstance(user.args[1], int)}  # type: ignore[misc]
+    found: dict[fx.Node, int] = {}
+    for user in node.users:
+        index: Any = user.args[1] if len(user.args) > 1 else None
+        if user.target is operator.getitem and isinstance(index, tuple) and index[:1] in ((slice(None),), (Ellipsis,)):
+            if len(index) == 2 and isinstance(index[1], int):
+                found[user] = index[1] % ndim
+        elif op_name(user) == "unbind" and bind(user, ("input", "dim")).get("dim") in (1, -1):
+            found |= {each: each.args[1] for each in user.users}  # type: ignore[dict-item]
+        elif ndim == 1 and op_name(user) in (*_SAME, "squeeze") and getattr(value_of(user), "ndim", 0) == 1:
+            found[user] = 0
+    return found
+
+
+def _read_at(node: fx.Node, places: Mapping[fx.Node, int], mask: fx.Node, counts: Collection[Any]) -> Any:
+    """(function, arguments) where a node reads or writes a tensor of the mask's dims at its places."""
+    if op_name(node) == "index_select":
+        given = bind(node, ("input", "dim", "index"))
+        x, index, value = given["input"], (given["index"],) if given["dim"] == 0 else (), ()
+    elif node.target in (operator.getitem, operator.setitem):
+        x, index, *value = node.args
+        index = index if isinstance(index, tuple) else (index,)
+    else:
+        return None
+    told, held = value_of(mask), value_of(x)
+    dims, behind = [places.get(each) if isinstance(each, fx.Node) else None for each in index], index[told.ndim :]
+    tokens = dict.fromkeys(counts, min(counts, key=str))
+    if dims[: told.ndim] != [*range(told.ndim)] or any(each != slice(None) for each in behind):
+        return None
+    if not isinstance(held, Tensor) or _shape(held, tokens)[: told.ndim] != _shape(told, tokens):
+        return None
+    return operator.setitem if value else operator.getitem, (x, mask, *value)
 
 
 def _picked(node: fx.Node, counts: Collection[Any]) -> tuple[fx.Node, fx.Node] | None:
     """(x, mask) of x[mask], for a mask of tokens."""
+    x, mask = _indexed(node)
+    return (x, mask) if mask is not None and _is_of_tokens(value_of(mask), counts) else None
+
+
+def _indexed(node: fx.Node, same: Mapping[Any, Any] | None = None) -> tuple[Any, Any]:
+    """(x, mask) of x[mask], for bools; else (None, None). same: what stands for some sizes."""
+    nothing = None, None
     if op_name(node) not in ("getitem", "masked_select") or len(node.args) != 2 or node.kwargs:
-        return None
+        return nothing
     x, mask = node.args
     if isinstance(mask, tuple) and all(entry == slice(None) for entry in mask[1:]):
         mask = mask[0]
     if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
-        return None
+        return nothing
     values = value_of(x), value_of(mask)
     if not all(isinstance(value, Tensor) for value in values) or values[1].dtype is not torch.bool:
-        return None
-    symbols = {symbol for size in values[1].shape for symbol in expression(size).free_symbols}
-    if not symbols & {*counts} or (op_name(node) == "masked_select" and values[0].shape != values[1].shape):
-        return None
-    return x, mask
+        return nothing
+    shapes = [_shape(value, same) for value in values]
+    return nothing if op_name(node) == "masked_select" and shapes[0] != shapes[1] else (x, mask)
+
+
+def _is_of_tokens(mask: Tensor, counts: Collection[Any]) -> bool:
+    return any(expression(size).free_symbols & {*counts} for size in mask.shape)
 
 
 def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
@@ -213,6 +306,9 @@ class _Wholes:
     ) -> None:
         self.graph, self.mask, self.picks, self.mode = graph, mask, picks, mode
         self.written, self.kept = written, kept
+        sizes = [expression(value_of(pick).shape[0]) for pick in picks]
+        self.same = {size: sizes[0] for size in sizes if size.is_symbol}
+        """How many are picked, once more -> the first time."""
         self.whole: dict[fx.Node, fx.Node | list[fx.Node]] = {}
         """A node of picked rows -> the same of all tokens; of one that gives several tensors, for each."""
         self.numbers: dict[fx.Node, fx.Node] = {}
@@ -235,6 +331,13 @@ class _Wholes:
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """The operands of a node that are picked rows."""
         return [n for n in node.all_input_nodes if n in self.whole]
+
+    def _shape(self, value: Any) -> list[Any]:
+        return _shape(value, self.same)
+
+    def _size(self, value: Any) -> Any:
+        """How many entries the first dim has; None: there is no dim."""
+        return self._shape(value)[0] if isinstance(value, Tensor) and value.ndim else None
 
     def _of(self, node: fx.Node) -> Any:
         return self.whole.get(node, self.numbers.get(node, node))
@@ -261,8 +364,8 @@ class _Wholes:
         values = tree_leaves(value_of(node))
         if any(isinstance(self.whole[n], list) for n in known):
             return None
-        tensors = all(isinstance(value, Tensor) for value in values)
-        if not tensors or any(_size(x) != _size(value_of(known[0])) for x in values) or self._is_written(node, known):
+        rows = self._size(value_of(known[0]))
+        if not all(isinstance(x, Tensor) and self._size(x) == rows for x in values) or self._is_written(node, known):
             return None
         if node.target in (*_LOSSES, *_ENTROPIES):
             return self._losses(node) if bind(node)["reduction"] == "none" else None
@@ -295,7 +398,7 @@ class _Wholes:
         others = [value_of(n) for n in node.all_input_nodes if n not in known and n not in self.numbers]
         if any(value_of(n).ndim != ndim for n in known) or not all(isinstance(x, Tensor) for x in others):
             return False
-        return all(x.ndim < ndim or _size(x) == 1 for x in others)
+        return all(x.ndim < ndim or self._size(x) == 1 for x in others)
 
     def _over_features(self, node: fx.Node, name: str, known: Sequence[fx.Node]) -> fx.Node | list[fx.Node] | None:
         """An op over dims behind the picked entries'."""
@@ -352,7 +455,7 @@ class _Wholes:
             return None
         if name in _SAME and known == [first]:
             at, behind = self._at(node), value_of(node).shape[1:]
-            if _shape(value_of(node)) == _shape(value_of(first)):
+            if self._shape(value_of(node)) == self._shape(value_of(first)):
                 return self.whole[first]  # type: ignore[return-value]
             if all(isinstance(size, int) for size in behind):
                 return at.new("reshape", self.whole[first], (*at.sizes, *behind))
@@ -461,6 +564,12 @@ class _Wholes:
             return None
         if any(memory_of(n) in self.written for n in known):
             return None
+        x, mask = _indexed(node, self.same)
+        if x in self.whole and mask in self.whole:
+            # Written anew, as its sizes are those of others; of all tokens, it is a pick of another mask.
+            node.op, node.target = "call_function", operator.getitem
+            node.args = (self.whole[x], self._at(node).chosen(self.whole[mask]))  # type: ignore[arg-type]
+            return None
         if known and node.target in (*_LOSSES, *_ENTROPIES):
             made = self._loss(node)
         elif known:
@@ -505,7 +614,7 @@ class _Wholes:
         """Losses, of all tokens; or reduced, where tokens that are not picked have a label that is ignored."""
         given, at = dict(bind(node)), self._at(node)
         known = {name: x for name, x in given.items() if isinstance(x, fx.Node) and x in self.whole}
-        shapes = [_shape(value_of(x)) for x in known.values()]
+        shapes = [self._shape(value_of(x)) for x in known.values()]
         if node.target not in _ENTROPIES:
             others = [value_of(x) for x in given.values() if isinstance(x, fx.Node) and x not in known.values()]
             if any(shape != shapes[0] for shape in shapes) or any(x.ndim >= len(shapes[0]) for x in others):
@@ -598,7 +707,7 @@ class _Wholes:
         ):
             return
         at, held, whole = self._at(node), value_of(h), value_of(self.whole[value])  # type: ignore[index]
-        if _shape(whole) != _shape(held) or whole.dtype != held.dtype:
+        if self._shape(whole) != self._shape(held) or whole.dtype != held.dtype:
             return
         behind = held.ndim - at.rows
         told = at.new("reshape", self.mask, (*at.sizes, *[1] * behind)) if behind else self.mask
@@ -622,13 +731,9 @@ def _like(made: fx.Node, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
     return made
 
 
-def _size(value: Any) -> Any:
-    """How many entries the first dim has; None: there is no dim."""
-    return expression(value.shape[0]) if isinstance(value, Tensor) and value.ndim else None
-
-
-def _shape(value: Tensor) -> list[Any]:
-    return [expression(size) for size in value.shape]
+def _shape(value: Tensor, same: Mapping[Any, Any] | None = None) -> list[Any]:
+    """same: what stands for some sizes."""
+    return [expression(size).xreplace(same or {}) for size in value.shape]
 
 
 def _of_features(index: Any) -> bool:

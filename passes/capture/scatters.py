@@ -27,6 +27,7 @@ x.diff(dim=1)               x[:, 1:] - x[:, :-1]
 x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
 arange(1, T + 1)            arange(T), and of that + 1
 arange(T - 1, -1, -1)       arange(T), and of that * -1 + (T - 1)
+repeat_interleave(x, n)     x[bucketize(arange(T), n.cumsum(0), right=True)], where n are of T tokens
 """
 
 from __future__ import annotations
@@ -285,8 +286,8 @@ _New = Callable[..., fx.Node]
 """A `maker`."""
 
 
-def part_moves(gm: fx.GraphModule) -> None:
-    """Do so in a graph and its nested regions."""
+def part_moves(gm: fx.GraphModule, counts: Collection[Any]) -> None:
+    """Do so in a graph and its nested regions. counts: the number of tokens, in all its symbols."""
     mode = fake_mode_of(gm.graph.nodes)
     if mode is None:
         return
@@ -301,6 +302,8 @@ def part_moves(gm: fx.GraphModule) -> None:
             continue
         elif node.target is torch.arange:
             _count(node, mode)
+        elif op_name(node) == "repeat_interleave":
+            _repeat(node, mode, counts)
         elif op_name(node) in ("diff", "unfold") and isinstance(node.args[0], fx.Node):
             part = _diff if op_name(node) == "diff" else _unfold
             if memory_of(node.args[0]) not in written:  # what unfold gives is a view
@@ -390,6 +393,26 @@ def _count(node: fx.Node, mode: FakeTensorMode) -> None:
     places = new(torch.arange, length, **given)
     places = new(operator.add, new(operator.neg, places) if step == -1 else places, start)
     _take_place(node, places if dtype in (None, torch.int64) else new(torch.Tensor.to, places, dtype))
+
+
+def _repeat(node: fx.Node, mode: FakeTensorMode, counts: Collection[Any]) -> None:
+    """Entries of what all ranks have, each for as many tokens as another tensor says; an error of indexing where these
+    are more than there are. Those that masks read stay: what they mean is known."""
+    given = bind(node, ("input", "repeats", "dim"), dim=None, output_size=None)
+    x, repeats, count = given["input"], given.get("repeats"), node.meta["example_value"].shape[0]
+    values: list[Any] = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (x, repeats)]
+    if not all(isinstance(value, Tensor) for value in values) or given["output_size"] is None:
+        return
+    if values[1].ndim != 1 or given["dim"] not in ((None, 0) if values[0].ndim == 1 else (0,)):
+        return
+    if expression(count) not in counts or _near_attention(node, counts):
+        return
+    new = maker(node, mode)
+    places = new(torch.arange, given["output_size"], device=values[0].device)
+    ends = new("cumsum", repeats, 0)
+    more = new(operator.gt, new(operator.getitem, ends, -1), given["output_size"])
+    which = new("add", new(torch.bucketize, places, ends, right=True), new("mul", more, new("size", repeats, 0)))
+    _take_place(node, new(operator.getitem, x, which))
 
 
 def _sliced(new: _New, x: fx.Node, dim: int, start: int | None, stop: int | None) -> fx.Node:
@@ -541,7 +564,8 @@ def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:
 
 
 def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
-    """Whether whole numbers may be read by a mask: something behind them has two dims of T, or is attention."""
+    """Whether whole numbers may be read by a mask: what follows from them in whole numbers has two dims of T, or
+    attention reads it."""
     if x.meta["example_value"].is_floating_point():
         return False
     memory = memory_of(x)
@@ -549,8 +573,9 @@ def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
     for node in x.graph.nodes:
         if behind.isdisjoint((node, *node.all_input_nodes)) or op_name(node) == "embedding":
             continue
-        behind.add(node)
         value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            behind.add(node)
         pairs = isinstance(value, Tensor) and sum(expression(size) in counts for size in value.shape) > 1
         if pairs or isinstance(node.target, HigherOrderOperator) or "attention" in op_name(node):
             return True

@@ -103,7 +103,7 @@ def test_places_beyond_a_ranks_share_are_the_rows(mix: Callable[[Model, Tensor, 
         (multiplied, document_mask, "fixes the number of tokens at 23"),
         (keep_tokens, of_closure, "its values are not in the graph"),
         (keep_tokens, with_closure, "its values are not in the graph"),
-        (keep_tokens, repeated, "output_size=ids.shape[1]"),
+        (keep_tokens, repeated, "a mask compares ids themselves"),
     ],
 )
 def test_sizes_of_the_whole_row_are_refused_with_the_line(

@@ -140,6 +140,15 @@ def added_in_place(m: Any, x: Tensor, b: Batch) -> Tensor:
     return (sums / counts[:, None]).sin().sum()
 
 
+def repeated(m: Any, x: Tensor, b: Batch) -> Tensor:
+    """A number and a row for each document, by the lengths of those of the first row; and its place in the document."""
+    lengths = b["ends"][0].diff(prepend=b["ends"].new_full((1,), -1))
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=x.shape[1])
+    rows = m.table[:DOCUMENTS, :VOCAB].repeat_interleave(lengths, 0)
+    by_number = token_losses(x, b) * torch.repeat_interleave(b["advantages"][:DOCUMENTS], lengths)
+    return (by_number.sum() + (x * rows).sin().sum() + ((index(x) - starts)[:, None] * x).cos().sum()) / 9
+
+
 def of_task(b: Batch) -> Tensor:
     """(B, T) which tokens a loss is of."""
     return b["labels"] > 2
@@ -235,6 +244,7 @@ LOSSES: dict[str, Loss] = {
     "dpo": dpo,
     "grpo": grpo,
     "gspo": gspo,
+    "repeated": repeated,
     "kl_of_sequences": lambda m, x, b: (logps(x, b) - 0.2).sum(1).square().mean(),
     "picked_token": lambda m, x, b: (x * x[:, -1:].detach()).sum() / 40 + (x.sin() * x[:, :1].sigmoid()).sum() / 50,
     "listed": lambda m, x, b: (token_losses(x, b) * torch.isin(b["input_ids"], b["picks"])).sum() / 9,
@@ -248,7 +258,7 @@ ORDERED: dict[str, Loss] = {
     "medians": lambda m, x, b: medians(apart(x), b),
     "quantiles": lambda m, x, b: quantiles(apart(x), b),
 }
-PARTS = frozenset({"in_order", "tokens", "positions", "angles", "listed", "gspo", "picked_token"})
+PARTS = frozenset({"in_order", "tokens", "positions", "angles", "listed", "gspo", "picked_token", "repeated"})
 
 
 class Picked(Model):
@@ -313,7 +323,16 @@ def compare(pool: Pool, names: Sequence[str], ranks: int, layout: str, rows: int
 
 
 def test_picked_tokens_are_whole(pool: Pool) -> None:
-    compare(pool, ["classified", "last_of_documents", "dpo", "topk", "head_of_picked"], 2, "balanced", 1, 13)
+    compare(
+        pool, ["classified", "last_of_documents", "dpo", "topk", "head_of_picked", "repeated"], 2, "balanced", 1, 13
+    )
+
+
+def test_lengths_of_more_tokens_than_there_are_raise(pool: Pool) -> None:
+    batch = packed(1, 13)
+    batch["ends"][0, -1] += 2
+    with pytest.raises(AssertionError, match=r"index out of range|out of bounds"):
+        pool.run(2, sharded_step, ["repeated"], batch, "balanced")
 
 
 def test_the_report_names_what_is_picked_and_its_bytes() -> None:

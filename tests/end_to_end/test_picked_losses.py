@@ -131,6 +131,33 @@ def infinite(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
     return F.mse_loss(nan_elsewhere(h, k, torch.inf)[k], nan_elsewhere(m.out(h), k, -torch.inf)[k])
 
 
+def picked_twice(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
+    """Of picked tokens those that a mask of picked values picks."""
+    scores, targets, each = rows(m.head(h), k), y[k], rows(h.sum(-1), k)
+    keep = (targets != 3) & (each > -9)
+    again = scores[keep][targets[keep] % 3 > 0]
+    features = rows(h, k)
+    hard = F.cross_entropy(scores, targets, reduction="none")
+    losses = F.cross_entropy(scores[keep], targets[keep]) + hard[hard > hard.mean().detach()].mean()
+    losses = losses + scores[keep].sum() / scores[keep].shape[0] + again.square().mean()
+    return losses + features[features > 0].exp().mean() + features.masked_select(features < 0).sum() / 9
+
+
+def at_places(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
+    """At all places where a mask is true: the same as by the mask."""
+    places, flat = k.nonzero(), k.flatten().nonzero().squeeze(-1)
+    losses = F.cross_entropy(m.head(nan_elsewhere(h, k)[torch.where(k)]), y[k.nonzero(as_tuple=True)])
+    losses = losses + h[places[:, 0], places[:, 1]].exp().mean() + h.flatten(0, 1).index_select(0, flat).sin().mean()
+    out = h * 1
+    out[k.nonzero(as_tuple=True)] = rows(m.out(h), k)
+    return losses + y.flatten()[flat].sum() / len(flat) + m.head(out).square().mean() + h.sum() / places.shape[0]
+
+
+def mask_made_twice(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
+    each = F.cross_entropy(m.head(h)[y != -100], y[y != -100], reduction="none")
+    return (each * h[y != -100].sum(-1).sigmoid()).mean() + m.head(h)[y != -100].gather(1, y[y != -100][:, None]).mean()
+
+
 RIGHT: dict[str, Loss] = {
     "mse": lambda m, h, y, k: F.mse_loss(rows(h.sum(-1), k), y[k].double()) + F.mse_loss(*logits(m, h, k)),
     "l1": lambda m, h, y, k: F.l1_loss(*logits(m, h, k)) + F.smooth_l1_loss(*logits(m, h, k), beta=0.5),
@@ -154,6 +181,13 @@ RIGHT: dict[str, Loss] = {
     "shifted": shifted,
     "parts": parts,
     "infinite": infinite,
+    "picked_twice": picked_twice,
+    "at_places": at_places,
+    "mask_made_twice": mask_made_twice,
+    "counted_events": lambda m, h, y, k: (
+        F.poisson_nll_loss(rows(h.sum(-1), k), y[k])
+        + F.margin_ranking_loss(rows(h.sum(-1), k), rows(h.mean(-1), k), y[k] % 2 * 2 - 1, margin=0.5)
+    ),
     "norms": lambda m, h, y, k: rows(h, k).norm() + rows(h, k).norm(dim=-1).mean() + rows(h, k).norm(dim=0).sum(),
     "normalized": lambda m, h, y, k: (F.normalize(rows(h, k), dim=-1) * m.more).sum(-1).square().mean(),
     "cosine": lambda m, h, y, k: F.cosine_similarity(*logits(m, h, k), dim=-1).mean(),
@@ -177,12 +211,16 @@ REFUSED: dict[str, Loss] = {
     "in_order": lambda m, h, y, k: h[k].cumsum(0).mean(),
     "over_picks": lambda m, h, y, k: h[k].log_softmax(0)[:, 0].mean(),
     "changed": lambda m, h, y, k: h[k].add_(1).square().mean(),
+    "picked_by_others": lambda m, h, y, k: h[k][y.flip(1)[k.flip(1)] > 5].mean(),
+    "picked_by_place": lambda m, h, y, k: h[k][torch.arange(h[k].shape[0]) > 2].mean(),
+    "at_rows_of_places": lambda m, h, y, k: h.sum(1)[k.nonzero()[:, 0]].mean(),
+    "at_places_swapped": lambda m, h, y, k: (h @ h.mT)[0][k[0].nonzero()[:, 0]].mean(),
 }
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_some_are_right(rows: int) -> None:
-    names = ("mse", "distilled", "clipped", "by_size", "gathered", "written", "deviation", "logarithm")
+    names = ("mse", "distilled", "clipped", "by_size", "gathered", "written", "deviation", "logarithm", "picked_twice")
     assert check_or_refuse(Picking(*names), rows, 13) is None
 
 
@@ -191,6 +229,13 @@ def test_a_pick_that_is_refused_refuses_no_other() -> None:
     assert said is not None
     assert said.count("  - ") == 1
     assert "cumsum(0)" in said
+
+
+def test_torch_can_not_compare_counts_of_masks_that_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RIGHT, "twice", lambda m, h, y, k: F.mse_loss(h[y != -100][:, 0], y[y != -100].double()))
+    with pytest.raises(torch._dynamo.exc.UserError) as raised:
+        check_or_refuse(Picking("twice"))
+    assert "compute it once" in "".join(raised.value.__notes__)
 
 
 @pytest.mark.slow
