@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,8 +43,10 @@ from torch.distributed.tensor import Shard
 from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._sympy.functions import Max, Min, OpaqueUnaryFn_log
+from torch.utils._sympy import functions as sympy_functions
+from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.printers import CppPrinter, PythonPrinter
+from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
 __all__ = [
     "FakeTensor",
@@ -236,30 +238,55 @@ def symbolic(shape_env: Any, expr: Any, kind: type) -> Any:
     return shape_env.create_symfloatnode(expr, hint=None) if kind is SymFloat else shape_env.create_symboolnode(expr)
 
 
-class Logarithms:
-    """Whether Dynamo keeps math.log of a symbolic number in a graph, as it does math.sqrt; else it makes a constant of
-    the number, as torch does."""
+class MathFunctions:
+    """Whether Dynamo keeps functions of `math` of a symbolic number in a graph, as it does math.sqrt; else it makes a
+    constant of the number, as torch does."""
 
     kept = False
 
 
-def _sym_log(a: Any, *base: Any) -> Any:
-    """Dynamo looks for torch's function of this name where math.log is given a symbolic number."""
-    if not Logarithms.kept or not isinstance(a, SymInt | SymFloat) or any(not isinstance(b, int | float) for b in base):
-        return math.log(a, *base)
-    number = torch.sym_float(a).node
-    found = symbolic(number.shape_env, OpaqueUnaryFn_log(number.expr), SymFloat)
-    return found / math.log(*base) if base else found
+def _keep_function(name: str) -> None:
+    """Let Dynamo find torch's function of this name where the one of `math` is given a symbolic number."""
+    function = getattr(math, name)
+    opaque = getattr(sympy_functions, f"OpaqueUnaryFn_{name}", None) or sympy_functions.make_opaque_unary_fn(name)
+
+    def kept(a: Any, *more: Any) -> Any:
+        numbers = isinstance(a, SymInt | SymFloat) and all(isinstance(b, int | float) for b in more)
+        if not MathFunctions.kept or not numbers:
+            return function(a, *more)
+        number = torch.sym_float(a).node
+        found = symbolic(number.shape_env, opaque(number.expr), SymFloat)
+        return found / math.log(*more) if more else found  # a base
+
+    def in_python(self: Any, expr: Any) -> str:
+        return f"math.{name}({self._print(expr.args[0])})"
+
+    def in_cpp(self: Any, expr: Any) -> str:
+        return f"std::{name}({self._print(expr.args[0])})"
+
+    _add_function(name, kept)
+    for printer, write in ((PythonPrinter, in_python), (CppPrinter, in_cpp)):  # of guards
+        if not hasattr(printer, f"_print_OpaqueUnaryFn_{name}"):
+            setattr(printer, f"_print_OpaqueUnaryFn_{name}", write)
+    if not hasattr(SymPyValueRangeAnalysis, name):
+        setattr(SymPyValueRangeAnalysis, name, staticmethod(lambda _: ValueRanges.unknown()))
 
 
-if not hasattr(torch, "_sym_log"):
-    torch._sym_log = _sym_log  # type: ignore[attr-defined]
-    for printer, function in ((PythonPrinter, "math.log"), (CppPrinter, "std::log")):  # of guards
+def _add_function(name: str, function: Callable[..., Any]) -> None:
+    function.__module__, function.__name__, function.__qualname__ = "torch", f"_sym_{name}", f"_sym_{name}"
+    setattr(torch, f"_sym_{name}", function)
 
-        def write(self: Any, expr: Any, function: str = function) -> str:
-            return f"{function}({self._print(expr.args[0])})"
 
-        printer._print_OpaqueUnaryFn_log = write  # type: ignore[attr-defined]
+def _power(a: Any, b: Any) -> Any:
+    """math.pow, of floats alone."""
+    return torch.sym_float(a) ** torch.sym_float(b) if MathFunctions.kept else math.pow(a, b)
+
+
+for _name in "exp log log1p log10 expm1 exp2 erf erfc asinh acosh atanh lgamma".split():
+    if not hasattr(torch, f"_sym_{_name}"):
+        _keep_function(_name)
+if not hasattr(torch, "_sym_pow"):
+    _add_function("pow", _power)
 
 
 def hint(size: Any) -> Any:
@@ -522,8 +549,16 @@ def leave_ones_open() -> None:
         output: Any = InstructionTranslator.current_tx().output
     except AttributeError:
         return
-    env = output.shape_env
+    stack = ExitStack()
+    stack.enter_context(ones_open(output.shape_env))
+    output.add_cleanup_hook(stack.close)
+
+
+@contextmanager
+def ones_open(env: Any) -> Generator[None]:
+    """Inside, ops take sizes of a shape environment so."""
     if "evaluate_sym_node" in vars(env):
+        yield
         return
     evaluate = env.evaluate_sym_node
 
@@ -535,7 +570,10 @@ def leave_ones_open() -> None:
         return evaluate(node, *args, **kwargs)
 
     env.evaluate_sym_node = open_evaluate
-    output.add_cleanup_hook(lambda: vars(env).pop("evaluate_sym_node", None))
+    try:
+        yield
+    finally:
+        vars(env).pop("evaluate_sym_node", None)
 
 
 _SYMBOLS = tuple(

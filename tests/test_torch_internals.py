@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -274,20 +274,30 @@ def test_symbolic_sizes() -> None:
     assert ours.expression(x) == 6
 
 
-@canary("torch._sym_log, which Dynamo calls for math.log of a symbolic number", "torch_internals.Logarithms")
-def test_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(x: Tensor) -> Tensor:
-        return x * math.log(x.shape[0], 2) if math.log(x.shape[0] / 2) > 1 else x
+def of_math(t: int) -> float:
+    small = math.exp(-t / 9) + math.exp2(-t / 9) + math.expm1(-t / 9) + math.erf(t / 9) + math.erfc(t / 9)
+    return small + math.log1p(t) / math.log10(t) + math.asinh(t) + math.acosh(t) + math.atanh(1 / t) + math.lgamma(t)
 
-    with pytest.raises(ConstraintViolationError):
-        captured(model, torch.ones(6), dynamic=(0,))
-    monkeypatch.setattr(ours.Logarithms, "kept", True)
+
+@pytest.mark.parametrize("of_size", [of_math, lambda t: math.log(t, 2), lambda t: math.pow(t, 0.5), lambda t: 0.9**t])
+@canary("torch._sym_log, which Dynamo calls for math.log of a symbolic number", "torch_internals.MathFunctions")
+def test_functions_of_math(monkeypatch: pytest.MonkeyPatch, of_size: Callable[[int], float]) -> None:
+    def model(x: Tensor) -> Tensor:
+        t = x.shape[0]
+        return x * of_size(t) if math.log(t / 2) > 1 and math.exp(-t / 9) < 0.5 and math.log10(t) < 1 else x
+
+    monkeypatch.setattr(ours.MathFunctions, "kept", True)
     (node,) = tensors_of(captured(model, torch.ones(6), dynamic=(0,)))
     assert ours.fixed_number(node.meta["example_value"].shape[0]) is None
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", dynamic=True)
-    for size in (4, 6, 7, 9):
+    for size in (4, 6, 7, 9, 10, 99):
         assert torch.equal(compiled(torch.ones(size)), model(torch.ones(size)))
+
+
+def test_functions_of_math_are_torchs_own_elsewhere() -> None:
+    with pytest.raises(ConstraintViolationError):
+        captured(lambda x: x * math.log(x.shape[0], 2), torch.ones(6), dynamic=(0,))
 
 
 @canary("ShapeEnv.guards, replace, evaluate_expr and backed_var_to_val", "torch_internals.guards_of, simplified, guard")

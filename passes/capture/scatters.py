@@ -22,6 +22,7 @@ h.masked_scatter(m, x)   where(m, x[place], h)
 What moves tokens and does more at once, as nodes that each do one of both.
 
 x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
+x[:, 1:, :4]                x[:, :, :4], and of that [:, 1:]
 x.split(T, 1)[0]            x
 x.diff(dim=1)               x[:, 1:] - x[:, :-1]
 x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
@@ -326,20 +327,29 @@ def _leave_out_single(graph: fx.Graph) -> None:
 def _split(node: fx.Node, mode: FakeTensorMode) -> None:
     source: Any
     source, index = node.args
-    parts = _parts(index) if isinstance(source.meta.get("example_value"), Tensor) else None
-    if parts is not None:
-        node.args = (maker(node, mode)(operator.getitem, source, parts[0]), parts[1])
+    while isinstance(source.meta.get("example_value"), Tensor) and (parts := _parts(index)) is not None:
+        source, index = maker(node, mode)(operator.getitem, source, parts[0]), parts[1]
+        node.args = (source, index)
 
 
 def _parts(index: Any) -> tuple[Any, Any] | None:
-    """(the slices, the rest) of an index; None where it has but one of them, or is no basic one."""
+    """(the last slice, the rest) of an index; None where it has but one of them, or is no basic one."""
     entries = list(index) if isinstance(index, tuple) else [index]
     basic = all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in entries)
-    slices = [i for i in entries if isinstance(i, slice) and i != _ALL]
-    if not basic or not slices or not any(i is None or isinstance(i, int) for i in entries):
+    slices = [place for place, i in enumerate(entries) if isinstance(i, slice) and i != _ALL]
+    if (
+        not basic
+        or not slices
+        or all(i is Ellipsis or i == _ALL for i in entries[: slices[-1]] + entries[slices[-1] + 1 :])
+    ):
         return None
-    first = tuple(_ALL if isinstance(i, int) else i for i in entries if i is not None)
-    return first, tuple(_ALL if isinstance(i, slice) else i for i in entries)
+    last = slices[-1]
+    first = [
+        _ALL if isinstance(i, int) or (isinstance(i, slice) and place != last) else i for place, i in enumerate(entries)
+    ]
+    return tuple(i for i in first if i is not None), tuple(
+        _ALL if place == last else i for place, i in enumerate(entries)
+    )
 
 
 def _diff(node: fx.Node, mode: FakeTensorMode) -> None:

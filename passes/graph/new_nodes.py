@@ -21,6 +21,7 @@ from cp_rewrite.torch_internals import (
     fake_tensor,
     is_wrapped,
     memory_id,
+    ones_open,
     symbolic,
 )
 
@@ -184,7 +185,8 @@ def position_of(node: fx.Node) -> dict[str, Any]:
 
 @contextmanager
 def tracing(mode: FakeTensorMode) -> Generator[None]:
-    """Run ops on fake tensors: no autograd, no new guards, since the shapes are those that Dynamo saw already.
+    """Run ops on fake tensors: no autograd, no new guards, since the shapes are those that Dynamo saw already; and
+    as then a size that is 1 in the example is any.
 
     Attention, where its keys are no tokens, falls apart into products and a softmax.
     """
@@ -193,6 +195,7 @@ def tracing(mode: FakeTensorMode) -> Generator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if mode.shape_env is not None:
             stack.enter_context(mode.shape_env.suppress_guards())
+            stack.enter_context(ones_open(mode.shape_env))
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
         mode.allow_non_fake_inputs = True

@@ -329,7 +329,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "RoundToInt": _to_int("round"),
     **{
         f"OpaqueUnaryFn_{name}": _of_float(name)
-        for name in "sqrt log log2 exp sin cos tan sinh cosh tanh asin acos atan".split()
+        for name in (
+            "sqrt log log2 log10 log1p exp exp2 expm1 sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf "
+            "erfc lgamma"
+        ).split()
     },
     "StrictGreaterThan": operator.gt,
     "StrictLessThan": operator.lt,

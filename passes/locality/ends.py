@@ -137,7 +137,7 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
             if "opt_einsum" in line:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
             elif "math." in line:
-                why = "as some functions of math do: math.exp(T) is torch.ones(T).sum().exp()"
+                why = "as some functions of math do, unlike exp, log and pow: torch.ones(T).sum() is T as a tensor"
             detail = f"`{line}` fixes the number of tokens at {extents.tokens}, {why}"
             return Refusal(Reason.TOKEN_COUNT, detail)
     return Refusal(Reason.TOKEN_INPUT, f"the graph was captured for {extents.tokens} tokens only")

@@ -22,16 +22,17 @@ from torch.utils._pytree import tree_leaves
 from cp_rewrite.passes.graph.nodes import graph_modules, modes_of, needs_gradient, op_name, value_of
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.graph.writes import memory_of, written_nodes
-from cp_rewrite.passes.values.edits import NeighbourRead
+from cp_rewrite.passes.values.edits import NeighbourRead, OfSums
 from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.planning.plan_input import EXTRAS, ROW, ZERO, Neighbours, Piece, RowMap, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import HigherOrderOperator
 
-from .claims import AtMost, B, Moved, Rows, fewer, with_fewer
+from .claims import REPLICATED, AtMost, B, Moved, Partial, Rows, fewer, with_fewer
 from .ends import Findings
 from .run import NodeRunner, Outcome, States
+from .ways import conversions_of
 
 Visit = Callable[[fx.Node], States]
 
@@ -75,7 +76,8 @@ class Reads:
                 self.env[node] = self._settled(node, state, visit)
 
     def _settled(self, node: fx.Node, state: Moved, visit: Visit) -> States:
-        if state.taps is None and state.entries == RowMap.entries(ZERO, ROW) and node not in self.found:
+        moved = any(isinstance(self.env.get(n), Moved) for n in node.all_input_nodes)
+        if state.taps is None and state.entries == RowMap.entries(ZERO, ROW) and not moved and node not in self.found:
             source = self.env.get(state.source)
             if not isinstance(source, Rows) or not fewer(source.dims):  # all are where they were, on a rank too
                 return Rows(state.rows.dims, state.rows.fill, attended=state.rows.attended)
@@ -114,10 +116,8 @@ class Reads:
         return not needs_gradient(node) or not any(_has_gradient(self.env.get(n)) for n in operands)
 
     def _undo(self, node: fx.Node, visit: Visit) -> States:
-        """Walk a node again, and what moved tokens to it, as if they were no moves."""
-        for operand in node.all_input_nodes:
-            if isinstance(self.env.get(operand), Moved):
-                self.env[operand] = self._undo(operand, visit)
+        """Walk a node again, as if it were no move, of tokens that are where it reads them."""
+        self.settle(node.all_input_nodes, visit)
         return self._unmoved(node, visit)
 
     def _unmoved(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
@@ -130,7 +130,7 @@ class Reads:
         rows, span = state.rows, 1 if taps is None else taps.span
         dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
         if taps is None and entries.is_identity:
-            same = "as many rows as there are tokens: some are left out"
+            same = "as many rows as there are tokens: some are left out" if by else "each token is where it was"
             return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same)
         if taps is not None:
             (piece, *others), start = entries.pieces, entries.pieces[0].start
@@ -146,13 +146,21 @@ class Reads:
         if resets and missing > 0:
             return None
         entries += _behind(entries, missing, rows.fill if keeps else None)
-        entries, extras, count = _with_extras(entries)
+        entries, counts = _with_extras(entries)
+        extras = tuple((of, count, self._whole(of)) for of, count in counts.items())
         apart, across = rows.attended and not resets, missing > 0 and not keeps
-        read = Neighbours(entries, first, span, count, keeps, apart, across, resets)
+        read = Neighbours(entries, first, span, sum(counts.values()), keeps, apart, across, resets)
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
         return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
+
+    def _whole(self, of: fx.Node | float) -> tuple[OfSums, ...]:
+        """What makes rows without tokens the same on all ranks, each of which knows the gradient of its own uses."""
+        state = self.env.get(of) if isinstance(of, fx.Node) else None
+        if not isinstance(of, fx.Node) or not isinstance(state, Partial):
+            return ()
+        return conversions_of(state, REPLICATED, needs_gradient(of))
 
 
 def moves_between_documents(read: NeighbourRead) -> bool:
@@ -179,8 +187,8 @@ def _behind(entries: RowMap, missing: int, fill: Any) -> RowMap:
     return RowMap(last.pieces * missing)
 
 
-def _with_extras(entries: RowMap) -> tuple[RowMap, tuple[tuple[Any, int], ...], int]:
-    """Entries as the plan knows them, what their extra rows are, and how many."""
+def _with_extras(entries: RowMap) -> tuple[RowMap, dict[Any, int]]:
+    """Entries as the plan knows them, and how many extra rows they have of what."""
     counts = {piece.of: _rows(piece.of, entries.pieces) for piece in entries.pieces if piece.of is not None}
     first: dict[Any, int] = {}
     for of in counts:
@@ -189,7 +197,7 @@ def _with_extras(entries: RowMap) -> tuple[RowMap, tuple[tuple[Any, int], ...], 
         piece if piece.of is None else replace(piece, of=EXTRAS, start=piece.start + TokenCount(first[piece.of]))
         for piece in entries.pieces
     ]
-    return RowMap(tuple(known)), tuple(counts.items()), sum(counts.values())
+    return RowMap(tuple(known)), counts
 
 
 def _rows(of: Any, pieces: Sequence[Piece]) -> int:

@@ -76,6 +76,12 @@ CONVERSIONS: Mapping[tuple[TensorState, TensorState], tuple[OfSums, ...]] = {
 """(claim, the one that is needed) -> what is done to the tensor. `FillRows` is the one of rows of tokens."""
 
 
+def conversions_of(state: TensorState, claim: TensorState, gradient: bool) -> tuple[OfSums, ...]:
+    """What makes another claim true of a tensor; its gradient is converted only where it has one."""
+    found = CONVERSIONS[state, claim]
+    return tuple(each for each in found if gradient or each is not OfSums.SUM_GRADIENT)
+
+
 @dataclass(frozen=True)
 class FillRows:
     """Puts a number into the rows without a token of a tensor with these dims."""
@@ -165,8 +171,7 @@ def _converted(call: Call, *groups: tuple[Sequence[Tensor], TensorState]) -> Rea
         for x in tensors:
             gradient = call.facts.has_gradient(x)
             claims[id(x)] = REPLICATED if claim == WHOLE and not gradient else claim
-            found = CONVERSIONS[call.state(x), claim]
-            conversions[id(x)] = tuple(c for c in found if gradient or c is not OfSums.SUM_GRADIENT)
+            conversions[id(x)] = conversions_of(call.state(x), claim, gradient)
     return Reading(claims, conversions)
 
 

@@ -55,7 +55,16 @@ def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) ->
     ndim = value_of(read.source).ndim
     x = proxy(read.source).movedim(dims, list(range(len(dims))))
     rows = _rows(x, len(dims), ndim)
-    extras = [_extra(of, count, rows, dims, ndim, proxy) for of, count in read.extras]
+    ranks = Ranks(read.group, 0, {})  # sums ask for no more
+    extras: list[Any] = []
+    for of, count, conversions in read.extras:
+        if isinstance(of, fx.Node):
+            own = proxy(of).narrow(dims[-1], 0, count)
+            for convert in conversions:
+                own = convert(own, ranks)
+            extras.append(_rows(own.movedim(dims, list(range(len(dims)))), len(dims), ndim))
+        else:
+            extras.append(torch.full_like(rows.narrow(1, 0, 1), of))
     others = torch.cat(extras, 1) if extras else rows.narrow(1, 0, 0)
     tables = plan[: len(NEIGHBOURS)]
     op: Any = torch.ops.cp_rewrite.neighbour_rows.default
@@ -78,14 +87,6 @@ def _rows(x: Any, leading: int, ndim: int) -> Any:
     """(B, T, C) of a tensor of `ndim` dims, whose `leading` ones are (B, T) or (T,)."""
     x = x.flatten(leading) if ndim > leading + 1 else x.unsqueeze(-1) if ndim == leading else x
     return x if leading == 2 else x.unsqueeze(0)
-
-
-def _extra(of: fx.Node | float, count: int, rows: Any, dims: Sequence[int], ndim: int, proxy: Proxies) -> Any:
-    """(B, count, C): rows that all ranks have."""
-    if not isinstance(of, fx.Node):
-        return torch.full_like(rows.narrow(1, 0, 1), of)
-    own = proxy(of).narrow(dims[-1], 0, count).movedim(list(dims), list(range(len(dims))))
-    return _rows(own, len(dims), ndim)
 
 
 def _convolved(node: fx.Node, rows_EC: Any, out_rows: Any, proxy: Proxies) -> Any:

@@ -291,7 +291,7 @@ class NeighbourRead:
         token_dim, batch_dim: of the source; None: the batch has one row, or one for all.
         read: what each token reads; None: the source's rows as they are, of which some are left out on one process.
         extras: the rows that all ranks have, in turn: a node whose token dim begins with
-            so many of them, or a number.
+            so many of them, or a number; and what makes them the same on all ranks.
         conv: the convolution that runs on what was read; None: that is the result.
         group: of the ranks. why: what the report says.
     """
@@ -301,7 +301,7 @@ class NeighbourRead:
     token_dim: int
     batch_dim: int | None
     read: Neighbours | None
-    extras: tuple[tuple[fx.Node | float, int], ...]
+    extras: tuple[tuple[fx.Node | float, int, tuple[OfSums, ...]], ...]
     conv: fx.Node | None
     group: str
     why: str

@@ -69,6 +69,10 @@ RIGHT: dict[str, Factor] = {
     "both": lambda h, i, t: i * torch.tensor((t > 10) & (t < 20)),
     "like_a_token": lambda h, i, t: i[:, None] * torch.full_like(h[:, 0], 1 / t)[:, None],
     "logarithm": lambda h, i, t: i * (0.1 * math.log(t / 8) + math.log(t, 10)),
+    "of_math": lambda h, i, t: (
+        i * math.exp(-t / 9) + math.log1p(t) / math.log10(t) - math.pow(t, 0.3) * math.exp2(-t / 20)
+    ),
+    "more_of_math": lambda h, i, t: i * (math.expm1(t / 20) + math.erf(t / 20) + math.asinh(t)) - math.lgamma(t / 4),
     "rounded_up": lambda h, i, t: i * math.ceil(t / 7) - int(math.sqrt(t)),
     "power": lambda h, i, t: (h.abs() + 1) ** (t / 20) + 3.0 ** (t / 20 * (i + 1).log())[:, None],
     "between": lambda h, i, t: torch.lerp(h, h * 2, t / 64) + torch.addcmul(h, h, h, value=t),
@@ -92,7 +96,7 @@ def test_numbers_of_tokens_are_the_rows(name: str, rows: int, tokens: int) -> No
 
 
 def test_some_are() -> None:
-    assert check_or_refuse(Counting("from_one", "last", "sum_rounded", "one_of_two", "logarithm", "power")) is None
+    assert check_or_refuse(Counting("from_one", "last", "sum_rounded", "one_of_two", "logarithm", "of_math")) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,7 +151,7 @@ class Logarithm(PackedModel):
 
 
 def test_counts_that_are_refused_are_told_how_to_count() -> None:
-    assert "torch.ones(T).sum()" in str(check_or_refuse(Logarithm(lambda h: math.log1p(h.shape[1]))))
+    assert "torch.ones(T).sum()" in str(check_or_refuse(Logarithm(lambda h: math.gamma(h.shape[1]))))
 
 
 def test_what_they_are_told_is_right() -> None:

@@ -63,6 +63,11 @@ def in_place(m: Deciding, h: Tensor, t: int) -> Tensor:
     return h
 
 
+def first_apart(m: Deciding, h: Tensor, most: int) -> Tensor:
+    most = min(h.shape[1], most)
+    return torch.cat([m.norm(h[:, :most]), h[:, most:]], 1)
+
+
 RIGHT: dict[str, Mix] = {
     "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
     "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
@@ -91,6 +96,20 @@ RIGHT: dict[str, Mix] = {
     "logarithm": lambda m, h, t: h * math.log(t) if t > 16 else h,
     "scaled_as_yarn": lambda m, h, t: h * (0.1 * math.log(t / 8) + 1 if t > 8 else 1.0) * math.log(t, 16),
     "kept_from_the_end": lambda m, h, t: h + h[:, max(t - 20, 0) :].amax(1, keepdim=True) * max(t, 20),
+    "of_functions_of_math": lambda m, h, t: (
+        h * math.exp(-t / 100) * math.log1p(t) + math.pow(t, -0.5) * math.erf(t / 9)
+    ),
+    "decided_by_math": lambda m, h, t: h * 2 if math.exp(-t / 20) > 0.4 and math.log10(t) > 1.2 else h,
+    "first_apart": lambda m, h, t: first_apart(m, h, 20),
+    "last_apart": lambda m, h, t: torch.cat([m.norm(h[:, : max(t - 20, 0)]), h[:, max(t - 20, 0) :] * 2], 1),
+    "apart_again": lambda m, h, t: first_apart(m, first_apart(m, h, 20), 30),
+    "shifted_and_apart": lambda m, h, t: F.pad(first_apart(m, h[:, 1:], 20), (0, 0, 1, 0)),
+    "features_apart": lambda m, h, t: (
+        h + torch.cat([h[:, : min(t, 20), 2:5] * 2, h[:, min(t, 20) :, :3]], 1).sum(-1)[..., None]
+    ),
+    "weights_apart": lambda m, h, t: (
+        h * torch.cat([torch.full((min(t, 20),), 2.0), torch.zeros(t - min(t, 20))])[:, None]
+    ),
     "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
 }
 REFUSED: dict[str, Mix] = {
@@ -118,7 +137,8 @@ class Returning(Deciding):
 
 
 def test_some_are_right() -> None:
-    assert check_or_refuse(Deciding("scaled", "mean", "chunks", "checkpointed"), tokens=23) is None
+    names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
+    assert check_or_refuse(Deciding(*names), tokens=33) is None
 
 
 @pytest.mark.parametrize("name", ["number", "fewer", "flag"])

@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.torch_internals import (
-    Logarithms,
+    MathFunctions,
     comptime,  # pyright: ignore[reportAttributeAccessIssue]
     traced_object,  # pyright: ignore[reportAttributeAccessIssue]
 )
@@ -341,16 +341,16 @@ Given = Mapping[str, Any]
 
 @contextmanager
 def state_ops() -> Generator[None]:
-    """Inside, Dynamo puts state ops in the place of the functions of all modules that are loaded, and keeps logarithms
-    of the token count."""
+    """Inside, Dynamo puts state ops in the place of the functions of all modules that are loaded, and keeps
+    functions of the token count."""
     substitute_loaded()
     Blocks.count += 1
-    Blocks.inside = Logarithms.kept = True
+    Blocks.inside = MathFunctions.kept = True
     try:
         yield
     finally:
         Blocks.count -= 1
-        Blocks.inside = Logarithms.kept = Blocks.count > 0
+        Blocks.inside = MathFunctions.kept = Blocks.count > 0
 
 
 def _delta(op: Callable[..., Tensor], given: Given) -> Any:

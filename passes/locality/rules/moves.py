@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.claims import REPLICATED, B, Mixes, Moved, Rows, T, Taps, fewer, with_fewer
+from cp_rewrite.passes.locality.claims import REPLICATED, B, Mixes, Moved, Partial, Rows, T, Taps, fewer, with_fewer
 from cp_rewrite.planning.plan_input import ROW, ZERO, Piece, RowMap, TokenCount
 
 
@@ -129,13 +129,13 @@ def padded(call: Call) -> Moved:
 @_move
 def joined(call: Call) -> Moved:
     tensors: list[Tensor] = [x for x in call.arg("tensors") if x.shape != (0,)]
-    first = next((_whole(call, x) for x in tensors if call.state(x) is not REPLICATED), None)
+    first = next((_whole(call, x) for x in tensors if not _without_tokens(call, x)), None)
     if first is None:
         raise Mixes("joins no tokens")
     dim = _dim(call, first)
     entries = RowMap(())
     for x in tensors:
-        if call.state(x) is REPLICATED:
+        if _without_tokens(call, x):
             source = call.facts.sources.get(id(x))
             length = _length(call, x, dim)
             if source is None or length.times:
@@ -152,6 +152,12 @@ def joined(call: Call) -> Moved:
             raise Mixes("joins tokens that are in other dims")
         entries += part.entries
     return replace(first, entries=entries)
+
+
+def _without_tokens(call: Call, x: Tensor) -> bool:
+    """Whether all ranks have a tensor, or parts of it, which a sum over ranks makes whole where entries are read."""
+    state = call.state(x)
+    return state is REPLICATED or isinstance(state, Partial)
 
 
 @_move

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
-from cp_rewrite.passes.locality.claims import REPLICATED, WHOLE, B, Dims, Mixes, Rows, T, checked, has, of_row
+from cp_rewrite.passes.locality.claims import REPLICATED, WHOLE, B, Dims, Mixes, Rows, T, checked, fewer, has, of_row
 from cp_rewrite.passes.values.edits import Ranks, RunOverRanks
 from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 
@@ -100,14 +100,14 @@ def select(call: Call) -> tuple[States, RunOverRanks]:
     if call.state(call.first) is REPLICATED and not call.written:
         place = call.extents.counted(call.arg("index"))
         return REPLICATED, EntryOfAll(Places(place, 1, 1, call.extents.tokens))
-    rows, dim = _rows_at(call, call.arg("dim"))
+    rows, dim = _rows_at(call, call.arg("dim"), some=True)
     place = call.extents.counted(call.arg("index"))
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(place, 1, 1, call.extents.tokens))
 
 
 def slice_(call: Call) -> tuple[States, RunOverRanks]:
     """x[:, :1], x[:, -4:]: as many entries as there are for any number of tokens."""
-    rows, dim = _rows_at(call, call.arg("dim"))
+    rows, dim = _rows_at(call, call.arg("dim"), some=True)
     first, end, tokens = call.extents.counted(call.arg("start") or 0), call.arg("end"), call.sizes(call.first)[dim]
     last = end is None or (isinstance(end, int) and end >= torch.iinfo(torch.int64).max)
     end = tokens if last else call.extents.counted(end)
@@ -145,9 +145,9 @@ def index(call: Call) -> tuple[States, RunOverRanks]:
     return WHOLE, Indexed(rows.dims, rows.attended, dim)
 
 
-def _rows_at(call: Call, dim: int) -> tuple[Rows, int]:
-    """The rows that an op picks from, and the dim, where that is the tokens' own."""
-    rows, dim = rows_along(call, dim)
+def _rows_at(call: Call, dim: int, some: bool = False) -> tuple[Rows, int]:
+    """The rows that an op picks from, and the dim, where that is the tokens' own. some: as of `rows_along`."""
+    rows, dim = rows_along(call, dim, some)
     call.use_positions(call.first)
     return rows, dim
 
@@ -214,7 +214,7 @@ class Picked:
         if self.places is None:
             return self.along(ranks, x, args["index"].reshape(-1))
         length = ranks.row_tokens * ranks.has_token.shape[0] if self.is_flat else ranks.row_tokens
-        found = self.along(ranks, x, self.places.of(ranks.row_tokens, length))
+        found = self.along(ranks, x, self.places.of(ranks.row_tokens, length - fewer(self.dims)))
         return found.squeeze(self.dim) if "index" in args else found
 
     @property

@@ -52,15 +52,18 @@ def can_spread(rows: Rows) -> bool:
     )
 
 
-def rows_along(call: Call, dim: int) -> tuple[Rows, int]:
+def rows_along(call: Call, dim: int, some: bool = False) -> tuple[Rows, int]:
     """The rows of an op's first tensor, and the dim, where tokens stand in it alone, in their order.
 
+    Args:
+        some: the last ones may be missing, of one row of the batch or of each by itself.
     Raises:
         Mixes: they do not, rows of the batch have no dim of their own, or the op writes.
     """
     rows = call.rows(call.first)
     dim = dim % max(call.first.ndim, 1)
-    if rows is None or not can_spread(rows) or rows.dims[dim] not in ((T,), (B, T)) or call.written:
+    known = ((T,), (B, T)) if rows is None or not some or fewer(rows.dims) <= 0 else ((Fewer(fewer(rows.dims)),),)
+    if rows is None or not can_spread(rows) or rows.dims[dim] not in known or call.written:
         raise Mixes(f"{call.name} of something else than tokens")
     if any(entry not in (None, (B,)) for i, entry in enumerate(rows.dims) if i != dim):
         raise Mixes(f"{call.name} of rows of the batch that are no dim of their own")

@@ -29,6 +29,7 @@ from cp_rewrite.passes.locality.claims import (
     merge,
     plain,
     regroup,
+    with_fewer,
 )
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import expression, has_one
@@ -226,9 +227,12 @@ def of_one_number(call: Call) -> TensorState:
         if isinstance(state, Partial) or (isinstance(value, Tensor) and call.state(value) is not REPLICATED):
             raise Mixes(f"{call.name} on a per-rank part of a sum")
         return Rows(state.dims, fill=number) if isinstance(state, Rows) else state
-    dims = call.extents.label(call.sizes(out), several=True)
+    sizes, counts = call.sizes(out), [call.extents.token_count(size) for size in call.sizes(out)]
+    known = not call.facts.in_function
+    fewer = [-count.plus if known and count and count.times == 1 and count.plus < 0 else 0 for count in counts]
+    dims = call.extents.label([size + by for size, by in zip(sizes, fewer, strict=True)], several=True)
     call.facts.numbers[id(out)] = number
-    return REPLICATED if dims is None else Rows(dims, fill=number)
+    return REPLICATED if dims is None else Rows(with_fewer(dims, max(fewer)), fill=number)
 
 
 def arange(call: Call) -> TensorState:

@@ -139,13 +139,13 @@ class LengthScale(PackedModel):
         return h * h.shape[1] ** -0.5
 
 
-class LogLengthScale(PackedModel):
-    """Torch itself refuses to capture this with a dynamic token dim: the logarithm makes the size a constant."""
+class GammaLengthScale(PackedModel):
+    """Torch itself refuses to capture this with a dynamic token dim: the function makes the size a constant."""
 
-    reason, line, bakes_size = "POSITION_GENERATOR", "math.log1p", True
+    reason, line, bakes_size = "POSITION_GENERATOR", "math.gamma", True
 
     def mix(self, h: Tensor) -> Tensor:
-        return h * math.log1p(h.shape[1])
+        return h * math.gamma(h.shape[1])
 
 
 class FilledWithLength(PackedModel):
