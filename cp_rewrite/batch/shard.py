@@ -40,7 +40,7 @@ from .own_rows import Given, check_seams, join_rows
 from .padding import check_labels, padding_tokens
 from .read_documents import documents_of, shape_of
 from .tokens import cut_tokens
-from .trace import note_batch
+from .trace import begin_batch, note_batch
 
 
 class LocalBatch(dict[str, Any]):
@@ -134,6 +134,7 @@ def shard(
     wrap_encoders()
     heartbeat.enter_batch(sharding)
     local = LocalBatch({name: value for name, value in values.items() if name not in drop}, plan, sharding.rank)
+    begin_batch()
     seconds = time.perf_counter() - start
     with activate(active), state_ops(), heartbeat.in_batch(sharding), noted(sharding, batch, active.handed.masks):
         yield local

@@ -1,6 +1,6 @@
 """Scalars of each batch over a run, for a log: how evenly work is shared, what travels, what planning takes.
 
-All of it is read off plans on the host: no GPU is asked, no rank waits for another.
+All of it is read off plans, and off what experts told each other, on the host: no GPU is asked, no rank waits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cp_rewrite.experts.dispatch import LOADS
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.names import split_exchange
@@ -53,6 +54,9 @@ class Trace(AbstractContextManager["Trace"]):
             imbalance       attention's work of the rank that has most over the mean, of the mask where it is most
             received_rows   KV rows that the rank which gets most gets from others, of the layer where these are most
             received_bytes  that it gets in one forward, all layers
+            expert_rows     rows that experts of the rank which gets most of its group get, of the layer where these are
+                            most; 0 where no ranks share experts
+            expert_mean     the mean over the group's ranks there
             planning_ms     host time of `sharding.shard` before the block begins, comparisons of ranks among it
     """
 
@@ -78,6 +82,7 @@ class Trace(AbstractContextManager["Trace"]):
         """Record a batch whose block has ended. A step that is replayed names no sites: it has those of before."""
         self._sites = sites or self._sites
         received = [site.received(plan) for site in self._sites]
+        loads = max(LOADS, key=max, default=[0])
         masks = dict.fromkeys(site.mask for site in self._sites) or {None: None}
         self.steps.append(
             {
@@ -87,6 +92,8 @@ class Trace(AbstractContextManager["Trace"]):
                 "imbalance": max(plan.imbalance(mask) for mask in masks),
                 "received_rows": float(max((rows for rows, _ in received), default=0)),
                 "received_bytes": float(sum(size for _, size in received)),
+                "expert_rows": float(max(loads)),
+                "expert_mean": sum(loads) / len(loads),
                 "planning_ms": 1e3 * seconds,
             }
         )
@@ -136,6 +143,11 @@ def trace() -> Trace:
     group record the same but for `planning_ms`. `Trace` lists the scalars.
     """
     return Trace()
+
+
+def begin_batch() -> None:
+    """Forget what experts told each other outside of batches' blocks."""
+    LOADS.clear()
 
 
 def note_batch(plan: BatchPlan, sites: Sequence[Traffic], seconds: float) -> None:

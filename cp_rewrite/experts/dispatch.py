@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ from . import gates
 
 GROUPS: dict[str, tuple[str, int]] = {}
 """Names that all ranks know, as graphs are compared -> (the name of this rank's process group, its size)."""
+LOADS: deque[list[int]] = deque(maxlen=4096)
+"""Of each call of a layer in the newest batch: the rows that each rank of the group got. `cp.trace` tells of them."""
 _ops: Any = torch.ops.cp_rewrite
 
 
@@ -146,9 +149,12 @@ class Dispatch:
         hit = chosen.new_zeros(N, self.ranks + 1, dtype=torch.bool).scatter_(1, self.owner, True)[:, : self.ranks]
         if known is None:
             pairs = _counts(torch.where(there, chosen, own * self.ranks).flatten(), own * self.ranks)
-            counts = torch.cat([hit.sum(0)[:, None], pairs.view(self.ranks, own)], 1)
+            sent = hit.sum(0)  # to all ranks, which each is told, beside those to itself
+            counts = torch.cat([sent[:, None], pairs.view(self.ranks, own), sent.expand(self.ranks, -1)], 1)
             got = counts if not self.group else _all_to_all(counts, [1] * self.ranks, [1] * self.ranks, self.group)
-            known = torch.cat([counts[:, 0], got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
+            told: list[int] = torch.cat([sent, got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
+            known = told[: -self.ranks]
+            LOADS.append(told[-self.ranks :])
         self.known: Any = known
         """send, recv and sizes."""
         self.send, self.recv, self.sizes = (self.known[i:j] for i, j in _spans(self.ranks, self.ranks, own))

@@ -221,24 +221,27 @@ def next_token_sum(logits: Tensor, labels: Tensor | None, shift_labels: Tensor |
     return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
 
 
-def routed_on_ranks(mesh: DeviceMesh, gate: str) -> tuple[float, dict[str, Tensor], Tensor]:
-    """Loss and gradients; and the loss of the plain forward on whole rows, outside of a block."""
+def routed_on_ranks(mesh: DeviceMesh, gate: str) -> tuple[float, dict[str, Tensor], Tensor, dict[str, float]]:
+    """Loss and gradients; the loss of the plain forward on whole rows, outside of a block; and the step's trace."""
     sharding, batch = annotated(mesh, "", inner="aot_eager"), make_batch([[13, 1, 7, 11]])
     model = cp.parallelize(Routed(gate=gate), mesh, sharding, experts=mesh.size(), blocks=())
     with torch.no_grad():
         plain = model(**batch)
-    with sharding.shard(batch, shift_labels=True) as local:
+    with cp.trace() as trace, sharding.shard(batch, shift_labels=True) as local:
         loss = model(**local)
     loss.backward()
-    return loss.item(), gradients(model), plain
+    return loss.item(), gradients(model), plain, trace.last
 
 
 @pytest.mark.parametrize("gate", ["swiglu", pytest.param("relu2", marks=pytest.mark.slow)])
 def test_experts_of_ones_own(pool: Pool, gate: str) -> None:
-    alone = Routed(gate=gate)
+    alone, chosen = Routed(gate=gate), list[Tensor]()
+    alone.experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
     loss = alone(**make_batch([[13, 1, 7, 11]]))
     loss.backward()
-    for found, values, plain in pool.run(3, routed_on_ranks, gate):
+    rows = [int((chosen[0] // 2 == rank).any(1).sum()) for rank in range(3)]  # a token goes once to each of its ranks
+    for found, values, plain, traced in pool.run(3, routed_on_ranks, gate):
+        assert (traced["expert_rows"], traced["expert_mean"]) == (max(rows), pytest.approx(sum(rows) / 3))
         assert found == pytest.approx(loss.item(), rel=LIMIT)
         assert float(plain) == pytest.approx(loss.item(), rel=LIMIT)
         assert_gradients(values, gradients(alone), LIMIT)
