@@ -54,23 +54,27 @@ def packed(model: Any, *documents: Document, seed: int = 0) -> dict[str, Tensor]
 
 
 def with_video(model: Any) -> dict[str, Tensor]:
-    """One document of 29 tokens with an image of four, and a video of two frames of three."""
+    """One document of 29 tokens, with an image of four, and a video of two frames of three; one of 30 for Qwen3-VL,
+    which has a token of text between frames."""
     generator = torch.Generator().manual_seed(0)
     text = [torch.randint(3, 50, (n,), generator=generator) for n in (4, 5, 10)]
-    ids = torch.cat([text[0], torch.full((4,), IMAGE), text[1], torch.full((6,), VIDEO), text[2]])[None]
-    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    frame, marked = torch.full((3,), VIDEO), type(model).__name__.startswith("Qwen3")
+    frames = [frame, *[torch.tensor([7])] * marked, frame]
+    ids = torch.cat([text[0], torch.full((4,), IMAGE), text[1], *frames, text[2]])[None]
     sizes = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "video_grid_thw": torch.tensor([[2, 2, 6]])}
     pixels = {
         "pixel_values": torch.randn(16, 96, generator=generator),
         "pixel_values_videos": torch.randn(24, 96, generator=generator),
     }
-    places = torch.arange(ids.shape[1]).expand(1, 1, -1)
-    if type(model).__name__.startswith("Qwen3"):  # it marks each frame, which is nothing that is asked here
-        planes = places.expand(3, 1, -1)
-    else:
-        planes, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, **sizes)
+    places, kinds = torch.arange(ids.shape[1]).expand(1, 1, -1), kinds_of(ids)
+    planes, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, **sizes)
     labels = ids.masked_fill(kinds > 0, -100)
     return {"input_ids": ids, "position_ids": torch.cat([places, planes]), "labels": labels, **sizes, **pixels}
+
+
+def kinds_of(ids: Tensor) -> Tensor:
+    """(B, T) 0 for text, 1 for tokens of images, 2 for those of videos."""
+    return (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
 
 
 def rows(*documents: Document, pad: int = 0, seed: int = 0) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainingArguments
 
+import cp_rewrite as cp
 from cp_rewrite.integrations.forward import GlobalForward, Switch
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
-from tests.helpers.images import KINDS, Document, Step, build, rows, same
+from tests.helpers.images import KINDS, Document, Step, build, kinds_of, rows, same, with_video
 from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
 
@@ -54,6 +55,35 @@ def test_rows_of_processors_in_turn(pool: Pool, kind: str) -> None:
     expected = [step(model, batch) for batch in BATCHES.values()]
     for found in pool.run(3, on_ranks, kind):
         same(expected, found)
+
+
+def with_video_on_ranks(mesh: DeviceMesh, kind: str) -> Step | str:
+    """What a refusal says."""
+    torch._dynamo.reset()
+    model = build(kind)
+    batch = with_video(model)
+    batch["mm_token_type_ids"] = kinds_of(batch["input_ids"])
+    del batch["position_ids"]
+    GlobalForward(model, sharding_of(mesh), Switch(on=True, loss_only=True)).install()
+    try:
+        loss, grads = step(model, batch)
+    except cp.RewriteRefused as refused:
+        return str(refused)
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad, group=mesh.get_group())
+        grad /= mesh.size()
+    return loss, grads
+
+
+@pytest.mark.slow
+def test_rows_of_processors_with_images_and_videos(pool: Pool) -> None:
+    """Of Qwen3-VL they are refused, with the line."""
+    for kind in ("Qwen2VL", "Qwen2_5_VL"):
+        model = build(kind)
+        for found in pool.run(2, with_video_on_ranks, kind):
+            same([step(model, with_video(model))], [found])
+    for found in pool.run(2, with_video_on_ranks, "Qwen3VL"):
+        assert "image_mask[visual_pos_masks]" in found
 
 
 DOCUMENTS: list[Document] = [(3, (4, 4), 2, (2, 6), 9), (9, (2, 2), 7), (22,), (1, (8, 4), 12)]
