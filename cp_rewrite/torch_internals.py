@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
 import torch.fx as fx
+from sympy.core.relational import Relational
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future, _register_process_group, _unregister_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -32,9 +33,11 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _allow_side_effects
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable
 from torch._guards import TracingContext
 from torch._library.autograd import make_autograd_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
@@ -287,6 +290,30 @@ for _name in "exp log log1p log10 expm1 exp2 erf erfc asinh acosh atanh lgamma".
         _keep_function(_name)
 if not hasattr(torch, "_sym_pow"):
     _add_function("pow", _power)
+
+
+def _range_by_count(call_range: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `range(0, T, 8)` ask how many steps it has, where torch makes a constant of a symbolic T."""
+
+    @functools.wraps(call_range)
+    def counted(self: Any, tx: Any, *args: Any) -> Any:
+        if MathFunctions.kept and len(args) == 3 and isinstance(args[1], SymNodeVariable):
+            start, step = (args[i].as_python_constant() if args[i].is_python_constant() else None for i in (0, 2))
+            if isinstance(start, int) and isinstance(step, int) and step > 1:
+                count = int((args[1].sym_num - start + step - 1) // step)  # a guard
+                vars(args[1].sym_num.node.shape_env).setdefault("_cp_rewrite_steps", set()).add(step)
+                args = (args[0], ConstantVariable.create(start + max(count, 0) * step), args[2])
+        return call_range(self, tx, *args)
+
+    return counted
+
+
+def steps_of(shape_env: Any) -> frozenset[int]:
+    """Steps of such ranges in what Dynamo traced under a shape environment."""
+    return frozenset(vars(shape_env).get("_cp_rewrite_steps", ()))
+
+
+BuiltinVariable.call_range = _range_by_count(BuiltinVariable.call_range)  # type: ignore[method-assign]
 
 
 def hint(size: Any) -> Any:
@@ -543,15 +570,47 @@ def on_compiles(starts: Callable[[str], None], ends: Callable[[str], None]) -> N
 
 def leave_ones_open() -> None:
     """Until Dynamo has the graph that it traces now, ops take a size that is 1 in the example for as open as any other,
-    where torch would fix it: as of the last chunk of 17 tokens by 16. What the traced function itself decides by a size
-    falls as it does for the example."""
+    where torch would fix it: as of the last chunk of 17 tokens by 16. A slice up to the example's number of tokens,
+    `h[:, 16:24]` of 24, ends with the row, where torch would ask for 24 tokens or more. What the traced function itself
+    decides by a size falls as it does for the example."""
     try:
         output: Any = InstructionTranslator.current_tx().output
     except AttributeError:
         return
     stack = ExitStack()
     stack.enter_context(ones_open(output.shape_env))
+    ends = vars(output.shape_env).setdefault("_cp_rewrite_ends", Ends())
+    stack.callback(ends.close)
     output.add_cleanup_hook(stack.close)
+
+
+class Ends:
+    """Slices up to a number that is the example's size, which end where the tensor does. taken: (size, number) of those
+    that a traced function takes; open: more may be."""
+
+    def __init__(self) -> None:
+        self.taken: set[tuple[Any, int]] = set()
+        self.open = True
+
+    def close(self) -> None:
+        self.open = False
+
+
+def _slice_ends(size: Any, index: Any) -> Any:
+    ends = vars(size.node.shape_env).get("_cp_rewrite_ends") if isinstance(size, SymInt) else None
+    if ends is None or type(index) is not int:
+        return _slice_index(size, index)
+    if ends.open and hint(size) == index and size <= index:  # a guard
+        ends.taken.add((expression(size), index))
+    known = any(
+        number == index and simplified(size.node.shape_env, of) == expression(size) for of, number in ends.taken
+    )
+    return size if known else _slice_index(size, index)
+
+
+_slice_index: Any = getattr(fake_impls, "_compute_slice_index", None)
+if _slice_index is not None:
+    fake_impls._compute_slice_index = _slice_ends
 
 
 @contextmanager
@@ -563,10 +622,8 @@ def ones_open(env: Any) -> Generator[None]:
     evaluate = env.evaluate_sym_node
 
     def open_evaluate(node: Any, *args: Any, **kwargs: Any) -> Any:
-        equal = isinstance(node.expr, sympy.Eq)
-        is_one = isinstance(node.expr, sympy.Eq | sympy.Ne) and sympy.S.One in node.expr.args and node.expr.free_symbols
-        if is_one and bool(node.hint) == equal and _asks_an_op(sys._getframe(1)):
-            return sympy.false if equal else sympy.true
+        if (decided := _of_one(env, node.expr)) is not None and _asks_an_op(sys._getframe(1)):
+            return decided
         return evaluate(node, *args, **kwargs)
 
     env.evaluate_sym_node = open_evaluate
@@ -574,6 +631,19 @@ def ones_open(env: Any) -> Generator[None]:
         yield
     finally:
         vars(env).pop("evaluate_sym_node", None)
+
+
+def _of_one(env: Any, relation: Any) -> Any:
+    """What a comparison that tells 1 from more is for more, of a size that is 1 in the example; None of others."""
+    if not isinstance(relation, Relational) or not relation.free_symbols:
+        return None
+    size, number = (relation.lhs, relation.rhs) if relation.rhs.is_Integer else (relation.rhs, relation.lhs)
+    if number not in (1, 2) or in_example(env, size) != 1:
+        return None
+    of_one, of_more = (
+        relation.func(*(n if x == size else x for x in relation.args)) for n in (sympy.S.One, sympy.Integer(3))
+    )
+    return of_more if of_one != of_more else None
 
 
 _SYMBOLS = tuple(

@@ -295,6 +295,22 @@ def test_functions_of_math(monkeypatch: pytest.MonkeyPatch, of_size: Callable[[i
         assert torch.equal(compiled(torch.ones(size)), model(torch.ones(size)))
 
 
+@canary("BuiltinVariable.call_range, fake_impls._compute_slice_index", "torch_internals: loops over ranges")
+def test_ranges_over_a_symbolic_number_ask_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: Tensor) -> Tensor:
+        ours.comptime(lambda _: ours.leave_ones_open())
+        return torch.cat([x[i : i + 4] * 2 for i in range(0, x.shape[0], 4)])
+
+    monkeypatch.setattr(ours.MathFunctions, "kept", True)
+    for size in (6, 8, 9):
+        (node,) = tensors_of(captured(model, torch.ones(size), dynamic=(0,)))
+        assert ours.fixed_number(node.meta["example_value"].shape[0]) is None
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for size in (8, 6, 9, 12, 7, 5, 40):
+        assert torch.equal(compiled(torch.ones(size)), model(torch.ones(size)))
+
+
 def test_functions_of_math_are_torchs_own_elsewhere() -> None:
     with pytest.raises(ConstraintViolationError):
         captured(lambda x: x * math.log(x.shape[0], 2), torch.ones(6), dynamic=(0,))

@@ -61,7 +61,7 @@ from cp_rewrite.torch_internals import (
     is_wrapped,
 )
 
-from .chunks import join_chunks
+from .chunks import join_chunks, loops_left
 from .encoders import take_out_encoders
 from .picks import read_by_mask, sum_picked
 from .scatters import part_masked_scatter, part_moves, place_writes
@@ -266,6 +266,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
         chunked = join_chunks(copy, tokens.counts, kept)
         for module in graph_modules(copy)[1:]:
             chunked |= join_chunks(module, tokens.counts, kept)
+        refusals = (*refusals, *(left for module in graph_modules(copy) for left in loops_left(module, tokens.counts)))
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
@@ -300,12 +301,12 @@ def decide_bounds(gm: fx.GraphModule) -> None:
         return
     found: dict[Any, Any] = {}
     for bound in bounds:
-        best = bound.args[0]
-        for other in bound.args[1:]:
-            less = sympy.Le(best, other)
-            if less not in (sympy.true, sympy.false):
-                guard(mode.shape_env, less)
-            best = best if holds(mode.shape_env, less) == isinstance(bound, Min) else other
+        best, *others = sorted(bound.args, key=lambda arg: arg.is_number)  # of equal ones that which stays open
+        for other in others:
+            better = (sympy.Le if isinstance(bound, Min) else sympy.Ge)(best, other)
+            if better not in (sympy.true, sympy.false):
+                guard(mode.shape_env, better)
+            best = best if holds(mode.shape_env, better) else other
         found[bound] = best.xreplace(found)
     give_sizes(nodes, found, mode)
     for node in nodes:

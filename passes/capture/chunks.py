@@ -8,6 +8,9 @@ Loops over chunks of tokens that treat all chunks alike, as one run over all of 
     for x, y in zip(logits.chunk(8, dim=1), labels.chunk(8, dim=1)):
         total = total + cross_entropy(x, y, reduction="sum")          ->     cross_entropy(logits, labels, …)
 
+    torch.cat([f(h[:, i : i + 8]) for i in range(0, T, 8)], 1)        ->     f(h)
+    torch.cat([x * i for i, x in enumerate(h.split(8, 1))], 1)        ->     h * (the number of each token's chunk)
+
 Both are the same where every joined node gives rows, each made of its own token, and those that are added up give sums
 over tokens. Joined nodes, also of nested regions, are marked for the locality check, which proves
 that or refuses them.
@@ -24,16 +27,18 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.dynamo import first_difference
-from cp_rewrite.passes.graph.new_nodes import autocasts_open, place_by
+from cp_rewrite.passes.graph.new_nodes import autocasts_open, maker, place_by
 from cp_rewrite.passes.graph.nodes import (
     REGION_OPS,
     RegionCall,
@@ -45,7 +50,8 @@ from cp_rewrite.passes.graph.nodes import (
     value_of,
 )
 from cp_rewrite.passes.graph.writes import memory_of, writers_between, written_nodes
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one
+from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one, steps_of
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
@@ -176,15 +182,29 @@ class End:
     others: tuple[Any, ...] | None
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Chunks of a tensor's tokens.
+
+    source: what is cut. sizes: of the chunks. parts: nodes that give them -> their numbers. node: that cuts; None:
+    slices are taken one behind another, as `for i in range(0, T, 8): h[:, i:i + 8]` does.
+    """
+
+    source: fx.Node
+    sizes: tuple[Any, ...]
+    parts: dict[fx.Node, int]
+    node: fx.Node | None = None
+
+
 @dataclass
 class Chunks:
     """Nodes by what they compute of chunks.
 
-    cuts: nodes that cut into chunks -> along which dim. symbols: of the number of tokens -> one of them, since they
-    will be one. unfit: keys of what can't be done with all chunks at once.
+    symbols: of the number of tokens -> one of them, since they will be one. sources: by keys of chunks, what was cut.
+    numbers: by keys of `x * i`, the number of each chunk. unfit: keys of what can't be done with all chunks at once.
     """
 
-    cuts: dict[fx.Node, int]
+    cuts: Sequence[Cut]
     symbols: dict[Any, Any]
     parts: dict[fx.Node, OfChunk] = field(default_factory=dict)
     keys: dict[Any, int] = field(default_factory=dict)
@@ -193,13 +213,16 @@ class Chunks:
     firsts: dict[Any, fx.Node] = field(default_factory=dict)
     bodies: Bodies = field(default_factory=Bodies)
     unfit: set[int] = field(default_factory=set[int])
+    times: Counter[Any] = field(default_factory=Counter[Any])
+    sources: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    numbers: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
 
     def visit(self, node: fx.Node) -> None:
-        source: Any = node.args[0] if node.args else None
-        if node.target is operator.getitem and source in self.cuts:
-            chunks: Sequence[Tensor] = source.meta["example_value"]
-            sizes = tuple(expression(x.shape[self.cuts[source]]).subs(self.symbols) for x in chunks)
-            return self._add(node, ("cut", source), node.args[1], sizes)  # type: ignore[arg-type]
+        if (cut := next((cut for cut in self.cuts if node in cut.parts), None)) is not None:
+            sizes = tuple(size.subs(self.symbols) for size in cut.sizes)
+            self._add(node, ("cut", cut), cut.parts[node], sizes)
+            self.sources[self.parts[node].key] = cut.source
+            return
         parts = [self.parts[n] for n in node.all_input_nodes if n in self.parts]
         if len({(part.number, part.sizes) for part in parts}) != 1 or node.op not in ("call_function", "call_method"):
             return
@@ -207,10 +230,20 @@ class Chunks:
         if (call := region_call(node)) is not None:
             read = [given for inside, given in call.filled.items() if inside.users]  # a chunk's own sizes may not be
             args = (self.bodies.number(call.body), *read)
+        number = next((x for x in args if type(x) in (int, float)), None) if self._takes_number(node) else None
+        if number is not None:  # another one for each chunk, as `i` of enumerate
+            args = tuple(type(x) if x is number else x for x in args)
         key = (node.op, node.target, self._pattern(args), self._pattern(node.kwargs))
         self._add(node, key, parts[0].number, parts[0].sizes)
+        if number is not None:
+            self.numbers.setdefault(self.parts[node].key, {})[parts[0].number] = number
         if self._is_unfit(node) or (call is None and nested_graphs(node)):
             self.unfit.add(self.parts[node].key)
+
+    def _takes_number(self, node: fx.Node) -> bool:
+        """Whether a node adds a number to its chunk, or scales it."""
+        plain = len(node.args) == 2 and not node.kwargs and not written_nodes(node)
+        return plain and op_name(node) in ("add", "sub", "mul", "div")
 
     def _is_unfit(self, node: fx.Node) -> bool:
         """Whether a node does more with its chunk than can be done with all at once."""
@@ -229,7 +262,9 @@ class Chunks:
         return isinstance(value, Tensor) and any(expression(n).free_symbols & symbols for n in value.shape)
 
     def _add(self, node: fx.Node, what: Any, number: int, sizes: tuple[Any, ...]) -> None:
-        key = self.keys.setdefault(what, len(self.keys))
+        again = self.times[what, number]  # `x * 2 + x * 3`: these are two keys
+        self.times[what, number] += 1
+        key = self.keys.setdefault((what, again), len(self.keys))
         self.parts[node] = OfChunk(key, number, sizes)
         self.members.setdefault(key, []).append(node)
         self.counts[key] = len(sizes)
@@ -266,7 +301,7 @@ class Chunks:
         """Raises NotAlike where something else reads chunks. What is computed of some of them, as a loop's total is, is
         read behind an end."""
         whole = {*self.whole}
-        if self.unfit & whole or not all(self.keys.get(("cut", cut)) in whole for cut in self.cuts):
+        if self.unfit & whole or not all(self.keys.get((("cut", cut), 0)) in whole for cut in self.cuts):
             raise NotAlike
         found: list[End] = []
         adds: dict[fx.Node, None] = {}
@@ -351,23 +386,106 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
     Args:
         counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.
     """
-    cuts = {node: dim for node in gm.graph.nodes if (dim := _cut_dim(node, counts)) is not None}
-    for cut in [*cuts]:
-        if _erased_unread(gm.graph, cut, kept):
-            del cuts[cut]
-    mode = fake_mode_of(gm.graph.nodes)
-    if not cuts or mode is None:
+    mode, symbols = fake_mode_of(gm.graph.nodes), dict.fromkeys(counts, next(iter(counts)))
+    cuts = _cuts(gm.graph, counts, kept)
+    slices = _slices(gm.graph, counts)
+    if mode is None or not (cuts or slices):
         return False
     _read_results(gm.graph)
-    chunks = Chunks(cuts, dict.fromkeys(counts, next(iter(counts))))
+    if _join(gm.graph, Chunks([*cuts, *slices], symbols), mode, kept):
+        return True
+    if not slices:
+        return False
+    # Some slices may be no loop's: all that are of a size are.
+    joined = bool(cuts) and _join(gm.graph, Chunks(cuts, symbols), mode, kept)
+    for sizes in dict.fromkeys(cut.sizes for cut in slices):
+        alike = [cut for cut in _slices(gm.graph, counts) if cut.sizes == sizes]
+        joined |= bool(alike) and _join(gm.graph, Chunks(alike, symbols), mode, kept)
+    return joined
+
+
+def loops_left(gm: fx.GraphModule, counts: Collection[Any]) -> list[Refusal]:
+    """Slices of loops over a range of tokens that are not joined: right for some numbers of chunks alone."""
+    mode, found = fake_mode_of(gm.graph.nodes), list[Refusal]()
+    steps = steps_of(mode.shape_env) if mode is not None else ()
+    for node in gm.graph.nodes if steps else ():
+        taken = _slice(node)
+        if taken is not None and taken[2] >= min(steps):
+            if _is_counted(taken[0].meta["example_value"].shape[taken[1]], counts):
+                detail = (
+                    "takes tokens chunk by chunk, by a range: a loop over chunks runs on all tokens where it treats "
+                )
+                detail += "each alike, and only adds up their sums or joins their rows in order"
+                found.append(Refusal(Reason.TOKEN_MIXING, detail, node))
+    return found[:1]
+
+
+def _join(graph: fx.Graph, chunks: Chunks, mode: FakeTensorMode, kept: Collection[fx.Node]) -> bool:
     try:
-        for node in gm.graph.nodes:
+        for node in graph.nodes:
             chunks.visit(node)
         ends = chunks.ends()
     except (NotAlike, TypeError):
         return False
-    gone = {*cuts, *(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
-    return not gone & {*kept} and _Joiner(gm.graph, chunks, mode).join(ends, gone)
+    gone = {cut.node for cut in chunks.cuts if cut.node is not None}
+    gone |= {*(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
+    return not gone & {*kept} and _Joiner(graph, chunks, mode).join(ends, gone)
+
+
+def _cuts(graph: fx.Graph, counts: Collection[Any], kept: Collection[fx.Node]) -> list[Cut]:
+    """Chunks that one node gives. Those that Python only counts are taken out."""
+    found: list[Cut] = []
+    for node in [*graph.nodes]:
+        dim = _cut_dim(node, counts)
+        if dim is None or _erased_unread(graph, node, kept):
+            continue
+        sizes = tuple(expression(x.shape[dim]) for x in node.meta["example_value"])
+        parts = {user: user.args[1] for user in node.users if user.target is operator.getitem}
+        found.append(Cut(node.args[0], sizes, parts, node))  # type: ignore[arg-type]
+    return found
+
+
+def _slices(graph: fx.Graph, counts: Collection[Any]) -> list[Cut]:
+    """Slices of equal size that together are all tokens, one behind another; the last may be smaller."""
+    taken: dict[Any, dict[int, list[fx.Node]]] = {}
+    for node in graph.nodes:
+        found = _slice(node)
+        if found is not None and _is_counted(found[0].meta["example_value"].shape[found[1]], counts):
+            taken.setdefault(found[:2], {}).setdefault(found[2], []).append(node)
+    cuts: list[Cut] = []
+    for (source, dim), by_start in taken.items():
+        total = expression(source.meta["example_value"].shape[dim])
+        for loop in range(len(by_start.get(0, ()))):
+            nodes = [nodes[loop] for _, nodes in sorted(by_start.items()) if loop < len(nodes)]
+            sizes = [expression(n.meta["example_value"].shape[dim]) for n in nodes]
+            each, starts = sizes[0], [start for start, nodes in sorted(by_start.items()) if loop < len(nodes)]
+            even = all(start == i * each for i, start in enumerate(starts)) and all(n == each for n in sizes[:-1])
+            if len(nodes) > 1 and even and sympy.expand(starts[-1] + sizes[-1] - total) == 0:
+                cuts.append(Cut(source, tuple(sizes), {n: i for i, n in enumerate(nodes)}))
+    return cuts
+
+
+def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """(source, dim, start) of a node that takes some entries of one dim, up to a place that it says."""
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("example_value"), Tensor):
+        return None
+    ndim = source.meta["example_value"].ndim
+    if op_name(node) == "narrow":
+        given = bind(node, ("input", "dim", "start", "length"))
+        dim, start = given["dim"], given["start"]
+        return (source, dim % ndim, start) if isinstance(dim, int) and type(start) is int and start >= 0 else None
+    if node.target is not operator.getitem:
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if Ellipsis in index:
+        place = index.index(Ellipsis)
+        index = (*index[:place], *[slice(None)] * (ndim + 1 - len(index)), *index[place + 1 :])
+    cut = [(dim, i) for dim, i in enumerate(index) if i != slice(None)]
+    if len(cut) != 1 or not isinstance(cut[0][1], slice) or cut[0][1].stop is None or cut[0][1].step not in (None, 1):
+        return None
+    start = cut[0][1].start or 0
+    return (source, cut[0][0], start) if type(start) is int and start >= 0 else None
 
 
 def _erased_unread(graph: fx.Graph, cut: fx.Node, kept: Collection[fx.Node]) -> bool:
@@ -422,7 +540,7 @@ class _Joiner:
         adds = {n for end in ends for n in end.nodes}
         read = [x for n in members for x in n.all_input_nodes if x not in members]
         read += [x for end in ends for x in end.others or () if isinstance(x, fx.Node)]
-        memory = {memory_of(n) for n in [*read, *(cut.args[0] for cut in self.chunks.cuts)]} - {None}  # type: ignore[arg-type]
+        memory = {memory_of(n) for n in [*read, *(cut.source for cut in self.chunks.cuts)]} - {None}  # type: ignore[arg-type]
         nodes = [*self.graph.nodes]
         places = [place for place, n in enumerate(nodes) if n in members or n in adds]
         for node in nodes[places[0] : places[-1]]:
@@ -439,7 +557,7 @@ class _Joiner:
 
     def _joined(self, made: list[fx.Node]) -> dict[int, fx.Node]:
         """What runs on all chunks, by key."""
-        found: dict[int, fx.Node] = {self.chunks.keys["cut", cut]: cut.args[0] for cut in self.chunks.cuts}  # type: ignore[misc]
+        found = {**self.chunks.sources}
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         firsts = [min(self.chunks.members[key], key=places.__getitem__) for key in self.chunks.whole]
         for first in sorted(firsts, key=places.__getitem__):
@@ -457,6 +575,9 @@ class _Joiner:
                 found[key] = call_on_all(call, operands, of_chunk, first, self.mode, self.chunks.counts[key])
                 made += [found[key].args[0], found[key]]  # type: ignore[list-item]
                 continue
+            if len({*self.chunks.numbers.get(key, {}).values()}) > 1:
+                by_token = self._by_token(key, first, whole, made)
+                args = tuple(by_token if type(x) in (int, float) else x for x in args)
             with self.graph.inserting_before(first):
                 target: Any = first.target
                 new = self.graph.create_node(first.op, target, args, kwargs)
@@ -464,6 +585,46 @@ class _Joiner:
             if isinstance(new.meta["example_value"], Tensor):
                 new.meta |= {JOINED: "rows", CHUNKS: self.chunks.counts[key]}
         return found
+
+    def _by_token(self, key: int, first: fx.Node, whole: Callable[[fx.Node], fx.Node], made: list[fx.Node]) -> fx.Node:
+        """The number of each token's chunk, (T, 1, …) as what it is joined with has its tokens.
+
+        x0 * 1, x1 * 2      x * where(arange(T) >= 8, 2, 1)
+        """
+        make = maker(first, self.mode)
+
+        def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made.append(make(target, *args, **kwargs))
+            return made[-1]
+
+        numbers = [number for _, number in sorted(self.chunks.numbers[key].items())]
+        last = next(n for n in self.chunks.members[key] if self.chunks.parts[n].number == len(numbers) - 1)
+        (of_last,) = last.all_input_nodes
+        value, sizes = value_of(of_last), self.chunks.parts[last].sizes
+        dims = [dim for dim, size in enumerate(value.shape) if expression(size).subs(self.chunks.symbols) == sizes[-1]]
+        if len(dims) != 1 or not _holds(value.dtype, numbers) or not sizes[-1].free_symbols:
+            raise NotAlike
+        x = whole(first.all_input_nodes[0])
+        count = new("size", x, dims[0])
+        places = new(torch.arange, count, device=value.device)
+        found = new(torch.full, (count,), numbers[0], dtype=value.dtype, device=value.device)
+        each = self._size(sizes, count, new)
+        for i, number in enumerate(numbers[1:], 1):
+            start = new(operator.mul, each, i) if isinstance(each, fx.Node) else each * i
+            found = new("masked_fill", found, new(operator.ge, places, start), number)
+        behind = value.ndim - 1 - dims[0]
+        return new(operator.getitem, found, (slice(None), *[None] * behind)) if behind else found
+
+    def _size(self, sizes: Sequence[Any], count: fx.Node, new: Callable[..., fx.Node]) -> Any:
+        """The size of all chunks but the last."""
+        if all(size == sizes[0] and size.is_Integer for size in sizes[:-1]):
+            return int(sizes[0])
+        symbols = self.chunks.symbols
+        alike = [cut.node for cut in self.chunks.cuts if tuple(n.subs(symbols) for n in cut.sizes) == sizes]
+        if any(op_name(cut) != "chunk" for cut in alike) or any(size != sizes[0] for size in sizes[:-1]):
+            raise NotAlike
+        (pieces,) = {bind(cut, ("input", "chunks", "dim"), dim=0)["chunks"] for cut in alike}
+        return new(operator.floordiv, new(operator.add, count, pieces - 1), pieces)
 
     def _result(self, end: End, joined: dict[int, fx.Node], made: list[fx.Node]) -> fx.Node:
         result, *more = [joined[key] for key in end.keys]
@@ -504,6 +665,13 @@ class _Joiner:
         return new
 
 
+def _holds(dtype: torch.dtype, numbers: Sequence[float]) -> bool:
+    """Whether a tensor's dtype holds numbers as an op takes them: of 16 bits as they are."""
+    if not dtype.is_floating_point:
+        return dtype is not torch.bool and all(isinstance(number, int) for number in numbers)
+    return dtype.itemsize > 2 or all(torch.tensor(number, dtype=dtype).item() == number for number in numbers)
+
+
 def _scaled(node: fx.Node, parts: Collection[fx.Node]) -> fx.Node | None:
     """What a node multiplies or divides by something that is no chunk's."""
     of_chunk = [x for x in node.args if isinstance(x, fx.Node) and x in parts]
@@ -530,6 +698,10 @@ def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
     if not isinstance(source, Tensor) or not isinstance(dim, int):
         return None
     dim %= source.ndim
-    size = expression(source.shape[dim])
-    counted = any(size.free_symbols & n.free_symbols or (n.is_Integer and size % n == 0) for n in counts)
-    return dim if counted and len(node.meta["example_value"]) > 1 else None
+    return dim if _is_counted(source.shape[dim], counts) and len(node.meta["example_value"]) > 1 else None
+
+
+def _is_counted(length: Any, counts: Collection[Any]) -> bool:
+    """Whether a size is made from the number of tokens."""
+    size = expression(length)
+    return any(size.free_symbols & n.free_symbols or (n.is_Integer and size % n == 0) for n in counts)

@@ -133,7 +133,7 @@ def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
     for guard in getattr(extents.shape_env, "guards", ()):
         if _fixes(guard.expr, extents.tokens):
             line = _OURS.sub("", str(guard.sloc))
-            why = "as a loop over a range of tokens does (cut them by `split`), or a choice by a chunk's one token"
+            why = "as a loop over each token does, or a choice by a chunk's one token"
             if "opt_einsum" in line:
                 why = "since opt_einsum takes an order by sizes: set torch.backends.opt_einsum.enabled = False"
             elif "math." in line:

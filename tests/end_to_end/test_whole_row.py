@@ -110,12 +110,18 @@ RIGHT: dict[str, Mix] = {
     "weights_apart": lambda m, h, t: (
         h * torch.cat([torch.full((min(t, 20),), 2.0), torch.zeros(t - min(t, 20))])[:, None]
     ),
+    "numbered_chunks": lambda m, h, t: torch.cat([x * 2**i - m.out(x) * i for i, x in enumerate(h.split(16, 1))], 1),
+    "numbered_thirds": lambda m, h, t: torch.cat([i - x / (i + 1) for i, x in enumerate(h.chunk(3, 1))], 1),
+    "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
+    "added_by_turns": lambda m, h, t: (
+        h + sum((h[:, i : min(i + 8, t)] * i).sum(1)[:, None] for i in range(0, t, 8)) / t
+    ),
     "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
 }
 REFUSED: dict[str, Mix] = {
     "transformed": lambda m, h, t: torch.fft.fft(h, dim=1).real if t > 16 else h,
-    "chunks_that_differ": lambda m, h, t: torch.cat([x * i for i, x in enumerate(h.split(16, 1))], 1),
-    "by_turns": lambda m, h, t: torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1),
+    "chunks_of_a_row_of_places": lambda m, h, t: torch.cat([x * x.shape[1] for x in h.split(16, 1)], 1),
+    "chunks_turned": lambda m, h, t: torch.cat([h[:, i : i + 8].flip(1) for i in range(0, t, 8)], 1),
 }
 
 
@@ -138,6 +144,7 @@ class Returning(Deciding):
 
 def test_some_are_right() -> None:
     names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
+    names += ("by_turns", "numbered_thirds")
     assert check_or_refuse(Deciding(*names), tokens=33) is None
 
 
