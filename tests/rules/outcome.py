@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_rewrite.batch.active import ActivePlan
+from cp_rewrite.batch.handed import Handed
 from cp_rewrite.diagnose.check import ThreadSharding, rank, thread_group
 from cp_rewrite.passes.locality.claims import AtMost
 from cp_rewrite.passes.locality.walk import check_locality
@@ -76,7 +78,7 @@ def outcome(sample: Sample, claims: Claims, ranks: int = 2, sized: bool = False)
         state = rewrite_sites(replace(state, locality=found))
 
         def on_rank() -> Results:
-            plan = type(state.plan)(state.sharding, cuts.plan, state.device)
+            plan = ActivePlan(state.sharding, cuts.plan, state.device, Handed(state.sharding, cuts.plan))
             inputs, tables = program.inputs(rank()), [plan.tensor(key) for key in state.inputs]
             return run(program.gm, inputs, lambda out, i: _local(weights(expected.outs[i], i), axes[i], out), tables)
 
