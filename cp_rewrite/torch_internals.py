@@ -579,12 +579,12 @@ def leave_ones_open() -> None:
         return
     stack = ExitStack()
     stack.enter_context(ones_open(output.shape_env))
-    ends = vars(output.shape_env).setdefault("_cp_rewrite_ends", Ends())
+    ends = vars(output.shape_env).setdefault("_cp_rewrite_ends", SliceEnds())
     stack.callback(ends.close)
     output.add_cleanup_hook(stack.close)
 
 
-class Ends:
+class SliceEnds:
     """Slices up to a number that is the example's size, which end where the tensor does. taken: (size, number) of those
     that a traced function takes; open: more may be."""
 
