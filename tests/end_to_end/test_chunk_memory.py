@@ -125,6 +125,7 @@ def on_rank(mesh: DeviceMesh, name: str) -> tuple[int, Tensor, Tensor]:
     return peak, loss, model.head.weight.grad
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_rank_takes_its_part_of_one_process(pool: Pool, name: str) -> None:
     model, batch = Head(name), make_batch()

@@ -146,6 +146,7 @@ def test_two_rows_under_every_exchange(pool: Pool, name: str, exchange: str) -> 
     check(pool, 4, name, [[13, 1, 7, 29], [40, 3]], "dual_chunk", exchange, inner=inner)
 
 
+@pytest.mark.shared
 @any_model
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -444,6 +444,7 @@ HOWS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("how", HOWS)
 def test_tokens_that_are_not_picked_reach_no_gradient(how: str) -> None:
     function, right = HOWS[how]

@@ -231,6 +231,7 @@ MOVES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("move", MOVES)
 def test_tokens_that_are_moved_into_a_state_that_is_reset_are_refused(move: str) -> None:
     refusals = explained(Moving(MOVES[move]), reset_states=True).refusals
@@ -253,6 +254,7 @@ IN_ORDER: dict[str, Moving] = {
 }
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_tokens_that_no_state_reads_may_be_moved(name: str) -> None:
     torch._dynamo.reset()

@@ -203,6 +203,7 @@ MODELS = [
 QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants, InCheckpoint]
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("model", "rows"),
     [(model, 1) if model in QUICK else pytest.param(model, 2, marks=pytest.mark.slow) for model in MODELS],

@@ -45,6 +45,7 @@ def test_every_source_has_variants() -> None:
     assert {path.name for path in cuda.SOURCES.glob("*.cu")} == set(VARIANTS)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("file", sorted(VARIANTS))
 def test_compiles(file: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

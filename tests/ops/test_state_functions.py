@@ -81,6 +81,7 @@ WITH_STATES = {
 }  # fmt: skip
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(("model", "asked"), WITH_STATES.items())
 def test_initial_and_final_states_are_left_to_the_function_which_is_refused(model: str, asked: dict[str, Any]) -> None:
     function = getattr(module_of(model), FUNCTIONS[model])

@@ -156,6 +156,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, kind: str, plan: BatchPlan, read: S
     check(kind, plan, read, results, inputs, dout)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("read", [States(True), States(False, True)], ids=["resets", "row"])

@@ -130,6 +130,7 @@ TOGETHER = [list(LOCAL)[first::4] for first in range(4)]
 """Functions beside each other in one graph, which is captured once for all of them."""
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("names", "rows"),
     [

@@ -167,6 +167,7 @@ def assert_equal(
 PACKINGS = [POSITIONS, DOCUMENTS, OFFSETS, COUNTED, ENDED, STARTED]
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: p.arg)
 def test_accepted_masks_equal_brute_force(packing: Packing) -> None:
     """Many are accepted and many refused, or the drawing is bad."""

@@ -103,6 +103,7 @@ def check(pool: Pool, name: str, world_size: int, ways: list[tuple[str, str]]) -
             assert error <= 1e-5, f"{key}: {error:.1e} {way}"
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("name", QUICK)
 def test_spelling_trains_as_on_one_process(name: str) -> None:
     batch = global_batch(name, 0)

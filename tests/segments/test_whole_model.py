@@ -120,6 +120,7 @@ def test_blocks_with_windows_in_turns_are_two() -> None:
     assert compare(Model((4, 5, 6), plain)) == (0, 0), "none equals another: the graph is one piece"
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("body", "expected"), [(counted, (5, 3)), (checkpointed, (5, 3)), (dropped, (5, 3)), (passed_on, (0, 0))]
 )
