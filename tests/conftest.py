@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in slow.values():
         for item in {*cases} - {*amount.some(cases)}:
             item.add_marker("sweep")
-    places = amount.order([*{str(item.path) for item in items}])
+    places = amount.order({str(item.path) for item in items})
     items.sort(key=lambda item: ("integrations" not in item.path.parts, places[str(item.path)]))
 
 

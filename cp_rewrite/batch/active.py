@@ -94,11 +94,9 @@ Place = tuple[PackedMask, str | None, int]
 class ActivePlan:
     """The plan of one batch on one rank, with its tensors made once and shared by all layers."""
 
-    sharding: Sharding
-    plan: BatchPlan
-    device: torch.device
     handed: Handed
     """The batch's arguments, with which the model is called."""
+    device: torch.device
     ran: bool = False
     """True if a graph asked for it."""
     sites: list[Any] = field(default_factory=list[Any])
@@ -110,6 +108,14 @@ class ActivePlan:
     """Those made so far."""
     _reads: dict[tuple[Neighbours | Scan | States, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By what is read, and rank."""
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.handed.sharding
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.handed.plan
 
     def tensor(self, key: PlanInput) -> Tensor:
         """The tensor of one extra input, on the device unless the host reads it."""

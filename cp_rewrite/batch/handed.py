@@ -28,21 +28,20 @@ def packing_names(sharding: Sharding) -> tuple[str, ...]:
 
 
 class PackingValues:
-    """Those of one batch, as a rank's model gets them, in memory of their own."""
+    """The packing arguments of one batch, as a rank's model gets them, in memory of their own."""
 
     def __init__(self, sharding: Sharding, values: Mapping[str, Any], has_token_BT: Tensor) -> None:
         given = [name for name in packing_names(sharding) if isinstance(values.get(name), Tensor)]
         self._values: dict[str, Tensor] = {name: values[name].clone() for name in given}
         self._sharding, self._has_token = sharding, has_token_BT
 
-    def check(self, name: str, value: Tensor, of: str | None = None) -> None:
-        """Raise unless a call's argument says what argument `of` of the batch, by default `name`, said of documents.
-        On a GPU, which the host does not wait for, an assertion there.
+    def check(self, name: str, value: Tensor, of: str) -> None:
+        """Raise unless a call's argument says what argument `of` of the batch said of documents. On a GPU, which
+        the host does not wait for, an assertion there.
 
         Raises:
             ValueError: it names the argument.
         """
-        of = of or name
         given = self._values.get(of)
         if given is None:  # documents were read from `lengths`, and the batch lacks it
             return

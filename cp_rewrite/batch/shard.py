@@ -192,7 +192,7 @@ def _cut_batch(
     # Masks may be compared on the global batch, flex_attention's always are: it is kept while the block runs.
     counts = label_arg if shift_labels and COUNT not in given else None
     handed = Handed(sharding, plan, dict(batch), tokens, frozenset(masks), labels, fill, counts)
-    active = ActivePlan(sharding, plan, values[next(iter(tokens))].device, handed, spares=spares)
+    active = ActivePlan(handed, values[next(iter(tokens))].device, spares=spares)
     active.arrays.update(arrays)
     if sharding.capacity is not None:
         values = fixed_values(sharding, sharding.capacity, values, masks)

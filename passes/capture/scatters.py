@@ -337,19 +337,14 @@ def _parts(index: Any) -> tuple[Any, Any] | None:
     entries = list(index) if isinstance(index, tuple) else [index]
     basic = all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in entries)
     slices = [place for place, i in enumerate(entries) if isinstance(i, slice) and i != _ALL]
-    if (
-        not basic
-        or not slices
-        or all(i is Ellipsis or i == _ALL for i in entries[: slices[-1]] + entries[slices[-1] + 1 :])
-    ):
+    if not basic or not slices:
         return None
     last = slices[-1]
-    first = [
-        _ALL if isinstance(i, int) or (isinstance(i, slice) and place != last) else i for place, i in enumerate(entries)
-    ]
-    return tuple(i for i in first if i is not None), tuple(
-        _ALL if place == last else i for place, i in enumerate(entries)
-    )
+    rest = [_ALL if place == last else i for place, i in enumerate(entries)]
+    if all(i is Ellipsis or i == _ALL for i in rest):
+        return None
+    first = [entries[last] if place == last else i if i is Ellipsis else _ALL for place, i in enumerate(entries)]
+    return tuple(i for i, given in zip(first, entries, strict=True) if given is not None), tuple(rest)
 
 
 def _diff(node: fx.Node, mode: FakeTensorMode) -> None:

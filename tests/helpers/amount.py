@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import date
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ def is_over() -> bool:
     return time.time() > float(os.environ.get("CP_UNTIL", "inf"))
 
 
-def order(files: Sequence[str]) -> dict[str, int]:
+def order(files: Collection[str]) -> dict[str, int]:
     """A drawn place for each file, another each day, so that no file is always among those that time leaves out."""
     drawn_files = random.Random(seed()).sample(sorted(files), len(files))
     return {file: place for place, file in enumerate(drawn_files)}

@@ -59,7 +59,7 @@ def attend_on(
     annotated: Any = "needed" if cell.exchange in ("local", "push") else cell.exchange
     sharding = cp.Sharding(mesh, {"x": 1}, cp.DocumentIds("x"), cast(Any, cell.layout), annotated, max_logits=True)
     plan = plan_batch(rows, sharding.world_size, cell.layout, cell.mask)
-    active = ActivePlan(sharding, plan, device or torch.device("cpu"), Handed(sharding, plan))
+    active = ActivePlan(Handed(sharding, plan), device or torch.device("cpu"))
     inputs = [active.tensor(key) for key in site_inputs(cell.mask, cell.exchange)]
     exchange, heads = ranks_of(cell.exchange, cell.heads, cell.dims, sharding)
     name = f"cell of {cell.heads} heads"  # cells that only differ in heads have equal annotations

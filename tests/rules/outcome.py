@@ -78,7 +78,7 @@ def outcome(sample: Sample, claims: Claims, ranks: int = 2, sized: bool = False)
         state = rewrite_sites(replace(state, locality=found))
 
         def on_rank() -> Results:
-            plan = ActivePlan(state.sharding, cuts.plan, state.device, Handed(state.sharding, cuts.plan))
+            plan = ActivePlan(Handed(state.sharding, cuts.plan), state.device)
             inputs, tables = program.inputs(rank()), [plan.tensor(key) for key in state.inputs]
             return run(program.gm, inputs, lambda out, i: _local(weights(expected.outs[i], i), axes[i], out), tables)
 

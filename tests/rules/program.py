@@ -181,9 +181,7 @@ class Program:
             if operand.dim is not None
         ]
         tokens = TokenAxis({node: x.name for node, x in self.operands.items()}, tuple(inputs), ())
-        plan = ActivePlan(
-            sharding, self.cuts.plan, torch.device("cpu"), Handed(sharding, self.cuts.plan, tokens=sharding.tokens)
-        )
+        plan = ActivePlan(Handed(sharding, self.cuts.plan, tokens=sharding.tokens), torch.device("cpu"))
         none: Any = None
         return State(self.gm, sharding, tokens, torch.device("cpu"), plan, none)
 
