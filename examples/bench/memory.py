@@ -4,12 +4,13 @@
         llama-1.1b:131072:checkpointed,tile,wrapped llama-1.1b:131072:checkpointed,tile
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
-(checkpoints there), `host-weights` and `wrapped` (in a module that returns the loss alone). Each is a Llama or a
-Qwen3-MoE of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed
-documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. Gradients
-of the first step are compared with those of the model's first setting with as many tokens: the relative norm of the
-difference, over all weights and of the worst one. A setting that is given twice shows how far two runs are apart. A
-setting that runs out of memory says so; put it last.
+(checkpoints there), `host-weights`, `wrapped` (in a module that returns the loss alone) and `deterministic` (sums in a
+fixed order, so that equal computations give equal gradients). Each is a Llama or a Qwen3-MoE of transformers,
+unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed documents. Peaks are those of
+the fullest rank, seconds those of the median step behind the first. Gradients of the first step are compared with
+those of the model's first setting with as many tokens, as deterministic: the relative norm of the difference, over all
+weights and of the worst one. A setting that is given twice shows how far two runs are apart. A setting that runs out of
+memory says so; put it last.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabu
     "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
     "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
-OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped")
+OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped", "deterministic")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,13 @@ class Setting:
         return cls(text, model, int(tokens), chosen)
 
     @property
-    def of(self) -> tuple[str, int]:
+    def of(self) -> tuple[str, int, bool]:
         """What settings that are compared have in common."""
-        return self.model, self.tokens
+        return self.model, self.tokens, self.deterministic
+
+    @property
+    def deterministic(self) -> bool:
+        return "deterministic" in self.options
 
     @property
     def offload(self) -> tuple[Any, ...]:
@@ -160,7 +165,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-Kept = dict[tuple[str, int], list[Tensor]]
+Kept = dict[tuple[str, int, bool], list[Tensor]]
 """Gradients of this rank's parts of the weights, on the host, of the first setting of a model and its tokens."""
 
 
@@ -186,7 +191,12 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept
     device = torch.device(mesh.device_type)
     before = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0  # what earlier settings left
     tile = "auto" if "tile" in setting.options else None
-    sharding = cp.Sharding(mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile)
+    torch.use_deterministic_algorithms(setting.deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, and changes no result
+    sharding = cp.Sharding(
+        mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile,
+        deterministic=setting.deterministic,
+    )  # fmt: skip
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
     model = cp.parallelize(make_model(setting), mesh, sharding, mp_policy=half, offload=setting.offload)
     fill(model, setting, torch.device("cpu") if "host-weights" in setting.options else device)
