@@ -29,6 +29,7 @@ test-slow: $(VENV)/.installed  ## trainers, every rule on processes, drawn cases
 sweep: $(VENV)/.installed  ## every test and case that needs no GPU, every model of transformers: hours of a core
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m 'not gpu'
 	$(BIN)/python -m tests.sweep --workers $(WORKERS) --deadline 7200
+	$(BIN)/python -m tests.sweep --trainer --workers $(WORKERS) --out called.jsonl
 
 test-gpu: ## on a machine with GPUs, in the environment that is active there
 	$(PYTHON) -m pytest -m gpu

@@ -1,12 +1,9 @@
-"""Trainers' batches beside `model(batch)` on one process, loss and all gradients: what a model is called with, of every
-class that `tests.sweep` tries; and all of it, on two ranks.
+"""Trainers' batches on two ranks beside `model(batch)` on one process, loss and all gradients. `tests/sweep/trainer.py`
+has what a model is called with, of every class.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import cp_rewrite as cp
-from cp_rewrite.diagnose.check import difference, floor_of
 from cp_rewrite.integrations.forward import GlobalForward, Switch
 from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
 from tests.sweep.configs import class_of, small_config
-from tests.sweep.table import DOCS, verdicts
 
-from .runs import TOKENS, sharding_of
+from .runs import sharding_of
 
 PAD = 0
 NAMES = {
@@ -90,50 +84,6 @@ def on_ranks(mesh: DeviceMesh, names: list[str], kind: str) -> dict[str, Any]:
             torch.distributed.all_reduce(grad, group=mesh.get_group())
         found[name] = loss, {key: (grad / mesh.size()).numpy() for key, grad in grads.items()}
     return found
-
-
-class Plain(GlobalForward):
-    """Calls the model as it is with what a rank of one gets."""
-
-    def compile(self, call: Callable[..., Any], sharding: cp.Sharding, loss_only: bool) -> Callable[..., Any]:
-        return call
-
-
-def batch_for(name: str, kind: str) -> dict[str, Tensor]:
-    """A batch of the kind, with labels of the class's head."""
-    batch = batch_of(kind)
-    if name.endswith("TokenClassification"):
-        batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], batch["labels"] % 2)
-    elif name.endswith("SequenceClassification"):
-        last = (batch["input_ids"] != PAD).sum(1, keepdim=True) - 1
-        batch["input_ids"].scatter_(1, last, 2)  # the end, at which T5 and BART pool
-        batch["labels"] = torch.tensor([1, 0])
-    if "decoder_input_ids" in inspect.signature(class_of(name).forward).parameters:
-        batch["decoder_input_ids"] = batch["input_ids"].roll(1, 1)
-    return batch
-
-
-CLASSES = [name for name in verdicts(DOCS.read_text()) if not name.endswith("Model") or "LMHead" in name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), itertools.product(CLASSES, ("whole", "padded", "packed")))
-def test_a_model_is_called_as_the_trainer_calls_it(name: str, kind: str) -> None:
-    """Its mask and its positions say what they said; what is made beside them changes nothing."""
-    batch = batch_for(name, kind)
-    try:
-        loss, grads = step(model_of(name), batch)
-    except Exception as error:
-        pytest.skip(f"the plain model does not take this batch: {error}")
-    model, tokens = model_of(name), TOKENS | {name: 1 for name in batch if name == "decoder_input_ids"}
-    sharding = cp.Sharding(1, tokens, cp.PositionIds("position_ids"), inner="eager")
-    Plain(model, sharding, Switch(on=True, loss_only=True)).install()
-    found, ours = step(model, batch)
-    assert found == pytest.approx(loss, rel=1e-6)
-    assert ours.keys() == grads.keys()
-    floor = floor_of(grads.values())
-    for key, grad in grads.items():
-        assert grad.isnan().any() or difference(ours[key], grad, floor) <= 1e-4, key
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tries many models of `transformers`; each outcome is a JSON line.
 
 python -m tests.sweep --models LlamaForCausalLM,BertForMaskedLM --workers 2 --deadline 500 --out outcomes.jsonl
+python -m tests.sweep --trainer --workers 32   # what the Trainer calls each class with, beside the caller's batch
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ import torch
 from .cases import all_cases
 from .processes import sweep
 from .table import write
-from .trial import Outcome
+from .trainer import TrainerTrial
+from .trial import Outcome, Trial
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help="names of classes, or kinds as in causal, encoder; default: all")
-    parser.add_argument("--workers", type=int, default=2, help="cases at once, each on two processes")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="cases at once, on two processes each; a trainer's on one"
+    )
     parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
     parser.add_argument("--deadline", type=float, default=3600, help="seconds for all")
+    parser.add_argument("--trainer", action="store_true", help="compare the Trainer's batches with the caller's")
     parser.add_argument("--tile", type=int, help="rows of a tile, as Sharding(tile=…) has it")
     parser.add_argument("--out", type=Path, default=Path("outcomes.jsonl"))
     parser.add_argument("--write", type=Path, help="only write docs/generated/models.md from these outcomes")
@@ -56,7 +61,8 @@ def main() -> None:
         words = outcome.why[0].splitlines()[0][:150] if outcome.why else ""
         print(f"{outcome.seconds:6} {outcome.name} {outcome.verdict} {words}", flush=True)
 
-    sweep(cases, options.workers, options.limit, time.monotonic() + options.deadline, done)
+    trial = TrainerTrial if options.trainer else Trial
+    sweep(cases, options.workers, options.limit, time.monotonic() + options.deadline, done, trial)
     print(dict(counts), f"{len(cases)} cases, {len(untried)} not reached: {', '.join(untried)}")
 
 

@@ -1,4 +1,4 @@
-"""Each case in two processes of its own, so that a crash or a hang is an outcome."""
+"""Each case in processes of its own, a rank each, so that a crash or a hang is an outcome."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .cases import Case
 from .trial import Outcome, Trial
 
-RANKS = 2
-
 
 def forkserver() -> Any:
     """Forks processes off one that has imported what all need."""
@@ -35,17 +33,17 @@ def forkserver() -> Any:
 
 
 class Running:
-    """The two processes of a case."""
+    """The processes of a case, one for each rank of its trial."""
 
-    def __init__(self, context: Any, case: Case, limit_s: float) -> None:
+    def __init__(self, context: Any, trial: type[Trial], case: Case, limit_s: float) -> None:
         self.case, self.limit_s, self.started = case, limit_s, time.monotonic()
         self.alone: float | None = None  # when rank 0 ended
         self.folder = tempfile.TemporaryDirectory()
         path = Path(self.folder.name)
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds tests/
             self.processes = [
-                context.Process(target=serve, args=(case, rank, str(path), limit_s), daemon=True)
-                for rank in range(RANKS)
+                context.Process(target=serve, args=(trial, case, rank, str(path), limit_s), daemon=True)
+                for rank in range(trial.ranks)
             ]
             for process in self.processes:
                 process.start()
@@ -54,16 +52,16 @@ class Running:
         """None: not over yet."""
         path = Path(self.folder.name)
         over = time.monotonic() - self.started > self.limit_s
-        results = [path / f"out{rank}" for rank in range(RANKS)]
+        results = [path / f"out{rank}" for rank in range(len(self.processes))]
         ended = [not process.is_alive() for process in self.processes]
         found = [Outcome(**json.loads(file.read_text())) if file.exists() else None for file in results]
         first = found[0]
-        waits = first is not None and first.verdict in ("right", "different", "crashed") and not ended[1]
+        waits = first is not None and first.verdict in ("right", "different", "crashed") and not all(ended[1:])
         if waits and self.alone is None:
             self.alone = time.monotonic()
         alone = 0.0 if self.alone is None else time.monotonic() - self.alone
         if first is not None and (not waits or over or alone > 20):
-            return self.close(self.joined(first, found[1]))
+            return self.close(self.joined(first, found[1:]))
         if all(ended) or over:
             verdict = "hung" if over else "crashed"
             codes = [process.exitcode for process in self.processes]
@@ -73,10 +71,11 @@ class Running:
         return None
 
     @staticmethod
-    def joined(first: Outcome, second: Outcome | None) -> Outcome:
-        """Rank 0's, or rank 1's where that is worse."""
-        if first.verdict == "right" and (second is None or second.verdict != "right"):
-            return second or replace(first, verdict="crashed", why=["rank 1 ended without a word"])
+    def joined(first: Outcome, others: Sequence[Outcome | None]) -> Outcome:
+        """Rank 0's, or another's where that is worse."""
+        for rank, other in enumerate(others, 1):
+            if first.verdict == "right" and (other is None or other.verdict != "right"):
+                return other or replace(first, verdict="crashed", why=[f"rank {rank} ended without a word"])
         return first
 
     def close(self, outcome: Outcome) -> Outcome:
@@ -87,7 +86,7 @@ class Running:
         return replace(outcome, seconds=round(time.monotonic() - self.started, 1))
 
 
-def serve(case: Case, rank: int, folder: str, limit_s: float) -> None:
+def serve(trial: type[Trial], case: Case, rank: int, folder: str, limit_s: float) -> None:
     """A rank's process: what it is at goes into files of `folder`, at last what became of it."""
     torch.set_num_threads(1)
     path = Path(folder)
@@ -98,44 +97,40 @@ def serve(case: Case, rank: int, folder: str, limit_s: float) -> None:
     @functools.cache
     def mesh() -> DeviceMesh:
         method, timeout = f"file://{path / 'store'}", timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS, timeout=timeout)
-        return DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("cp",))
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=trial.ranks, timeout=timeout)
+        return DeviceMesh("cpu", list(range(trial.ranks)), mesh_dim_names=("cp",))
 
     def stage(word: str) -> None:
         (path / f"stage{rank}.txt").write_text(word)
 
-    outcome = Trial(case, rank, mesh, stage).run()
+    outcome = trial(case, rank, mesh, stage).run()
     (path / f"new{rank}").write_text(json.dumps(asdict(outcome)))
     (path / f"new{rank}").rename(path / f"out{rank}")
     os._exit(0)  # not by way of the group's destructors
 
 
-def next_try(case: Case, outcome: Outcome) -> list[Case]:
-    """A case that is not right, with a loss outside of the model; one that drops layers or draws experts in training,
-    which torch can't capture or we refuse, out of it."""
-    draws = any(why.startswith(("DROPOUT", "Unsupported: Data-dependent branching")) for why in outcome.why)
-    if draws and case.training:
-        return [replace(case, training=False)]
-    if outcome.verdict != "right" and case.own_loss and case.head != "sequence":
-        return [replace(case, own_loss=False)]
-    return []
-
-
-def sweep(cases: Sequence[Case], workers: int, limit_s: float, ends: float, done: Callable[[Outcome], None]) -> None:
+def sweep(
+    cases: Sequence[Case],
+    workers: int,
+    limit_s: float,
+    ends: float,
+    done: Callable[[Outcome], None],
+    trial: type[Trial] = Trial,
+) -> None:
     """Try all, `workers` at a time, until the clock says `ends`; each outcome is given to `done`.
 
-    A model that is not right is tried in other ways (`next_try`).
+    A model that is not right is tried in other ways (`Trial.next_try`), where the trial has some.
     """
     context, left, running = forkserver(), [*reversed(cases)], list[Running]()
     while (left or running) and time.monotonic() < ends:
         while left and len(running) < workers:
-            running.append(Running(context, left.pop(), limit_s))
-        for trial in list(running):
-            outcome = trial.outcome()
+            running.append(Running(context, trial, left.pop(), limit_s))
+        for one in list(running):
+            outcome = one.outcome()
             if outcome is not None:
-                running.remove(trial)
+                running.remove(one)
                 done(outcome)
-                left += next_try(trial.case, outcome)
+                left += trial.next_try(one.case, outcome)
         time.sleep(0.05)
-    for trial in running:
-        trial.close(Outcome(**asdict(trial.case)))
+    for one in running:
+        one.close(Outcome(**asdict(one.case)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,39 @@ def test_a_small_model_has_every_kind_of_layer(name: str, kinds: set[str]) -> No
     model = build(Case(name, "causal")).model
     assert {*kinds_of(model)} == kinds
     assert not absent_from(model)
+
+
+@pytest.mark.parametrize("name", random.Random(amount.seed() + 1).sample([*SAID], amount.FEW))
+def test_a_trainer_calls_a_drawn_class_with_what_the_caller_says(name: str) -> None:
+    pytest.importorskip("transformers")
+    from .trainer import KINDS
+
+    outcome = called_by_trainer(name)
+    assert [*outcome.batches] == [*KINDS]
+    assert outcome.verdict in ("right", "refused", "unbuilt"), outcome.why
+
+
+def test_a_lost_mask_shows_in_what_a_trainer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' auxiliary loss then counts padding: the comparison sees it in padded rows, and nowhere else."""
+    pytest.importorskip("transformers")
+    from .trainer import Plain
+
+    def without_mask(self: Plain, call: Callable[..., Any], *_: object) -> Callable[..., Any]:
+        return lambda **local: call(**{name: x for name, x in local.items() if name != "attention_mask"})
+
+    assert called_by_trainer("MixtralForCausalLM").batches == dict.fromkeys(("packed", "whole", "padded"), "right")
+    monkeypatch.setattr(Plain, "compile", without_mask)
+    outcome = called_by_trainer("MixtralForCausalLM")
+    assert outcome.batches == {"packed": "right", "whole": "right", "padded": "different"}
+    assert outcome.verdict == "different"
+
+
+def called_by_trainer(name: str) -> Outcome:
+    from .cases import all_cases
+    from .trainer import TrainerTrial
+
+    (case,) = (case for case in all_cases() if case.name == name)
+    return TrainerTrial(case, 0, lambda: pytest.fail("no ranks"), lambda _: None).run()
 
 
 @pytest.mark.slow

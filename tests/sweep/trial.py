@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Outcome:
         noise: of that gradient on one process, between fp32 and fp64.
         tile: rows of a tile, where there are tiles. tiled: regions that ran tile by tile.
         layers: the kinds of layers that it has. absent: those of the model's file that it has none of.
+        batches: of a trainer: kind of batch -> verdict.
     """
 
     name: str
@@ -60,10 +61,13 @@ class Outcome:
     tile: int | None = None
     tiled: int = 0
     seconds: float = 0.0
+    batches: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Trial:
     """What a rank does for a case. `stage` is told what it is at."""
+
+    ranks = 2
 
     def __init__(self, case: Case, rank: int, mesh_of: Callable[[], DeviceMesh], stage: Callable[[str], None]) -> None:
         self.case, self.rank, self.mesh_of, self.stage = case, rank, mesh_of, stage
@@ -163,6 +167,17 @@ class Trial:
         self.compared((loss, total), grads, sharded, dict.fromkeys(grads, 0.0))
         out.fp64, out.why = True, why if out.verdict == "different" else []
         return out
+
+    @staticmethod
+    def next_try(case: Case, outcome: Outcome) -> list[Case]:
+        """A case that is not right, with a loss outside of the model; one that drops layers or draws experts in
+        training, which torch can't capture or we refuse, out of it."""
+        draws = any(why.startswith(("DROPOUT", "Unsupported: Data-dependent branching")) for why in outcome.why)
+        if draws and case.training:
+            return [replace(case, training=False)]
+        if outcome.verdict != "right" and case.own_loss and case.head != "sequence":
+            return [replace(case, own_loss=False)]
+        return []
 
     def refused(self, refusals: Any, prefix: str = "") -> Outcome:
         self.outcome.verdict = "refused"
