@@ -4,6 +4,7 @@ gives each document a power of two of ranks, on the same documents.
     python examples/bench/plan_table.py                                # the table, some minutes
     python examples/bench/plan_table.py --json before.json             # in a checkout of another commit
     python examples/bench/plan_table.py --before before.json --write   # both, into docs/generated/plans.md
+    python examples/bench/plan_table.py --short --before before.json --write   # its last table: short rows, 8 ranks
 
 The other schedule is the one that Megatron-LM publishes for its dynamic context parallelism: a document of L tokens
 goes to 2^⌈log2(L / tokens of a rank)⌉ ranks side by side and costs L² over them. The dearest go first, each to ranks
@@ -36,6 +37,8 @@ from cp_rewrite.planning.plan import Plan, plan
 
 LOCAL, NODE = 8192, 8
 RANKS = (8, 16, 64, 256, 512)
+SHORT, PACKS = (128, 256, 512, 1024, 2048, 4096, 8192), 8
+"""Tokens of a rank, and packs of each mix."""
 MOST_SECONDS = 120
 """What takes longer is not waited for."""
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "generated" / "plans.md"
@@ -108,11 +111,12 @@ def measured(lengths: list[int], ranks: int, node: int | None) -> Cell:
     p = plan(lengths, ranks, ranks_per_node=node)
     work, every = p.load.whole_tiles, float(p.recv_rows.sum())
     cell: Cell = {"imbalance": p.imbalance, "cpu": 1e3 * min(times), "rows": every / p.documents.total}
+    cell["seconds"] = p.seconds[p.exchange]
     cell["received"] = _over(every, least_received(lengths, ranks, LOCAL, work), p)
     if node is not None:
         nodes = ranks // node
         bound = least_received(lengths, nodes, LOCAL * node, work)
-        cell["exchange"], cell["ms"] = p.exchange, 1e3 * p.seconds[p.exchange]
+        cell["exchange"], cell["ms"] = p.exchange, 1e3 * cell["seconds"]
         cell["across"] = _over(_across(p), bound, p)
         if p.exchange.startswith("a2a+"):
             cell["imbalance"] = imbalance(p.places[node].tiles)
@@ -169,6 +173,14 @@ def measure() -> Iterator[tuple[str, Cell]]:
         yield f"{ranks} {mix}", cell
 
 
+def measure_short() -> Iterator[tuple[str, Cell]]:
+    """Rows of few tokens on 8 ranks: of each mix several packs; time to plan, and predicted seconds of attention."""
+    for local, mix in itertools.product(SHORT, ("web_mix", "prolong", "long_tail")):
+        packs = [[*draw(mix, local * NODE, seed)] for seed in range(PACKS)]
+        cells = [measured(lengths, NODE, None) for lengths in packs]
+        yield f"{local} {mix}", {key: [cell[key] for cell in cells] for key in ("imbalance", "cpu", "seconds")}
+
+
 HEAD = """# Plans of 8 to 512 ranks
 
 Written by `examples/bench/plan_table.py --write`. 8,192 tokens a rank, one row, causal, 64/8 heads of 128, H200; on one
@@ -210,6 +222,27 @@ def lines(now: dict[str, Cell], before: dict[str, Cell]) -> Iterator[str]:
         yield "| " + " | ".join(columns) + " |"
 
 
+SHORT_TITLE = "\n## Short rows\n"
+SHORT_HEAD = f"""{SHORT_TITLE}
+Written by `examples/bench/plan_table.py --short --write`. 8 ranks, 8 packs of each mix; a row of tiles is 128 tokens.
+*Before → now*: before 512 tokens a rank were shared out by halves alone and fewer than 4,096 in one variant more, and
+now. *imbalance*, *ms*: the median; *predicted*: seconds of a layer's attention now over those before, mean and largest.
+
+| tokens a rank | mix | imbalance | ms | predicted |
+|---|---|---|---|---|
+"""
+
+
+def short_lines(now: dict[str, Cell], before: dict[str, Cell]) -> Iterator[str]:
+    for key, cell in now.items():
+        local, mix = key.split(" ")
+        both = [before[key], cell] if key in before else [cell]
+        uneven = " → ".join(f"{np.median(x['imbalance']):.3f}" for x in both)
+        times = " → ".join(f"{np.median(x['cpu']):.0f}" for x in both)
+        ratios = np.divide(cell["seconds"], both[0]["seconds"])
+        yield f"| {local} | {mix} | {uneven} | {times} | {ratios.mean():.3f}, {ratios.max():.3f} |"
+
+
 def _times(value: float | None, rows: float | None = None) -> str:
     return f"{value:.2f} ×" if value is not None else "–" if rows is None else f"– ({rows:.1%})"
 
@@ -219,14 +252,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     parser.add_argument("--before", type=Path, help="such a file, of another commit")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--short", action="store_true", help="only the table of short rows")
     args = parser.parse_args()
-    now = dict(measure())
+    now = dict(measure_short() if args.short else measure())
+    before = json.loads(args.before.read_text()) if args.before else {}
     if args.json:
         args.json.write_text(json.dumps(now))
-    text = HEAD + "\n".join(lines(now, json.loads(args.before.read_text()) if args.before else {})) + "\n"
+    head, rows = (SHORT_HEAD, short_lines) if args.short else (HEAD, lines)
+    text = head + "\n".join(rows(now, before)) + "\n"
     print(text)
     if args.write:
-        PAGE.write_text(text)
+        long, title, short = PAGE.read_text().partition(SHORT_TITLE)
+        PAGE.write_text(long + text if args.short else text + title + short)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.planning.layouts import balanced as layouts
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.options import LayoutOptions
 from cp_rewrite.planning.layouts.simple import (
@@ -20,6 +21,7 @@ from cp_rewrite.planning.layouts.simple import (
 )
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.names import LAYOUTS
+from cp_rewrite.planning.plan import plan
 from tests.helpers.amount import drawn
 from tests.helpers.packs import batches, grown, masks
 
@@ -222,3 +224,19 @@ def test_bad_arguments_name_the_choices():
         order_of([4], 2, "zigzag")
     with pytest.raises(ValueError, match="world_size must be >= 1"):
         order_of([4], 0, "contiguous")
+
+
+def test_short_rows_lose_nothing_by_fewer_trials(monkeypatch: pytest.MonkeyPatch):
+    def seconds() -> float:
+        rng, found = np.random.default_rng(7), 0.0
+        for local in (130, 400, 700, 1024, 2048):
+            for ranks in (2, 5, 8):
+                lengths = rng.integers(1, local * ranks // 3, 200).cumsum()
+                kept = np.diff(lengths[lengths < local * ranks], prepend=0, append=local * ranks)
+                found += min(plan(kept.tolist(), ranks, heads=(64, 8)).seconds.values())
+        return found
+
+    fast = seconds()
+    monkeypatch.setattr(layouts, "SHORT", 0)
+    monkeypatch.setattr(layouts, "LONG", 0)
+    assert fast <= 1.02 * seconds()

@@ -167,6 +167,10 @@ FEW = 4
 """Documents per rank."""
 FEW_RANKS, FEW_SLICES = 8, 512
 """Up to so many ranks are filled one after another, in variants; more, and more slices, are shared out by halves."""
+SHORT, LONG = 512, 4096
+"""Tokens of a rank. Up to the first, rows are shared out by halves alone; below the second, in one variant too. A row of
+tiles is much of a rank's work there: no variant balances, so all would be tried."""
+FOR_SHORT = Variant(slack=0.012)
 MOST_RUNS = 1 << 17
 """Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
@@ -319,23 +323,32 @@ def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candida
 
     Over several nodes all are made: what crosses links depends on where a few cuts happen to fall.
     """
-    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES:
+    one_node = judge.node_size == len(quotas)
+    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES or (one_node and quotas[0] <= SHORT):
         return _best_by_halves(slices, quotas, judge)
+    if one_node and quotas[0] < LONG:
+        variant = replace(FOR_SHORT, unit=judge.options.chunk_size)
+        filled = _share_out_repeatedly(slices, quotas, judge.mask, len(quotas), variant)
+        halved = _best_by_halves(slices, quotas, judge)
+        return min(halved, _weigh_shares(filled, judge), key=lambda c: c.seconds)
     best: Candidate | None = None
     halves_first = _can_halve(quotas, judge.node_size) and _too_big(slices, quotas) > 1
     few = len(slices) <= FEW * len(quotas)
-    least = 1 + halves_first + few if judge.node_size == len(quotas) else len(VARIANTS)
+    least = 1 + halves_first + few if one_node else len(VARIANTS)
     for tried, ranks in enumerate(_trials(slices, quotas, judge, halves_first), 1):
-        candidate = judge.weigh(_to_order(*_owned(ranks), len(quotas), judge.documents.total))
+        candidate = _weigh_shares(ranks, judge)
         best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
         if tried >= least and not best.unbalanced and not best.crowded:
             break
     assert best is not None
     whole = share_out_whole(slices, quotas) if best.lost > LOST else None
     if whole is not None:
-        order = _to_order(*_owned(whole), len(quotas), judge.documents.total)
-        best = min(best, judge.weigh(order), key=lambda c: c[:3])
+        best = min(best, _weigh_shares(whole, judge), key=lambda c: c[:3])
     return best
+
+
+def _weigh_shares(ranks: list[Slices], judge: Judge) -> Candidate:
+    return judge.weigh(_to_order(*_owned(ranks), len(ranks), judge.documents.total))
 
 
 def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
