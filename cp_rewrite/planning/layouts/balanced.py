@@ -168,7 +168,7 @@ FEW = 4
 FEW_RANKS, FEW_SLICES = 8, 512
 """Up to so many ranks are filled one after another, in variants; more, and more slices, are shared out by halves."""
 SHORT, LONG = 512, 4096
-"""Tokens of a rank. Up to the first, rows are shared out by halves alone; below the second, in one variant too. A row of
+"""Tokens of a rank. Up to the first, rows are shared out by halves alone; below the second, in a variant too. A row of
 tiles is much of a rank's work there: no variant balances, so all would be tried."""
 FOR_SHORT = Variant(slack=0.012)
 MOST_RUNS = 1 << 17
