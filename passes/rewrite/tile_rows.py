@@ -31,6 +31,7 @@ from cp_rewrite.passes.graph.nodes import (
     is_function,
     needs_gradient,
     nested_graphs,
+    op_name,
     outputs_of,
     region_call,
     region_calls,
@@ -274,10 +275,19 @@ def tile_rows(state: State) -> State:
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
     if mode is not None and extents is not None and isinstance(extents.batch, int):
+        for module in graph_modules(gm):
+            _erase_unread_sizes(module.graph)
         found = Rowwise(state, gm, extents, mode)
         state = replace(state, left_out=leave_out(found, state) if leaves else ())
         _tile_graph(found, state, region_calls(gm))
     return state
+
+
+def _erase_unread_sizes(graph: fx.Graph) -> None:
+    """Erase sizes that nothing reads: a tensor that is asked for them would be a result of its region."""
+    for node in reversed([*graph.nodes]):
+        if op_name(node) in ("size", "getitem") and not node.users and not isinstance(value_of(node), Tensor):
+            graph.erase_node(node)
 
 
 def _has_loops(gm: fx.GraphModule) -> bool:

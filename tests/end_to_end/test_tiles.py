@@ -163,6 +163,17 @@ class InCheckpoint(PackedModel):
         return h + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class SizesAsked(InCheckpoint):
+    """Products that ask for their operand's sizes, as GPT-2's do: who asks reads no row."""
+
+    def block(self, h: Tensor) -> Tensor:
+        return h + self.product(self.product(F.layer_norm(h, h.shape[-1:]), self.up).tanh(), self.down)
+
+    def product(self, x: Tensor, weights: nn.Linear) -> Tensor:
+        sizes = (*x.size()[:-1], weights.out_features)
+        return torch.addmm(weights.bias, x.view(-1, x.size(-1)), weights.weight.t()).view(sizes)
+
+
 class CheckpointedAutocast(InCheckpoint):
     """What is open around a checkpoint is open in its tiles."""
 
@@ -195,12 +206,13 @@ MODELS = [
     GatedMLP,
     Autocast,
     InCheckpoint,
+    SizesAsked,
     CheckpointedAutocast,
     CheckpointedLoss,
 ]
 
 
-QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants, InCheckpoint]
+QUICK = [Mean, ZLoss, Chunks, GatedMLP, HeadsApart, Constants, InCheckpoint, SizesAsked]
 
 
 @pytest.mark.shared
