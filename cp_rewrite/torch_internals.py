@@ -47,7 +47,7 @@ from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy import functions as sympy_functions
-from torch.utils._sympy.functions import Max, Min
+from torch.utils._sympy.functions import Max, Min, Mod, PythonMod
 from torch.utils._sympy.printers import CppPrinter, PythonPrinter
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
@@ -634,16 +634,33 @@ def ones_open(env: Any) -> Generator[None]:
 
 
 def _of_one(env: Any, relation: Any) -> Any:
-    """What a comparison that tells 1 from more is for more, of a size that is 1 in the example; None of others."""
+    """What a comparison that tells 1 from more is for more, of a size n that is 1 in the example; None of others.
+
+    n == 1, n < 2               of a size
+    24 * n == 24                of strides
+    1 % n == 0                  of a dim that is 1, when dims are joined
+    """
     if not isinstance(relation, Relational) or not relation.free_symbols:
         return None
     size, number = (relation.lhs, relation.rhs) if relation.rhs.is_Integer else (relation.rhs, relation.lhs)
-    if number not in (1, 2) or in_example(env, size) != 1:
+    if number == 0 and isinstance(size, Mod | PythonMod) and isinstance(relation, sympy.Ne | sympy.Eq):
+        joined, length = size.args
+        few = isinstance(joined, sympy.Integer) and in_example(env, length) == joined and _divides(joined, length)
+        return isinstance(relation, sympy.Ne) if few else None
+    if not isinstance(number, sympy.Integer) or number < 1:
+        return None
+    times = sympy.S.One if number == 2 and in_example(env, size) == 1 else number
+    if in_example(env, size) != times or not _divides(times, size):
         return None
     of_one, of_more = (
-        relation.func(*(n if x == size else x for x in relation.args)) for n in (sympy.S.One, sympy.Integer(3))
+        relation.func(*(n if x == size else x for x in relation.args)) for n in (times, sympy.Integer(3) * times)
     )
     return of_more if of_one != of_more else None
+
+
+def _divides(number: Any, size: Any) -> bool:
+    """Whether a size is a whole number of times a number, whatever its symbols are."""
+    return all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
 
 
 _SYMBOLS = tuple(

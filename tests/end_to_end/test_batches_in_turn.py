@@ -122,3 +122,26 @@ def test_batches_in_turn_are_right(name: str, rows: str) -> None:
     sharding = cp.Sharding(2 + place % 2, TOKENS, cp.DocumentIds("doc_ids"), layout)
     for report in check_all(Mixed(name).double(), sharding, BATCHES[rows]):
         assert report.largest <= 1e-7, str(report)
+
+
+def of_the_last(m: Any, h: Tensor, b: Batch) -> Tensor:
+    return h + F.pad(m.out(h[:, :-20]), (0, 0, 0, 20))
+
+
+def in_another_dtype(m: Any, h: Tensor, b: Batch) -> Tensor:
+    return torch.cat([m.norm(m.out(c)).to(torch.float64) for c in h.split(8, 1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("mix", "rows", "lengths"),
+    [(of_the_last, 1, (22, 21)), pytest.param(in_another_dtype, 2, (24, 33, 17), marks=pytest.mark.slow)],
+)
+def test_a_part_of_one_token_comes_later(mix: Mix, rows: int, lengths: Sequence[int]) -> None:
+    """torch joins the dims of a part of one token as of any other."""
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
+    batches = [pack(*[[5, n - 5]] * rows) for n in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIXES, "one token", mix)
+        for report in check_all(Mixed("one token").double(), sharding, batches):
+            assert report.largest <= 1e-7, str(report)
