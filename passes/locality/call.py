@@ -165,7 +165,10 @@ COUNT_HINT = (
     "torch.ones(T).sum()"
 )
 _BEFORE = "make it from the global row, before the batch is cut, and name it in tokens"
-_SCAN = "a scan over tokens (linear attention, a state-space model, a recurrence) can't be sharded here"
+_WHOLE = (
+    "pad rows to whole chunks where the batch is made, and leave this out; a scan over chunks (linear attention, a "
+    "state-space model) can't be sharded here"
+)
 _CHUNKS = (
     "a loop over chunks runs on all tokens where it treats each of them alike, and only adds up their sums "
     "(`total = total + x`) or joins their rows in order (`torch.cat`)"
@@ -174,7 +177,7 @@ _ADVICE = {
     "convolution": "a convolution over tokens reads those beside each, which other ranks may hold: it can't be sharded "
     "here",
     "pool": "pooling over tokens reads those beside each, which other ranks may hold: it can't be sharded here",
-    "chunks": _SCAN,
+    "chunks": _WHOLE,
     "pads": "a shift over tokens reads some that another rank may hold: shift by a fixed number, with resolve=True",
     "cumsum cumprod cummax cummin logcumsumexp": "a running sum over tokens needs those before each, which other ranks "
     "may hold",

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration
 
 import cp_rewrite as cp
 from tests.border.model import HEADS, TOKENS, WIDTH, Batch, Model, document_mask, pack
@@ -152,7 +153,7 @@ for made in (flash_attn_rows, selective_scan):
             lambda m, h, b: (
                 F.pad(h, (0, 0, 0, -h.shape[1] % 4)).unflatten(1, (-1, 4)).cumsum(2).flatten(1, 2)[:, : h.shape[1]]
             ),
-            "a scan over tokens (linear attention",
+            "pad rows to whole chunks where the batch is made",
         ),
         (lambda m, h, b: F.conv1d(h.mT, torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH).mT, "a convolution over"),
         (lambda m, h, b: F.avg_pool1d(h.mT, 3, 1, 1).mT, "pooling over tokens"),
@@ -173,3 +174,17 @@ def test_shift_of_labels_is_offered_where_labels_are_shifted() -> None:
 
     (found,) = refusals(Model(shifts), sharding=UNRESOLVED)
     assert "shift_labels=True" in found.detail
+
+
+@pytest.mark.parametrize("packing", [cp.PaddingMask("attention_mask"), cp.WholeRows()])
+def test_padded_rows_of_encoder_and_decoder_name_the_mask_that_the_annotation_does_not(packing: Any) -> None:
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=16)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=32)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads, use_cache=False, forced_eos_token_id=None))
+    ids, mask = torch.randint(4, 16, (2, 13)), (torch.arange(13) < torch.tensor([[13], [9]])).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "decoder_input_ids": ids}
+    batch["decoder_attention_mask"] = mask.clone()
+    found = refusals(model.eval(), batch, cp.Sharding(2, dict.fromkeys(batch, 1), packing))
+    assert {r.reason for r in found} == {cp.Reason.MASK_WRONG_SOURCE}, found
+    assert any("the mask reads 'decoder_attention_mask'" in r.detail for r in found), found
