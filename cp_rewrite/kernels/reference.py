@@ -79,10 +79,6 @@ def max_logits(q_RHD: Tensor, k_EHD: Tensor, tables: Tables, params: Params) -> 
     return found
 
 
-_SUMMED = 512
-"""Rows that `sum_rows` copies at a time."""
-
-
 def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     """(n, C) in fp32 (fp64 for fp64): row i is the sum of x_EC at rows[2 i] and rows[2 i + 1], where these are not
     negative, and at rows[ptr[i]:ptr[i + 1]], in that order."""
@@ -93,10 +89,7 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     others = torch.repeat_interleave(each, ptr.diff())
     target = torch.cat([each.repeat_interleave(2)[there], others])
     source = torch.cat([rows[: 2 * n][there], rows[2 * n : 2 * n + others.numel()]])
-    found = torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device)
-    for to, of in zip(target.split(_SUMMED), source.split(_SUMMED), strict=True):
-        found.index_add_(0, to, x_EC[of].to(acc))
-    return found
+    return torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device).index_add_(0, target, x_EC[source].to(acc))
 
 
 def _blocks(tables: Tables, heads: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:

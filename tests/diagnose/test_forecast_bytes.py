@@ -86,12 +86,20 @@ def forecast(name: str, way: str) -> int:
     return memory.peak - memory.weights - memory.optimizer
 
 
-WAYS = ("plain", "wrapped", "tile+checkpointed", "tile+checkpointed+wrapped")
-CASES = [(name, way) for name in ("llama", "qwen3_moe", "gemma2", "mixtral", "phi3", "olmo2") for way in WAYS]
+def too_low(name: str, way: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of key heads for all query heads, whose gradients gloo returns in copies that no forecast counts."""
+    return (pytest.mark.xfail(raises=AssertionError, strict=True),) if name == "gpt2" and "tile" in way else ()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), [*CASES, ("gpt2", "plain"), ("gpt2", "wrapped")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=too_low(name, way))
+        for name in ("llama", "gpt2", "qwen3_moe", "gemma2", "mixtral", "phi3", "olmo2")
+        for way in ("plain", "wrapped", "tile+checkpointed", "tile+checkpointed+wrapped")
+    ],
+)
 def test_a_step_takes_what_is_foretold(pool: Pool, name: str, way: str) -> None:
     """Of unmodified models, which return logits, and of those that return the loss alone."""
     taken, foretold = max(pool.run(2, measured, name, way)), forecast(name, way)
