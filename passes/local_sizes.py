@@ -23,7 +23,7 @@ from cp_rewrite.torch_internals import expression, fake_mode_of
 from .capture.encoders import encoded_arguments, encoded_examples
 from .graph.dynamo import inner_mode
 from .graph.new_nodes import OtherSizes, give_sizes
-from .graph.nodes import graph_modules
+from .graph.nodes import erase_unread_numbers, graph_modules
 from .graph.tokens import LOCAL
 from .values.state import State
 
@@ -39,21 +39,13 @@ def give_local_sizes(gm: fx.GraphModule) -> None:
     mode, sizes = fake_mode_of(gm.graph.nodes), _local_symbols(gm)
     if mode is None or not sizes:
         return
-    _erase_unread_numbers(gm)
+    erase_unread_numbers(gm)
     nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
     give_sizes(nodes, sizes, mode)
     inner = OtherSizes(sizes, inner_mode(mode))
     for node in nodes:
         if isinstance(given := node.meta.get("example_input"), Tensor) and inner.differs(given):
             node.meta["example_input"] = inner.made(given)
-
-
-def _erase_unread_numbers(gm: fx.GraphModule) -> None:
-    for module in graph_modules(gm):
-        for node in reversed(module.graph.nodes):
-            number = isinstance(node.meta.get("example_value"), SymInt | SymFloat | SymBool)
-            if number and not node.users and node.op in ("call_function", "call_method"):
-                module.graph.erase_node(node)
 
 
 def local_examples(gm: fx.GraphModule, given: Sequence[Any]) -> list[Any]:

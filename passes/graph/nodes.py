@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.torch_internals import (
@@ -104,6 +104,18 @@ def nested_graphs(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
 def graph_modules(root: fx.GraphModule) -> list[fx.GraphModule]:
     """A graph's module and those of its nested regions; a region comes behind those that call it."""
     return [module for module in root.modules() if isinstance(module, fx.GraphModule)]
+
+
+def erase_unread_numbers(root: fx.GraphModule) -> None:
+    """Erase numbers of sizes, and sizes that are asked for, which nothing in a graph or its nested regions reads."""
+    for module in graph_modules(root):
+        for node in reversed(module.graph.nodes):
+            if node.users or node.op not in ("call_function", "call_method"):
+                continue
+            value = value_of(node)
+            asked = op_name(node) in ("size", "getitem") and not isinstance(value, Tensor)
+            if asked or isinstance(value, SymInt | SymFloat | SymBool):
+                module.graph.erase_node(node)
 
 
 def region_calls(root: fx.GraphModule) -> dict[fx.Graph, list[fx.Node]]:

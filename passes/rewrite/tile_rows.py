@@ -27,11 +27,11 @@ from cp_rewrite.passes.capture.chunks import CHUNKS
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, maker, position_of, traced, tracing
 from cp_rewrite.passes.graph.nodes import (
     attribute_of,
+    erase_unread_numbers,
     graph_modules,
     is_function,
     needs_gradient,
     nested_graphs,
-    op_name,
     outputs_of,
     region_call,
     region_calls,
@@ -275,19 +275,11 @@ def tile_rows(state: State) -> State:
     mode = fake_mode_of(gm.graph.nodes)
     extents = None if mode is None else read_extents(state.tokens, mode.shape_env)
     if mode is not None and extents is not None and isinstance(extents.batch, int):
-        for module in graph_modules(gm):
-            _erase_unread_sizes(module.graph)
+        erase_unread_numbers(gm)  # a tensor that is asked for them would be a result of its region
         found = Rowwise(state, gm, extents, mode)
         state = replace(state, left_out=leave_out(found, state) if leaves else ())
         _tile_graph(found, state, region_calls(gm))
     return state
-
-
-def _erase_unread_sizes(graph: fx.Graph) -> None:
-    """Erase sizes that nothing reads: a tensor that is asked for them would be a result of its region."""
-    for node in reversed([*graph.nodes]):
-        if op_name(node) in ("size", "getitem") and not node.users and not isinstance(value_of(node), Tensor):
-            graph.erase_node(node)
 
 
 def _has_loops(gm: fx.GraphModule) -> bool:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,6 @@ EVERY = 20
 """Steps between checkpoints."""
 KILLS = [(37, 1, "in a batch"), (93, 0, "before a batch"), (151, 1, "behind a backward")]
 """Step, rank and moment."""
-
-
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """With gloo, torch 2.13 else finds addresses of the processes before a restart in the launcher's store."""
 
@@ -109,23 +105,15 @@ def main(folder: Path, steps: int, way: str) -> None:
     kill = KILLS[tried] if way == "kills" and tried < len(KILLS) else (-1, -1, "")
     with (folder / "log").open("a") as log:
         while run.step < steps:
-            step, start = run.step, time.perf_counter()
+            step = run.step
             loss = run.train(kill[2] if kill[:2] == (step, rank) else "")
-            line = {"step": step, "loss": loss, "seconds": time.perf_counter() - start, **held()}
             if rank == 0:
-                print(json.dumps(line), file=log, flush=True)
-            if way != "grows" and run.step % EVERY == 0:
+                print(json.dumps({"step": step, "loss": loss}), file=log, flush=True)
+            if run.step % EVERY == 0:
                 run.save()
     if run.saving is not None:
         run.saving.result()
     dist.destroy_process_group()
-
-
-def held() -> dict[str, int]:
-    """Bytes that this process has now, and graphs that were made so far."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return {"bytes": pages * resource.getpagesize(), "graphs": graphs}
 
 
 def launch(folder: Path, steps: int, way: str) -> list[dict[str, Any]]:
@@ -142,7 +130,6 @@ def launch(folder: Path, steps: int, way: str) -> list[dict[str, Any]]:
     return [*{line["step"]: line for line in lines}.values()]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_ranks_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     """Three kills in 200 steps, checkpoints that are written beside the steps, and a loader that goes on."""
     whole = launch(tmp_path / "whole", 200, "undisturbed")

@@ -170,7 +170,7 @@ FEW_RANKS, FEW_SLICES = 8, 512
 SHORT, LONG = 512, 4096
 """Tokens of a rank. Up to the first, rows are shared out by halves alone; below the second, in a variant too. A row of
 tiles is much of a rank's work there: no variant balances, so all would be tried."""
-FOR_SHORT = Variant(slack=0.012)
+FOR_SHORT = VARIANTS[3]  # most slack
 MOST_RUNS = 1 << 17
 """Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
@@ -319,7 +319,7 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
     """The best of the first few trials, or of more, until one is balanced and no rank of it crowded, and of whole
-    documents.
+    documents. Of many ranks or slices, and of short rows, see `FEW_RANKS` and `SHORT`.
 
     Over several nodes all are made: what crosses links depends on where a few cuts happen to fall.
     """
