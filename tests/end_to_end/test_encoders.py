@@ -34,8 +34,10 @@ from tests.helpers.images import (
     with_video,
 )
 from tests.helpers.pool import Pool
+from tests.helpers.versions import traces_images
 from tests.sweep.configs import class_of, small_config
 
+pytestmark = traces_images
 LIMIT = 1e-5
 BATCHES: list[list[Document]] = [
     [(3, (4, 4), 2, (2, 6), 7), (9,)],

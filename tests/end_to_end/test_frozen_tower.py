@@ -14,6 +14,7 @@ import cp_rewrite as cp
 from tests.helpers.models import SMALL, VOCAB
 from tests.helpers.packed_model import PackedModel, judge
 from tests.helpers.pool import Pool
+from tests.helpers.versions import traces_images
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 IMAGE = VOCAB - 1
@@ -59,6 +60,7 @@ def has_gradient(parameter: nn.Parameter) -> bool:
 
 
 @pytest.mark.slow
+@traces_images
 def test_a_frozen_tower_trains_as_on_one_process(pool: Pool) -> None:
     """Under FSDP: each rank encodes all images; the text's tokens are cut."""
     model = llava()

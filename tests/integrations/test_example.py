@@ -91,7 +91,7 @@ def test_a_checkpoint_trains_as_on_one_process(tmp_path: Path, monkeypatch: pyte
     ids = torch.arange(60)[None]
     torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    datasets: Any = importlib.import_module("datasets")
+    datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
     datasets.Dataset.from_dict({"text": list(example.texts(SimpleNamespace(data="texts")))}).save_to_disk("set")
     shutil.copytree("out/train_checkpoint/step-2", "stopped/step-2")
     Path("stopped/last").write_text("step-2")

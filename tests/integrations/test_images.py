@@ -18,9 +18,11 @@ from cp_rewrite.integrations.transformers import ContextParallelTrainer
 from tests.helpers.images import KINDS, Document, Step, build, kinds_of, rows, same, with_video
 from tests.helpers.one_process import gradients_of
 from tests.helpers.pool import Pool
+from tests.helpers.versions import traces_images
 
 from .runs import Run, compare, launched, on_cpu, settings_of, sharding_of, trained
 
+pytestmark = traces_images
 BATCHES: dict[str, dict[str, Tensor]] = {
     "padded": rows((3, (4, 4), 2, (2, 6), 9), (9, (2, 2), 7), pad=3),
     "whole": rows((3, (4, 4), 20), (9, (2, 6), 1, (4, 4), 10)),

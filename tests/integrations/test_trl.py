@@ -21,6 +21,7 @@ from tests.helpers.pool import Pool
 from .runs import FSDP, TOKENS, Run, compare, grid_of, launched, on_cpu, settings_of, sharding_of, trained
 
 pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("datasets", reason="datasets is not installed")
 
 LENGTHS = (13, 29, 18, 61, 7, 20, 34, 60, 31, 30, 5, 41, 2, 59, 33, 25, 17, 44, 51, 9, 11, 12)
 
