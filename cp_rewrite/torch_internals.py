@@ -301,16 +301,19 @@ def _range_by_count(call_range: Callable[..., Any]) -> Callable[..., Any]:
             start, step = (args[i].as_python_constant() if args[i].is_python_constant() else None for i in (0, 2))
             if isinstance(start, int) and isinstance(step, int) and step > 1:
                 count = int((args[1].sym_num - start + step - 1) // step)  # a guard
-                vars(args[1].sym_num.node.shape_env).setdefault("_cp_rewrite_steps", set()).add(step)
-                args = (args[0], ConstantVariable.create(start + max(count, 0) * step), args[2])
+                end = start + max(count, 0) * step
+                vars(args[1].sym_num.node.shape_env).setdefault("_cp_rewrite_ranges", set()).add(
+                    range(start, end, step)
+                )
+                args = (args[0], ConstantVariable.create(end), args[2])
         return call_range(self, tx, *args)
 
     return counted
 
 
-def steps_of(shape_env: Any) -> frozenset[int]:
-    """Steps of such ranges in what Dynamo traced under a shape environment."""
-    return frozenset(vars(shape_env).get("_cp_rewrite_steps", ()))
+def ranges_of(shape_env: Any) -> frozenset[range]:
+    """Such ranges in what Dynamo traced under a shape environment."""
+    return frozenset(vars(shape_env).get("_cp_rewrite_ranges", ()))
 
 
 BuiltinVariable.call_range = _range_by_count(BuiltinVariable.call_range)  # type: ignore[method-assign]

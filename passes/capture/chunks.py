@@ -25,6 +25,7 @@ Dynamo captures a body for each chunk. Where all of them compute alike, a copy o
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -51,7 +52,7 @@ from cp_rewrite.passes.graph.nodes import (
 )
 from cp_rewrite.passes.graph.writes import memory_of, writers_between, written_nodes
 from cp_rewrite.refusal import Reason, Refusal
-from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one, steps_of
+from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one, ranges_of
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
@@ -233,12 +234,48 @@ class Chunks:
         number = next((x for x in args if type(x) in (int, float)), None) if self._takes_number(node) else None
         if number is not None:  # another one for each chunk, as `i` of enumerate
             args = tuple(type(x) if x is number else x for x in args)
-        key = (node.op, node.target, self._pattern(args), self._pattern(node.kwargs))
+        what = self._pattern(args[:1] if _is_reshape(node) else args)  # sizes may be a chunk's own
+        key = (node.op, node.target, what, self._pattern(node.kwargs))
         self._add(node, key, parts[0].number, parts[0].sizes)
         if number is not None:
             self.numbers.setdefault(self.parts[node].key, {})[parts[0].number] = number
         if self._is_unfit(node) or (call is None and nested_graphs(node)):
             self.unfit.add(self.parts[node].key)
+
+    def shape(self, key: int) -> list[Any]:
+        """The sizes to which what a `view` or the like gives of each chunk is brought of all, -1 for tokens.
+
+        (B, 4, 2, 8), (B, 4, 2, 8), (B, T - 8, 2, 8)      B, -1, 2, 8
+
+        Raises:
+            NotAlike: they differ in something else than their tokens.
+        """
+        members = sorted(self.members[key], key=lambda n: self.parts[n].number)
+        found = [[expression(size).subs(self.symbols) for size in value_of(n).shape] for n in members]
+        tokens = {symbol for count in self.symbols.values() for symbol in count.free_symbols}
+        dims = [dim for dim, size in enumerate(found[-1]) if size.free_symbols & tokens]
+        if len(dims) != 1:
+            raise NotAlike
+        (dim,), sizes = dims, self.parts[members[0]].sizes
+        each = [
+            sympy.expand(shape[dim] * sizes[0] - found[0][dim] * size) for shape, size in zip(found, sizes, strict=True)
+        ]
+        if any(each) or any(shape[:dim] + shape[dim + 1 :] != found[0][:dim] + found[0][dim + 1 :] for shape in found):
+            raise NotAlike
+        given = [*value_of(members[0]).shape]
+        if any(not isinstance(size, int) for i, size in enumerate(given) if i != dim):
+            given = tree_leaves(members[0].args[1:])
+            if len(given) != len(found[0]) or any(x in self.parts or x == -1 for i, x in enumerate(given) if i != dim):
+                raise NotAlike
+        return [-1 if i == dim else size for i, size in enumerate(given)]
+
+    def is_size(self, node: fx.Node) -> bool:
+        """Whether a node gives sizes that only tell a `view` or the like what `shape` tells it too."""
+        plain = node.op in ("call_function", "call_method") and not _has_tensor(node)
+        return plain and all((self._is_whole(n) and _is_reshape(n)) or self.is_size(n) for n in node.users)
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        return node in self.parts and self.parts[node].key in self.whole
 
     def _takes_number(self, node: fx.Node) -> bool:
         """Whether a node adds a number to its chunk, or scales it."""
@@ -288,7 +325,7 @@ class Chunks:
         first = self.firsts.setdefault(key, node)
         return node if first is not node and writers_between(node.all_input_nodes, first, node) else first
 
-    @property
+    @functools.cached_property
     def whole(self) -> list[int]:
         """Keys of what is computed of all chunks, once of each."""
         return [
@@ -310,7 +347,7 @@ class Chunks:
                 user: None
                 for node in self.members[key]
                 for user in node.users
-                if (user not in self.parts or self.parts[user].key not in whole) and not is_dead(user)
+                if not (self._is_whole(user) or is_dead(user) or self.is_size(user))
             }
             if all(op_name(n) == "add" and len(n.args) == 2 and not n.kwargs for n in readers):
                 adds |= readers
@@ -363,6 +400,13 @@ class Chunks:
         return End(keys, last, tuple(nodes), others)
 
 
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether a node only brings its tensor to other sizes, which it names one by one or relative to its own."""
+    sizes = tree_leaves(node.args[1:])
+    plain = node.op == "call_method" and op_name(node) in ("view", "reshape", "unflatten") and not node.kwargs
+    return plain and all(isinstance(size, int | fx.Node) for size in sizes)
+
+
 def _is_shared(total: Any, last: fx.Node, adds: Collection[fx.Node]) -> bool:
     """Whether something else reads what chunks' terms are written into, up to the `last` of these writes or later."""
     if not isinstance(total, fx.Node):
@@ -405,19 +449,27 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
 
 
 def loops_left(gm: fx.GraphModule, counts: Collection[Any]) -> list[Refusal]:
-    """Slices of loops over a range of tokens that are not joined: right for some numbers of chunks alone."""
-    mode, found = fake_mode_of(gm.graph.nodes), list[Refusal]()
-    steps = steps_of(mode.shape_env) if mode is not None else ()
-    for node in gm.graph.nodes if steps else ():
+    """Slices of loops over a range of tokens that are not joined: right for some numbers of chunks alone.
+
+    Where no slices begin where a range's steps do, each as far behind it, they are no loop's.
+    """
+    mode = fake_mode_of(gm.graph.nodes)
+    ranges = ranges_of(mode.shape_env) if mode is not None else ()
+    starts: dict[int, fx.Node] = {}
+    for node in gm.graph.nodes if ranges else ():
         taken = _slice(node)
-        if taken is not None and taken[2] >= min(steps):
-            if _is_counted(taken[0].meta["example_value"].shape[taken[1]], counts):
+        if taken is not None and _is_counted(taken[0].meta["example_value"].shape[taken[1]], counts):
+            starts.setdefault(taken[2], node)
+    for steps in (steps for steps in ranges if len(steps) > 1):
+        for by in (start - steps[-1] for start in starts):
+            places = [max(place + by, 0) for place in steps]
+            if len({*places}) >= min(len(steps), 3) and {*places} <= {*starts}:  # the first few may reach back to 0
                 detail = (
                     "takes tokens chunk by chunk, by a range: a loop over chunks runs on all tokens where it treats "
+                    "each alike, and only adds up their sums or joins their rows in order"
                 )
-                detail += "each alike, and only adds up their sums or joins their rows in order"
-                found.append(Refusal(Reason.TOKEN_MIXING, detail, node))
-    return found[:1]
+                return [Refusal(Reason.TOKEN_MIXING, detail, starts[places[-1]])]
+    return []
 
 
 def _join(graph: fx.Graph, chunks: Chunks, mode: FakeTensorMode, kept: Collection[fx.Node]) -> bool:
@@ -429,6 +481,7 @@ def _join(graph: fx.Graph, chunks: Chunks, mode: FakeTensorMode, kept: Collectio
         return False
     gone = {cut.node for cut in chunks.cuts if cut.node is not None}
     gone |= {*(n for key in chunks.whole for n in chunks.members[key]), *(n for end in ends for n in end.nodes)}
+    gone |= {n for n in chunks.parts if chunks.is_size(n)}
     return not gone & {*kept} and _Joiner(graph, chunks, mode).join(ends, gone)
 
 
@@ -578,8 +631,10 @@ class _Joiner:
             if len({*self.chunks.numbers.get(key, {}).values()}) > 1:
                 by_token = self._by_token(key, first, whole, made)
                 args = tuple(by_token if type(x) in (int, float) else x for x in args)
+            target: Any = first.target
+            if _is_reshape(first):
+                target, args = target if op_name(first) == "view" else "reshape", (args[0], *self.chunks.shape(key))
             with self.graph.inserting_before(first):
-                target: Any = first.target
                 new = self.graph.create_node(first.op, target, args, kwargs)
             found[key] = self._ran(new, first, made)
             if isinstance(new.meta["example_value"], Tensor):

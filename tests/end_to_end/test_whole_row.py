@@ -69,6 +69,11 @@ def first_apart(m: Deciding, h: Tensor, most: int) -> Tensor:
     return torch.cat([m.norm(h[:, :most]), h[:, most:]], 1)
 
 
+def by_heads(x: Tensor) -> Tensor:
+    heads = x.reshape(x.shape[0], x.shape[1], 2, -1).softmax(-1)
+    return heads.reshape(x.shape[0], x.shape[1], -1)
+
+
 RIGHT: dict[str, Mix] = {
     "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
     "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
@@ -117,6 +122,17 @@ RIGHT: dict[str, Mix] = {
     "added_by_turns": lambda m, h, t: (
         h + sum((h[:, i : min(i + 8, t)] * i).sum(1)[:, None] for i in range(0, t, 8)) / t
     ),
+    "beside_turns": lambda m, h, t: (
+        torch.cat([m.out(h[:, i : i + 8]) for i in range(0, t, 8)], 1) + h[:, 8:10].mean(1, keepdim=True)
+    ),
+    "chunks_by_heads": lambda m, h, t: torch.cat([by_heads(x) for x in h.split(5, 1)], 1),
+    "chunks_of_rows": lambda m, h, t: torch.cat(
+        [m.out(x.reshape(x.shape[0] * x.shape[1], -1)).view(x.shape) for x in h.split(16, 1)], 1
+    ),
+    "thirds_of_rows": lambda m, h, t: torch.cat(
+        [m.out(x.reshape(-1, x.size(-1))).unflatten(0, x.shape[:2]) for x in h.chunk(3, 1)], 1
+    ),
+    "behind_the_end": lambda m, h, t: torch.cat([h[:, :23] + m.out(h[:, 40:]).sum(1, keepdim=True), h[:, 23:] * 2], 1),
     "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
 }
 if OLD:
@@ -147,7 +163,7 @@ class Returning(Deciding):
 
 def test_some_are_right() -> None:
     names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
-    names += ("by_turns", "numbered_thirds")
+    names += ("beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
     assert check_or_refuse(Deciding(*names), tokens=33) is None
 
 

@@ -113,6 +113,8 @@ def slice_(call: Call) -> tuple[States, RunOverRanks]:
     end = tokens if last else call.extents.counted(end)
     first, end = (n + tokens if isinstance(n, int) and n < 0 else n for n in (first, end))
     count, step = call.sizes(call.outs[0])[dim], call.arg("step") or 1
+    if count == 0:  # it begins behind the row's end
+        end = first
     if not isinstance(count, int) or count != -((first - end) // step):
         raise Mixes("slice of as many tokens as the shard happens to have")
     return WHOLE, Picked(rows.dims, rows.attended, dim, Places(first, count, step, call.extents.tokens))
