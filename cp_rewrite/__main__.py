@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cp_rewrite.planning.cost.devices import DEVICES
+from cp_rewrite.planning.cost.constants import SPEEDS
 from cp_rewrite.planning.names import LAYOUTS
-from cp_rewrite.planning.plan import compare, plan
 
 from . import __version__
 from .arguments import whole_number
-from .masks import PackedMask
 
 if TYPE_CHECKING:
-    # Imported where it is used: it brings torch._dynamo, and `--version` answers without it.
+    # Imported where it is used, as what brings numpy: `--version` answers without these.
     from cp_rewrite.diagnose.explain import Report
 
 
@@ -54,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--window", help="left,right in tokens; no limit on the left: --window=-1,64")
     p.add_argument("--heads", default="64,8", help="query heads, key/value heads (default 64,8)")
     p.add_argument("--head-dim", type=int, default=128)
-    p.add_argument("--device", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    p.add_argument("--device", default="h200", help=f"{', '.join(SPEEDS)}, or a file made by calibrate")
     p.add_argument("--ranks-per-node", type=int, help="ranks that share fast links (default: all)")
     p.add_argument("--nodes", type=int, help="machines that the ranks are on, equally many on each (default: 1)")
     p.add_argument("--plot", help="write a picture of the cheapest plan to this file")
@@ -85,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     r.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
     r.add_argument("--gpus", type=int, required=True, help="all GPUs")
-    r.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    r.add_argument("--gpu", default="h200", help=f"{', '.join(SPEEDS)}, or a file made by calibrate")
     r.add_argument("--nodes", type=int, default=1, help="machines that the GPUs are in (default 1)")
     r.add_argument("--tokens", type=int, help="tokens of a row, taken as one document")
     r.add_argument("--lengths", help="document lengths of a row instead: 3104,3200,… or a file of them")
@@ -103,12 +101,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder with a config.json, or a name that transformers finds")
     parser.add_argument("--world-size", type=int, default=2, help="ranks of the context-parallel group (default 2)")
-    parser.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or a file made by calibrate")
+    parser.add_argument("--gpu", default="h200", help=f"{', '.join(SPEEDS)}, or a file made by calibrate")
     parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are spread over (default 1)")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Print the cheapest plan, and a table of all layouts if there are several."""
+    from cp_rewrite.masks import PackedMask  # late, as the next
+    from cp_rewrite.planning.plan import compare, plan
+
     lengths = _lengths(arguments.lengths)
     heads = _pair("--heads", arguments.heads)
     window = None if arguments.window is None else _pair("--window", arguments.window)
@@ -180,11 +181,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     report = _report(arguments, lengths, arguments.layers)
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
     if report.target is not None and not arguments.json:
-        print("\n".join(fit_of(report.target).advice), end="")
+        print("".join(f"{line}\n" for line in fit_of(report.target).advice), end="")
     if arguments.diff and not arguments.json:
         print(f"\n{report.diff}")
     if arguments.html:
         per_node = arguments.world_size // arguments.nodes
+        from cp_rewrite.planning.plan import plan  # late, as in `_plan`
+
         picture = plan(lengths, arguments.world_size, device=arguments.gpu, ranks_per_node=per_node)
         Path(arguments.html).write_text(report.as_html(arguments.model, picture))
     return 0 if report.ok else 1
@@ -252,7 +255,8 @@ def _row(arguments: argparse.Namespace) -> list[int]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Warnings of other packages are not printed in front of an answer."""
+    """Warnings of other packages are not printed in front of an answer, which takes a while: stderr says so."""
+    print("cp_rewrite: tracing the model's layers on this CPU, half a minute or so …", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?!cp_rewrite)")
         disabled, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING

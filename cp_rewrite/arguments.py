@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+if TYPE_CHECKING:
+    import numpy as np  # late: `python -m cp_rewrite --version` answers without it
+    from numpy.typing import ArrayLike, NDArray
 
 IGNORE_INDEX = -100
 """Label of a token that is no target (torch's cross_entropy default)."""
@@ -34,7 +36,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
     Raises:
         TypeError: it is no whole number. ValueError: it is below `least`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
@@ -47,6 +49,8 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     Raises:
         TypeError: something else than whole numbers. ValueError: another shape.
     """
+    import numpy as np  # late, as above
+
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iub":
         raise TypeError(f"{name} must be whole numbers, got {array.dtype} {str(values)[:80]}")

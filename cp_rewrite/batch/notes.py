@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -51,7 +52,8 @@ _WRAPPED = {
         "Non-nullified side effect",
     ): "a checkpointed block changes something outside of it "
     "(an attribute, a list), which its second run in the backward would do again: let it return that",
-    (f"Unexpected keyword arguments: ['{SHIFTED}'", f"Unexpected keyword arguments: ['{COUNT}'"): _NOT_SHIFTED,
+    ("FlexAttention does not support backward on CPU",): "torch itself trains flex attention on GPUs alone: on a CPU "
+    "try the same model with F.scaled_dot_product_attention and a mask of (T, T); the annotation stays",
     ("peft/tuners/lora/dora.py",): "DoRA's layers clear a cache, and ask for the type of their weight, in each call, "
     "which can't be traced: docs/reference/integrations.md#dora has the two lines to set before",
     ("liger_kernel/",): "Liger's kernels can't be traced into one graph: build the model without them "
@@ -98,20 +100,28 @@ def warn_if_nothing_ran(sharding: Sharding, ran: bool) -> None:
         )
 
 
+def _untaken(told: str, batch: Collection[str]) -> Generator[str]:
+    """Notes on arguments that a model does not take, of an error of Python's (`unexpected keyword argument 'x'`) or of
+    Dynamo's (`Unexpected keyword arguments: ['x', 'y']`). `batch`: its arguments' names."""
+    found = re.search(r"nexpected keyword arguments?:? (?:\[(.*?)\]|('\w+'))", told)
+    names = {} if found is None else dict.fromkeys((found[1] or found[2]).split(", "))
+    made = {repr(SHIFTED), repr(COUNT)} & {*names}
+    if made:
+        yield _NOT_SHIFTED
+    if rest := ", ".join(name for name in names if name not in made and name[1:-1] in batch):
+        yield f"shard(batch, drop=({rest},)) keeps back what the model does not take"
+
+
 @contextmanager
 def noted(sharding: Sharding, batch: Mapping[str, Any], masks: Collection[str]) -> Generator[None]:
     """Errors of torch about shapes and arguments that do not fit get a note on what of the batch may be the reason."""
     first, dim = next(iter(sharding.tokens.items()))
     try:
         yield
-    except TypeError as error:
-        unexpected = str(error).partition("unexpected keyword argument ")[2]
-        if unexpected in (f"'{SHIFTED}'", f"'{COUNT}'"):
-            error.add_note(f"cp_rewrite: {_NOT_SHIFTED}")
-        elif unexpected:
-            error.add_note(f"cp_rewrite: shard(batch, drop=({unexpected},)) keeps back what the model does not take")
-        raise
     except Exception as error:
+        told = f"{error}\n{error.__cause__}"  # Dynamo says in the cause which arguments do not fit
+        for note in _untaken(told, batch):
+            error.add_note(f"cp_rewrite: {note}")
         if sharding.capacity is not None and "modified by an inplace operation" in str(error):
             error.add_note(f"cp_rewrite: {OVERWRITTEN}")
         asserted = "Runtime assertion failed" in str(error)

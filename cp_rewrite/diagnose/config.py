@@ -179,11 +179,13 @@ class Recipe:
                 f"mesh (dp, cp) = ({groups}, {self.ranks}): {shared} a row of {self.tokens:,} tokens; "
                 + (", ".join(done) or "nothing else needed"),
                 f"peak {amount(self.memory.peak)} of {amount(room)} a GPU, one batch a step",
-                f"about {speed:,.0f} tokens/s, of matrix products and attention alone",
-                f"longest row of all {self.gpus} GPUs with it: {self.longest:,} tokens",
+                f"about {speed:,.0f} tokens/s of all {self.gpus} GPUs, if only matrix products and attention took time",
+                f"the longest row that fits so, if all {self.gpus} GPUs share it: {self.longest:,} tokens",
                 "",
+                "a checkpoint of Hugging Face:",
                 self.command,
                 "",
+                "a loop of your own (README's lines, where they differ from model to model):",
                 self.code,
             ]
         )

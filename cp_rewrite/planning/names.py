@@ -7,10 +7,11 @@ A row of a table is `PieceRow(*row)`, all columns of it are `PieceRow(*table.T)`
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np  # late: --version answers without it
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 

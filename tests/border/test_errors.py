@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
@@ -63,6 +64,14 @@ def test_what_only_the_annotation_reads_is_dropped() -> None:
     with pytest.raises(TypeError) as raised, sharding.shard(batch, shift_labels=True) as local:
         WithoutIds()(**{name: local[name] for name in ("input_ids", "labels", "num_items", "shift_labels")})
     assert raised.value.__notes__[0].startswith("cp_rewrite: shift_labels=True is for models that take shift_labels")
+    model, options = WithoutIds(), {"sharding": sharding}
+    traced = torch.compile(lambda local: model(**local), backend="cp_rewrite", fullgraph=True, options=options)
+    with pytest.raises(Unsupported) as refused, sharding.shard(batch, shift_labels=True) as local:
+        traced(local)
+    assert refused.value.__notes__[:2] == [
+        *raised.value.__notes__,
+        "cp_rewrite: shard(batch, drop=('doc_ids',)) keeps back what the model does not take",
+    ]
     for drop, kind in (("doc_ids", TypeError), (("ids",), KeyError)):
         with pytest.raises(kind, match=r"^.?drop "), sharding.shard(batch, drop=drop):
             pass

@@ -41,7 +41,9 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.long
 def test_command_explains_a_model_by_its_config(gemma3: str, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", gemma3, "--lengths", "13,1,7", "--diff"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert "tracing the model's layers" in err
     assert out.startswith("4 attention sites, 0 refusals")  # the last layer is the first without a window
     assert "same document & causal & window (6, 0) | needed" in out
     assert "+packed_attention_default" in out
