@@ -152,7 +152,7 @@ def _alike(given: AsRow) -> AsRow:
     with torch._C.DisableTorchFunctionSubclass():
         if given.requires_grad != given.local.requires_grad:
             given.requires_grad_(given.local.requires_grad)
-        given.held = given.local.detach() if given.requires_grad else given.local
+        given.held = _marked_dynamic(given.local.detach(), given.axes) if given.requires_grad else given.local
     return given
 
 

@@ -4,6 +4,9 @@ same kernel.
     torchrun --nproc-per-node 4 examples/bench/attention.py [--quick] [--heads 32 --heads-kv 32] [--others Flex]
     torchrun --nproc-per-node 2 examples/bench/attention.py --masks     chunks, prefixes, images and trees
 
+"compiled layer" is what a user runs: a layer's attention, rewritten by the backend, on a batch that `shard` planned, by
+autograd. The others call ops and kernels, on plans that are made in the same way.
+
 Per pack and method: forward, backward and both, in ms, in percent of ideal (the single-GPU time of the same kernel on
 the whole pack, divided by the ranks, called in turns with the method) and the TFLOP/s of each GPU; medians, and of each
 call the slowest rank. "graph" is both, replayed from a CUDA graph, where the host costs nothing. Where FlashAttention 3
@@ -14,6 +17,7 @@ both together the fastest of 3, 4 and the pair of 3's forward and 4's backward.
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import os
 import sys
@@ -23,8 +27,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from methods import Alone, Gathered, Method, Ours, Pushed, Setup, Ulysses
-from packs import Pack, mask_packs, packs
+from methods import Alone, Compiled, Gathered, Method, Ours, Pushed, Setup, Ulysses
+from packs import Pack, drawn_packs, mask_packs, packs
 from rivals import FlexFlash, FlexTriton, RingLlama3, RingZigzag, TorchContextParallel
 
 from cp_rewrite.kernels.select import PAIRS, AttentionSpec, device_facts, reasons
@@ -43,6 +47,7 @@ def pushed(layout: str, keep: bool = False) -> Factory:
 
 
 OURS: tuple[Factory, ...] = (
+    Compiled,
     pushed("balanced"),
     pushed("balanced", keep=True),
     ours("balanced", "push", alone=True),
@@ -208,6 +213,8 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
                 fastest = min(fastest, times.both)
         if setup.rank == 0:
             print(text, flush=True)
+        if isinstance(method, Compiled):
+            method.close()
         del method
         gc.collect()
         torch.cuda.empty_cache()
@@ -216,7 +223,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
 
 def run_masks(setup: Setup, wanted: Callable[[Pack], bool]) -> None:
     """The packs under masks beyond documents, and how much faster trees are than their copies."""
-    factories = (*OURS[:2], OURS[2], OURS[4], OURS[5], pushed("contiguous"))
+    factories = (*OURS[1:4], *OURS[5:7], pushed("contiguous"))
     times = {pack.name: run_pack(pack, setup, factories) for pack in mask_packs(setup.world_size) if wanted(pack)}
     for name, both in times.items():
         tree = name.removesuffix(", copies")
@@ -264,21 +271,23 @@ def ends_all_ranks(run: Callable[[], None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="packs whose name holds this text")
-    parser.add_argument("--quick", action="store_true", help="balanced + push and its kernel alone only")
+    parser.add_argument("--quick", action="store_true", help="a compiled layer, balanced + push, its kernel alone")
     parser.add_argument("--ours", action="store_true", help="leave the others out")
     parser.add_argument("--others", metavar="NAMES", help="the others whose class's name holds one of these texts")
+    parser.add_argument("--seed", type=int, help="of six packs beside the fixed ones; by default the date")
     parser.add_argument("--masks", action="store_true", help="masks beyond documents, trees beside copies of prompts")
     setup, options = begin(parser)
     names = options.others.split(",") if options.others else [] if options.quick or options.ours else [""]
     others = tuple(other for other in OTHERS if any(name in other.__name__ for name in names))
-    factories = (OURS[:4] if options.quick else OURS) + others
+    factories = (OURS[:5] if options.quick else OURS) + others
 
     def wanted(pack: Pack) -> bool:
         return any(text in pack.name for text in options.only.split(","))
 
     if options.masks:
         run_masks(setup, wanted)
-    for pack in () if options.masks else packs(setup.world_size):
+    seed = options.seed or int(datetime.date.today().strftime("%Y%m%d"))
+    for pack in () if options.masks else packs(setup.world_size) + drawn_packs(setup.world_size, seed):
         if wanted(pack):
             run_pack(pack, setup, factories)
     dist.destroy_process_group()

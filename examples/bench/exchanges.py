@@ -22,15 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attention import begin, ends_all_ranks
-from methods import CAUSAL, Alone, Method, Setup, on_device
+from methods import CAUSAL, Alone, Method, Setup, on_device, plan
 from packs import Pack, packs
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_rewrite.documents import Documents
 from cp_rewrite.ops.attention import attend
 from cp_rewrite.ops.scatter_heads import HeadScatter
-from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.choose_exchange import choose_exchange, exchange_seconds
 from cp_rewrite.planning.cost.devices import Device, Model
 from cp_rewrite.planning.cost.load import load_of
@@ -61,14 +60,14 @@ class Groups:
 class Exchanged:
     """One layer's attention by an exchange, through autograd."""
 
-    def __init__(self, plan: BatchPlan, setup: Setup, name: str, groups: Groups) -> None:
+    def __init__(self, planned: BatchPlan, setup: Setup, name: str, groups: Groups) -> None:
         self.name, self.setup = name, setup
         scattered, kind = split_exchange(name)
-        route, schedule, ranks = ROUTES[kind], plan.schedule(CAUSAL), setup.world_size
+        route, schedule, ranks = ROUTES[kind], planned.schedule(CAUSAL), setup.world_size
         self.heads: HeadScatter | None = None
         if scattered:
             inner, group = (ranks, groups.whole) if name == "a2a" else (INNER, groups.inner)
-            arrays = grid.grid_route(plan, CAUSAL, route, setup.rank, inner)
+            arrays = grid.grid_route(planned, CAUSAL, route, setup.rank, inner)
             deal = HeadDeal.best(setup.heads, setup.heads_kv, inner)
             self.heads = HeadScatter(deal, (setup.dim, setup.dim), group)
             self.exchange = Exchange(kind, "" if name == "a2a" else groups.outer, ranks // inner)
@@ -120,14 +119,14 @@ def timed(methods: Sequence[Method], repeats: int) -> dict[str, tuple[float, flo
 
 def run_pack(pack: Pack, setup: Setup, groups: Groups, options: argparse.Namespace) -> dict[str, Any]:
     """What was measured and predicted of a pack."""
-    plan = plan_batch([Documents.from_lengths(pack.lengths)], setup.world_size)
+    planned = plan(pack, setup)
     names = EXCHANGES + (GRIDS[:1] if options.quick else GRIDS) * (groups.outer != "")
-    methods: list[Method] = [Exchanged(plan, setup, name, groups) for name in names]
+    methods: list[Method] = [Exchanged(planned, setup, name, groups) for name in names]
     methods += [] if options.quick else [Alone(pack, setup)]
     times = timed(methods, 4 if options.quick else 5)
     model = Model((setup.heads, setup.heads_kv), setup.dim)
-    load, device = load_of(plan.schedule(CAUSAL)), Device.like(torch.cuda.get_device_name())
-    grids = {INNER: load_of(grid.outer_schedule(plan, CAUSAL, INNER))} if groups.outer else {}
+    load, device = load_of(planned.schedule(CAUSAL)), Device.like(torch.cuda.get_device_name())
+    grids = {INNER: load_of(grid.outer_schedule(planned, CAUSAL, INNER))} if groups.outer else {}
     predicted = exchange_seconds(load, device, model, grids=grids)
     chosen = [
         choose_exchange(model, load, device, [name for name in names if taken(name)], grids=grids).exchange

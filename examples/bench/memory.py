@@ -4,13 +4,13 @@
         llama-1.1b:131072:checkpointed,tile,wrapped llama-1.1b:131072:checkpointed,tile
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
-(checkpoints there), `host-weights`, `wrapped` (in a module that returns the loss alone) and `deterministic` (sums in a
-fixed order, so that equal computations give equal gradients). Each is a Llama or a Qwen3-MoE of transformers,
-unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed documents. Peaks are those of
-the fullest rank, seconds those of the median step behind the first. Gradients of the first step are compared with
-those of the model's first setting with as many tokens, as deterministic: the relative norm of the difference, over all
-weights and of the worst one. A setting that is given twice shows how far two runs are apart. A setting that runs out of
-memory says so; put it last.
+(checkpoints there), `host-weights`, `wrapped` (in a module that returns the loss alone), `fp32` (no bf16; slow) and
+`deterministic` (sums in a fixed order, so that equal computations give equal gradients). Each is a Llama or a Qwen3-MoE
+of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed documents. Peaks
+are those of the fullest rank, seconds those of the median step behind the first. Gradients of the first step are
+compared with those of the model's first setting with as many tokens, as deterministic: the relative norm of the
+difference, over all weights and of the worst one. A setting that is given twice shows how far two runs are apart. A
+setting that runs out of memory says so; put it last.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabu
     "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
     "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
-OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped", "deterministic")
+OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped", "fp32", "deterministic")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept
         mesh["cp"], TOKENS, cp.PositionIds("position_ids"), inner=args.inner, tile=tile,
         deterministic=setting.deterministic,
     )  # fmt: skip
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
+    exact = device.type == "cpu" or "fp32" in setting.options
+    half = None if exact else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = cp.parallelize(make_model(setting), mesh, sharding, mp_policy=half, offload=setting.offload)
     fill(model, setting, torch.device("cpu") if "host-weights" in setting.options else device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -6,20 +6,25 @@ Shapes: R local rows, E expanded rows, P ranks, H query heads, K key heads, D he
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from packs import Pack
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import cp_rewrite as cp
 from cp_rewrite.kernels.select import Params, Tables, capabilities, load
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops.exchange import exchange_kv, return_kv
 from cp_rewrite.ops.local_rows import split_kv
-from cp_rewrite.planning.batch_plan import plan_batch
+from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
+from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
 from cp_rewrite.planning.routes.by_exchange import ROUTES, Exchange
 from cp_rewrite.planning.schedule import Schedule
@@ -67,8 +72,17 @@ def on_device(arrays: dict[str, np.ndarray[Any, Any]], tensors: tuple[PlanTensor
     return [x if on_host else x.cuda() for x, on_host in made]
 
 
-def plan(pack: Pack, world_size: int, layout: str) -> Schedule:
-    return plan_batch([pack.documents], world_size, layout, pack.mask).schedule(pack.mask)
+def whole(pack: Pack) -> Schedule:
+    """The pack on one GPU."""
+    return plan_batch([pack.documents], 1, "contiguous", pack.mask).schedule(pack.mask)
+
+
+def plan(pack: Pack, setup: Setup, layout: str = "balanced", exchange: str = "push") -> BatchPlan:
+    """As a batch is planned behind the first step of a model whose attention has the setup's heads and runs by this
+    exchange."""
+    sharding = cp.Sharding(setup.world_size, {"doc_ids": 1}, cp.DocumentIds("doc_ids"), layout=cast(Any, layout))
+    site = SiteKind(Model((setup.heads, setup.heads_kv), setup.dim), exchange)
+    return plan_batch([pack.documents], setup.world_size, layout, pack.mask, sharding.layout_options(site))
 
 
 class Alone:
@@ -76,7 +90,7 @@ class Alone:
 
     def __init__(self, pack: Pack, setup: Setup) -> None:
         self.name, self.setup = "one GPU", setup
-        schedule = plan(pack, 1, "contiguous")
+        schedule = whole(pack)
         self.tables = Tables(*on_device(schedule.attention(0)))
         self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
         # A key that two pieces read, as of a tree's prompt, is there twice.
@@ -99,7 +113,7 @@ class Ours:
     def __init__(self, pack: Pack, setup: Setup, layout: str, exchange: str, *, alone: bool = False) -> None:
         self.name = f"{layout} + {exchange}{', kernel alone' if alone else ''}"
         self.setup = setup
-        schedule = plan(pack, setup.world_size, layout)
+        schedule = plan(pack, setup, layout, exchange).schedule(pack.mask)
         route = ROUTES[exchange]
         self.tables = Tables(*on_device(schedule.attention(setup.rank)))
         self.route = on_device(route.arrays(schedule, setup.rank), route.tensors)
@@ -152,6 +166,59 @@ class Pushed(Ours):
             self.dout, self.q, self.k, self.v, self.kv, self.out, self.lse, *self.inputs, self.route, *self.numbers,
             self.setup.group,
         )  # fmt: skip
+
+
+class Compiled:
+    """A layer's attention as a user runs it: compiled by the backend, a batch cut and planned by `shard` behind the
+    first step, the exchange that the proof's site takes, gradients by autograd."""
+
+    name = "compiled layer"
+
+    def __init__(self, pack: Pack, setup: Setup) -> None:
+        if not pack.mask.is_plain:
+            raise ValueError("the layer's own mask is of documents alone")
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False  # a forward's gradients are timed several times
+        mesh = init_device_mesh("cuda", (setup.world_size,), mesh_dim_names=("cp",))
+        tokens = {"q": 1, "k": 1, "v": 1, "doc_ids": 1}
+        sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), kernel=cast(Any, setup.kernel))
+        self.layer: Any = torch.compile(packed_attention, backend=cp.backend(sharding), fullgraph=True)
+        self.block, batch = ExitStack(), self._batch(pack, setup)
+        for _ in range(2):  # before the first step nothing is known of the heads that a batch is planned for
+            self.block.close()
+            self.local = self.block.enter_context(sharding.shard(batch, lengths=pack.lengths))
+            for name in ("q", "k", "v"):
+                self.local[name].requires_grad_()
+            self.dout = torch.randn_like(self.local["q"])
+            self.forward()
+            self.backward()
+
+    def _batch(self, pack: Pack, setup: Setup) -> dict[str, Tensor]:
+        """The whole row, the same on all ranks."""
+        drawn, heads = torch.Generator("cuda").manual_seed(0), (setup.heads, setup.heads_kv, setup.heads_kv)
+        shapes = [(1, pack.tokens, count, setup.dim) for count in heads]
+        rows = [torch.randn(x, device="cuda", dtype=setup.dtype, generator=drawn) for x in shapes]
+        batch = dict(zip(("q", "k", "v"), rows, strict=True))
+        ids = np.repeat(np.arange(len(pack.lengths)), pack.lengths)
+        return {**batch, "doc_ids": torch.from_numpy(ids)[None].cuda()}
+
+    def forward(self) -> object:
+        self.out: Tensor = self.layer(**self.local)
+        return self.out
+
+    def backward(self) -> object:
+        inputs = [self.local[name] for name in ("q", "k", "v")]
+        return torch.autograd.grad(self.out, inputs, self.dout, retain_graph=True)
+
+    def close(self) -> None:
+        self.block.close()
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
+    """(1, T, heads, D) of one process, as a model writes it."""
+    mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class Gathered:
@@ -207,7 +274,7 @@ class Ulysses:
         self.name, self.setup = "plain Ulysses", setup
         world_size = setup.world_size
         rows = pack.tokens // world_size
-        schedule = plan(pack, 1, "contiguous")
+        schedule = whole(pack)
         self.tables = Tables(*on_device(schedule.attention(0)))
         self.q, self.dout = (setup.draw(rows, setup.heads) for _ in range(2))
         self.k, self.v = (setup.draw(rows, max(setup.heads_kv, world_size)) for _ in range(2))

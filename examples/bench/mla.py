@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from attention import HEAD_START, in_turns, slowest
-from methods import on_device, plan
+from methods import on_device, whole
 from packs import Pack, packs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cp_rewrite as cp
 from cp_rewrite.kernels.select import AttentionSpec, Params, choose_kernel, device_facts
 from cp_rewrite.ops.attention import attend_gathered
+from cp_rewrite.planning.batch_plan import plan_batch
 
 NOPE, ROPE, VALUE, LATENT, QUERY, HIDDEN = 128, 64, 128, 512, 1536, 7168
 TOKENS = {"x": 1, "position_ids": 1, "doc_ids": 1}
@@ -146,11 +147,11 @@ def run_pack(pack: Pack, layer: Layer, options: argparse.Namespace, kernel: str)
         print("| exchange | travels | MB received | forward ms | backward ms | % of ideal f/b/both | MiB |")
         print("|---|---|---|---|---|---|---|")
     batch = batch_of(pack)
-    tables = on_device(plan(pack, 1, "contiguous").attention(0))
-    received = int(plan(pack, ranks, "balanced").received.sum(1).max())
+    tables = on_device(whole(pack).attention(0))
+    received = int(plan_batch([pack.documents], ranks).schedule(pack.mask).received.sum(1).max())
     torch._dynamo.reset()
-    whole: Any = torch.compile(layer.alone, dynamic=False)
-    ideal = Run(layer, lambda: whole(batch["x"], batch["position_ids"], tables, kernel), pack.tokens)
+    alone: Any = torch.compile(layer.alone, dynamic=False)
+    ideal = Run(layer, lambda: alone(batch["x"], batch["position_ids"], tables, kernel), pack.tokens)
     for exchange, at in METHODS:
         if options.methods and f"{exchange} {at}" not in options.methods.split(","):
             continue
@@ -190,7 +191,7 @@ def show_errors(kernel: Any) -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     batch = batch_of(pack)
     batch["dout"] = batch["x"].flip(1)
-    exact, tables = copy.deepcopy(layer).float(), on_device(plan(pack, 1, "contiguous").attention(0))
+    exact, tables = copy.deepcopy(layer).float(), on_device(whole(pack).attention(0))
     truth = results(exact, lambda: exact(batch["x"].float(), batch["position_ids"], batch["doc_ids"]), batch["dout"])
     forward = partial(layer.alone, batch["x"], batch["position_ids"], tables, kernel)
     alone = relative(results(layer, forward, batch["dout"]), truth)

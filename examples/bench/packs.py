@@ -75,6 +75,16 @@ def packs(world_size: int) -> list[Pack]:
     return found
 
 
+def drawn_packs(world_size: int, seed: int) -> list[Pack]:
+    """Six packs that nobody has chosen: each distribution once at 8K and once at 16K to 32K tokens of each GPU."""
+    rng, found = np.random.default_rng(seed), list[Pack]()
+    for number, name in enumerate(("web_mix", "prolong", "long_tail") * 2):
+        per_gpu = 8192 if number < 3 else 1024 * int(rng.integers(16, 33))
+        lengths = draw(name, per_gpu * world_size, int(rng.integers(1 << 30)))
+        found.append(Pack(f"drawn {number} of {seed}: {name} {per_gpu >> 10}K/GPU ({len(lengths)} docs)", lengths))
+    return found
+
+
 def with_prefixes(name: str, lengths: tuple[int, ...], share: float) -> Pack:
     """Documents whose first tokens, a share of them, see each other."""
     ends = np.cumsum(lengths)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -103,6 +104,23 @@ def test_what_a_caller_changes_is_what_the_model_gets() -> None:
                 out.sum().backward()
                 expected.sum().backward()
                 torch.testing.assert_close(local["x"].grad, whole["x"].grad[:, :OWN])  # type: ignore[index]
+
+
+def test_leaves_that_callers_made_take_batches_of_all_lengths() -> None:
+    """One graph for all, as without gradients: keys and values that are given beside queries are such leaves."""
+
+    def model(ids: Tensor, x: Tensor, doc_ids: Tensor) -> Tensor:
+        return x.sin() * ids[..., None] + doc_ids[..., None]
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend=cp.backend(SHARDING), fullgraph=True)
+    for tokens in (23, 30, 17):
+        batch = {"ids": torch.ones(1, tokens), "x": torch.ones(1, tokens, 4), "doc_ids": torch.zeros(1, tokens).long()}
+        with SHARDING.shard(batch) as local:
+            local["x"].requires_grad_()
+            assert compiled(**local).shape == (1, (tokens + 1) // 2, 4)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
