@@ -80,7 +80,9 @@ class PaddingReaders:
             raise ValueError(
                 f"{self.sums[0]} takes in all tokens, but {count} of this batch are padding: they belong to no "
                 "document and attend to nothing here, whatever the model's mask says. Leave them out of the sum (by "
-                "labels != -100, or document ids >= 0), or give padding a document of its own"
+                "each token's own labels != -100, or document ids >= 0; the next token's, labels[:, 1:], may be a "
+                "document's: sharding.shard(batch, shift_labels=True) shifts them), or give padding a document of "
+                "its own"
             )
         if count and self.ahead and (row := _joined_padding(sharding, plan, batch)) is not None:
             raise ValueError(

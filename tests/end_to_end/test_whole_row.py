@@ -99,6 +99,9 @@ RIGHT: dict[str, Mix] = {
     "up_to_a_place": lambda m, h, t: h + h[:, : min(t, 20)].mean(1, keepdim=True),
     "as_a_value": lambda m, h, t: h * torch.where(torch.tensor(t > 16), 2.0, 3.0),
     "filled": lambda m, h, t: h * torch.full((1,), float(t > 16)) + h.new_tensor(t % 5 == 2),
+    "filled_as_a_float": lambda m, h, t: (
+        h * torch.full((t, 1), t / 7) + torch.full((1,), 1 / t) * torch.full((1,), t > 9)
+    ),
     "logarithm": lambda m, h, t: h * math.log(t) if t > 16 else h,
     "scaled_as_yarn": lambda m, h, t: h * (0.1 * math.log(t / 8) + 1 if t > 8 else 1.0) * math.log(t, 16),
     "kept_from_the_end": lambda m, h, t: h + h[:, max(t - 20, 0) :].amax(1, keepdim=True) * max(t, 20),
@@ -163,7 +166,7 @@ class Returning(Deciding):
 
 def test_some_are_right() -> None:
     names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
-    names += ("beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
+    names += ("filled_as_a_float", "beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
     assert check_or_refuse(Deciding(*names), tokens=33) is None
 
 

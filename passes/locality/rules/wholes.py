@@ -98,7 +98,7 @@ class Filled(_OfCount):
 
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
         ((name, number),) = self.given(ranks, torch.float64).items()
-        out: Tensor = func(**{**args, name: 0})
+        out: Tensor = func(**{**args, name: torch.zeros((), dtype=self.dtype).item()})  # `full` takes its dtype of it
         return out.copy_(number)
 
 
