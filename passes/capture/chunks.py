@@ -430,6 +430,8 @@ def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx
     Args:
         counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.
     """
+    if not counts:  # as behind a graph break, with no argument of the batch's
+        return False
     mode, symbols = fake_mode_of(gm.graph.nodes), dict.fromkeys(counts, next(iter(counts)))
     cuts = _cuts(gm.graph, counts, kept)
     slices = _slices(gm.graph, counts)

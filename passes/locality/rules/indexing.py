@@ -65,7 +65,9 @@ def _reads_values(call: Call) -> bool:
     node = call.facts.node
     if node is None or not call.first.is_floating_point() or op_name(node) == "argsort":
         return False
-    return op_name(node) != "sort" or any(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+    # Dynamo keeps what nothing reads in the graph of a region.
+    read = [user for user in node.users if user.users]
+    return op_name(node) != "sort" or any(user.target is operator.getitem and user.args[1] == 0 for user in read)
 
 
 def follow_order(call: Call, states: Sequence[TensorState]) -> TensorState | None:
