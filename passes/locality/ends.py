@@ -8,7 +8,7 @@ What the locality check found, while it walks and in the end.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -84,12 +84,13 @@ def input_state(
     if (shared := getattr(input_value(node), OWNED, None)) is not None:
         return Owned(shared.group), None
     if any(map(extents.counts_tokens, value.shape)):
-        called = name or node.name
-        detail = (
-            f"{called} has a dim as long as the tokens but is not named in tokens; add {called!r} and its token dim"
-        )
-        return UNKNOWN, Refusal(Reason.TOKEN_INPUT, detail, node)
+        return UNKNOWN, _unnamed(name or node.name, node)
     return REPLICATED, None
+
+
+def _unnamed(name: str, node: fx.Node) -> Refusal:
+    detail = f"{name} has a dim as long as the tokens but is not named in tokens; add {name!r} and its token dim"
+    return Refusal(Reason.TOKEN_INPUT, detail, node)
 
 
 def _token_rows(found: TokenInput, extents: Extents, sharding: Sharding) -> Rows:
@@ -121,8 +122,13 @@ _OURS = re.compile(r" \([^()]*torch_internals\.py[^()]*\)$")
 """Where torch says that a size was asked for, if it is `leave_ones_open`."""
 
 
-def why_static(extents: Extents, fixed: Sequence[str]) -> Refusal:
+def why_static(extents: Extents, tokens: TokenAxis) -> Refusal:
     """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
+    fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
+    for node, name in tokens.names.items():
+        value = node.meta.get("example_value")
+        if tokens.input(node) is None and isinstance(value, Tensor) and extents.tokens in value.shape:
+            return _unnamed(name, node)
     if fixed:
         detail = (
             f"{', '.join(fixed)} came with a fixed number of tokens, {extents.tokens}: pass what `shard` returns, not "

@@ -91,8 +91,7 @@ def check_locality(
     if mode is None or extents is None:
         return Locality(tokens.refusals)
     if isinstance(extents.tokens, int):
-        fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
-        return Locality(tokens.refusals or (why_static(extents, fixed),))
+        return Locality(tokens.refusals or (why_static(extents, tokens),))
     refused = refused or {}
     sites = [*sites, *(site for site in refused.values() if site is not None)]
     walk = _Walk(gm, sharding, sites, tokens, extents, mode, live_nodes(gm, sites, refused))

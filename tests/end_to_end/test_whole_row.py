@@ -222,6 +222,22 @@ def test_lengths_are_tried_beforehand() -> None:
     assert not report.ok
 
 
+class OfTypes(PackedModel):
+    """It adds an embedding of what it gets beside its tokens, as BERT does."""
+
+    def forward(self, types: Tensor, **batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(**batch) + self.head(self.embed(batch["input_ids"]) + self.embed(types)).square().sum()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_argument_that_fixes_the_number_of_tokens_is_named(rows: int) -> None:
+    """torch makes the row as long as what no annotation says to be a row."""
+    batch, sharding = packed_batch(rows, 24), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"))
+    (refusal,) = cp.explain(OfTypes(), sharding)(**batch, types=torch.zeros(rows, 24, dtype=torch.long)).refusals
+    assert refusal.reason is cp.Reason.TOKEN_INPUT
+    assert "types has a dim as long as the tokens but is not named in tokens" in str(refusal)
+
+
 @pytest.mark.parametrize("length", [0, 25, 3.5])
 def test_lengths_that_a_batch_does_not_have(length: Any) -> None:
     explain = cp.explain(Deciding(), cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids")), lengths=[length])

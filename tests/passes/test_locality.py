@@ -327,6 +327,7 @@ def test_a_size_that_opt_einsum_fixed_is_refused_with_how_to_switch_it_off() -> 
     tokens = sympy.Symbol("s0", integer=True)
     guard = SimpleNamespace(expr=sympy.Eq(tokens, 7), sloc="x = einsum(…)  # model.py:3 (opt_einsum/contract.py:317)")
     extents: Any = SimpleNamespace(tokens=7, shape_env=SimpleNamespace(guards=[guard]))
-    refusal = why_static(extents, [])
+    no_inputs: Any = SimpleNamespace(inputs=(), names={})
+    refusal = why_static(extents, no_inputs)
     assert refusal.reason is Reason.TOKEN_COUNT
     assert "torch.backends.opt_einsum.enabled = False" in refusal.detail
