@@ -47,7 +47,7 @@ from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy import functions as sympy_functions
-from torch.utils._sympy.functions import Max, Min, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.printers import CppPrinter, PythonPrinter
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
@@ -649,11 +649,12 @@ def _of_one(env: Any, relation: Any) -> Any:
     if number == 0 and isinstance(size, Mod | PythonMod) and isinstance(relation, sympy.Ne | sympy.Eq):
         joined, length = size.args
         few = isinstance(joined, sympy.Integer) and in_example(env, length) == joined and _divides(joined, length)
+        few = few and not _is_ratio(length)
         return isinstance(relation, sympy.Ne) if few else None
     if not isinstance(number, sympy.Integer) or number < 1:
         return None
     times = sympy.S.One if number == 2 and in_example(env, size) == 1 else number
-    if in_example(env, size) != times or not _divides(times, size):
+    if in_example(env, size) != times or not _divides(times, size) or _is_ratio(size):
         return None
     of_one, of_more = (
         relation.func(*(n if x == size else x for x in relation.args)) for n in (times, sympy.Integer(3) * times)
@@ -664,6 +665,11 @@ def _of_one(env: Any, relation: Any) -> Any:
 def _divides(number: Any, size: Any) -> bool:
     """Whether a size is a whole number of times a number, whatever its symbols are."""
     return all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
+
+
+def _is_ratio(size: Any) -> bool:
+    """Whether it is the quotient of two sizes, as of the tokens of two arguments: 1 where these are equal."""
+    return any(part.args[1].free_symbols for part in size.atoms(FloorDiv))
 
 
 _SYMBOLS = tuple(

@@ -212,6 +212,33 @@ def test_a_mask_of_a_function_that_reads_no_head() -> None:
     assert check_or_refuse(MaskOfAFunction(), tokens=23) is None
 
 
+class Turned(nn.Module):
+    """Rows of a table at each position, in the sizes of the hidden states: `view(-1, T, …)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.register_buffer("table", torch.rand(64, 2))
+
+    def turned(self, x: Tensor, pos: Tensor) -> Tensor:
+        by, x = self.table[pos].view(-1, x.shape[1], 1, 1, 2), x.unflatten(-1, (-1, 2))
+        return torch.stack([(x * by).sum(-1), x[..., 1] * by[..., 0]], -1).flatten(3)
+
+    def forward(self, ids: Tensor, pos: Tensor) -> Tensor:
+        h = self.embed(ids)
+        heads = h.view(*h.shape[:2], 2, 8)
+        q, v = self.turned(heads, pos).transpose(1, 2), heads.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, q, v, is_causal=True)
+        return out.transpose(1, 2).contiguous().view(*h.shape[:2], -1).square().sum()
+
+
+def test_sizes_of_one_argument_hold_for_what_another_gives() -> None:
+    torch._dynamo.reset()
+    sharding = cp.Sharding(2, {"ids": 1, "pos": 1}, cp.WholeRows(), inner="eager")
+    batch = {"ids": torch.arange(31)[None] % 16, "pos": torch.arange(31)[None]}
+    assert cp.check(Turned().double(), sharding, batch).largest <= 1e-9
+
+
 def test_lengths_are_tried_beforehand() -> None:
     sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
     report = cp.explain(Deciding("transformed"), sharding, lengths=[14, 20])(**packed_batch(1, 24))
