@@ -56,6 +56,10 @@ from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of,
 
 JOINED = "cp_rewrite_joined"
 """The mark in a node's `meta`: "sum" of one that is added up, "rows" of others."""
+
+IN_ORDER = "cp_rewrite_in_order"
+"""The mark of one in the place of a `cat`: the dim in which chunks stood one behind another, so what was cut must, and
+whether that was the tokens of all rows, joined."""
 CHUNKS = "cp_rewrite_chunks"
 """Beside it: how many chunks the node was computed in. It is what a loop holds at a time (`passes/tile.py`)."""
 
@@ -690,6 +694,9 @@ class _Joiner:
             new: Tensor = result.meta["example_value"]
             if [*map(expression, old.shape)] != [*map(expression, new.shape)] or old.dtype != new.dtype:
                 raise NotAlike
+            if not all(op_name(n) in ("sum", "mean") and len(n.args) == 1 for n in end.last.users):
+                dim = bind(end.last, ("tensors", "dim"), dim=0)["dim"] % new.ndim
+                result.meta[IN_ORDER] = dim, any(map(self._cuts_joined_rows, self.chunks.cuts))
             return result
         if any(JOINED not in joined[key].meta for key in end.keys):
             raise NotAlike
@@ -700,6 +707,13 @@ class _Joiner:
                 new_sum = self.graph.call_function(operator.add, (other, result))
             result = self._ran(new_sum, end.last, made)
         return result
+
+    def _cuts_joined_rows(self, cut: Cut) -> bool:
+        """Whether a cut is of the tokens of several rows, one row behind another."""
+        given = value_of(cut.source).shape
+        sizes = [expression(n).subs(self.chunks.symbols) for n in given]
+        (tokens,) = {*self.chunks.symbols.values()}
+        return not any(sympy.expand(size).coeff(tokens) == 1 for size in sizes)
 
     def _unscaled(self, key: int, end: End, joined: dict[int, fx.Node]) -> int:
         """The key of what is added up, before others than chunks scale it: the sum is scaled as well as its terms."""

@@ -36,7 +36,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.packing import CuSeqlens, packing_args
-from cp_rewrite.passes.capture.chunks import JOINED
+from cp_rewrite.passes.capture.chunks import IN_ORDER, JOINED
 from cp_rewrite.passes.graph.nodes import (
     bind,
     collective_group,
@@ -173,7 +173,11 @@ class _Walk:
 
     def check_joined(self, node: fx.Node) -> None:
         """What ran chunk by chunk must give rows, each made of its token, or sums over them and over nothing else."""
-        mark, state = node.meta.get(JOINED), self.env[node]
+        mark, place, state = node.meta.get(JOINED), node.meta.get(IN_ORDER), self.env[node]
+        if place is not None and isinstance(state, Rows) and not self.stands_in_order(state, *place):
+            detail = "chunks of several rows' tokens are joined one behind another: join them before rows become one"
+            self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
+            return
         if mark is None or state is UNKNOWN:
             return
         alone = (mark == "rows" and isinstance(state, Rows)) or state == Partial()
@@ -181,6 +185,12 @@ class _Walk:
         if not alone or more or node in self.sites or self.resolver.changes(node) or isinstance(state, list):
             detail = "chunks of tokens are worked on by something else than their tokens alone, or sums over them"
             self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
+
+    def stands_in_order(self, state: Rows, dim: int, rows: bool) -> bool:
+        """Whether what was cut, the tokens of a row or of all `rows`, is outermost in a dim of chunks that are put one
+        behind another."""
+        axis = [factor for factor in state.dims[dim] or () if factor != B or self.extents.batch != 1]
+        return axis[:2] == [B, T] if rows else axis[:1] == [T]
 
     def visit(self, node: fx.Node) -> States:
         """The state of one node's output, which is noted or refused."""

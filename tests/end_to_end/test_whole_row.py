@@ -94,6 +94,8 @@ RIGHT: dict[str, Mix] = {
     "a_table": lambda m, h, t: h * m.table[:t] if t > 16 else h,
     "by_thirds": lambda m, h, t: h * 2 if t % 3 == 0 else h + 1,
     "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
+    "flat_chunks": lambda m, h, t: torch.cat([m.out(x.flatten(0, 1)).tanh() for x in h.split(7, 1)]).view(h.shape),
+    "flat_sums": lambda m, h, t: h + torch.cat([m.out(x).mean(-1).flatten() for x in h.split(7, 1)]).sum() / t,
     "added_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,
     "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
     "up_to_a_place": lambda m, h, t: h + h[:, : min(t, 20)].mean(1, keepdim=True),
@@ -147,8 +149,9 @@ REFUSED: dict[str, Mix] = {
 }
 
 
-OF_ONE_ROW = {"weights_apart"}
-"""Refused where rows are several: entries that all ranks have are put together to as many as a row has."""
+OF_ONE_ROW = {"weights_apart", "flat_chunks"}
+"""Refused where rows are several: entries that all ranks have are put together to as many as a row has; chunks of all
+rows are joined one behind another."""
 
 
 class Returning(Deciding):
