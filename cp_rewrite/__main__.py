@@ -159,7 +159,7 @@ def _report(arguments: argparse.Namespace, lengths: Sequence[int], layers: int |
     """The report of a model by its config, of a row of these documents. layers: as many as there are, where None."""
     from cp_rewrite.diagnose.config import explain_config  # late: plan needs no torch compiler
 
-    with _quiet():
+    with _tracing():
         return explain_config(
             arguments.model,
             lengths,
@@ -221,7 +221,7 @@ def _recipe(arguments: argparse.Namespace) -> int:
 
     whole_number("--gpus", arguments.gpus)
     lengths = _row(arguments)
-    with _quiet():
+    with _tracing():
         found = recipe(arguments.model, lengths, arguments.gpus, arguments.nodes, speeds=arguments.gpu)
     print(json.dumps(found.as_dict(), indent=2) if arguments.json else found)
     return 0 if isinstance(found, Recipe) else 1
@@ -254,7 +254,7 @@ def _row(arguments: argparse.Namespace) -> list[int]:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def _tracing() -> Generator[None]:
     """Warnings of other packages are not printed in front of an answer, which takes a while: stderr says so."""
     print("cp_rewrite: tracing the model's layers on this CPU, half a minute or so …", file=sys.stderr, flush=True)
     with warnings.catch_warnings():

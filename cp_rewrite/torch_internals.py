@@ -649,12 +649,11 @@ def _of_one(env: Any, relation: Any) -> Any:
     if number == 0 and isinstance(size, Mod | PythonMod) and isinstance(relation, sympy.Ne | sympy.Eq):
         joined, length = size.args
         few = isinstance(joined, sympy.Integer) and in_example(env, length) == joined and _divides(joined, length)
-        few = few and not _is_ratio(length)
         return isinstance(relation, sympy.Ne) if few else None
     if not isinstance(number, sympy.Integer) or number < 1:
         return None
     times = sympy.S.One if number == 2 and in_example(env, size) == 1 else number
-    if in_example(env, size) != times or not _divides(times, size) or _is_ratio(size):
+    if in_example(env, size) != times or not _divides(times, size):
         return None
     of_one, of_more = (
         relation.func(*(n if x == size else x for x in relation.args)) for n in (times, sympy.Integer(3) * times)
@@ -663,13 +662,10 @@ def _of_one(env: Any, relation: Any) -> Any:
 
 
 def _divides(number: Any, size: Any) -> bool:
-    """Whether a size is a whole number of times a number, whatever its symbols are."""
-    return all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
-
-
-def _is_ratio(size: Any) -> bool:
-    """Whether it is the quotient of two sizes, as of the tokens of two arguments: 1 where these are equal."""
-    return any(part.args[1].free_symbols for part in size.atoms(FloorDiv))
+    """Whether a size is a whole number of times a number, whatever its symbols are. The quotient of two sizes, as of
+    two arguments' tokens, is no open size: it is 1 where these are equal."""
+    quotient = any(part.args[1].free_symbols for part in size.atoms(FloorDiv))
+    return not quotient and all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
 
 
 _SYMBOLS = tuple(

@@ -47,7 +47,6 @@ def pushed(layout: str, keep: bool = False) -> Factory:
 
 
 OURS: tuple[Factory, ...] = (
-    Compiled,
     pushed("balanced"),
     pushed("balanced", keep=True),
     ours("balanced", "push", alone=True),
@@ -223,7 +222,7 @@ def run_pack(pack: Pack, setup: Setup, factories: tuple[Factory, ...]) -> float:
 
 def run_masks(setup: Setup, wanted: Callable[[Pack], bool]) -> None:
     """The packs under masks beyond documents, and how much faster trees are than their copies."""
-    factories = (*OURS[1:4], *OURS[5:7], pushed("contiguous"))
+    factories = (*OURS[:2], OURS[2], OURS[4], OURS[5], pushed("contiguous"))
     times = {pack.name: run_pack(pack, setup, factories) for pack in mask_packs(setup.world_size) if wanted(pack)}
     for name, both in times.items():
         tree = name.removesuffix(", copies")
@@ -279,7 +278,7 @@ def main() -> None:
     setup, options = begin(parser)
     names = options.others.split(",") if options.others else [] if options.quick or options.ours else [""]
     others = tuple(other for other in OTHERS if any(name in other.__name__ for name in names))
-    factories = (OURS[:5] if options.quick else OURS) + others
+    factories = (Compiled, *(OURS[:4] if options.quick else OURS), *others)
 
     def wanted(pack: Pack) -> bool:
         return any(text in pack.name for text in options.only.split(","))

@@ -372,7 +372,7 @@ class Chunks:
             return End((key,), readers[0], (readers[0],), None)
         if len(readers) == 1 and op_name(readers[0]) == "stack":
             stack = readers[0]
-            sums = [user for user in stack.users if op_name(user) == "sum" and len(user.args) == 1 and not user.kwargs]
+            sums = [user for user in stack.users if _is_total(user, "sum")]
             given = stack.args[0] if stack.args else ()
             if len(sums) != 1 or len(stack.users) != 1 or sorted(given, key=members.index) != members:  # type: ignore[arg-type]
                 raise NotAlike
@@ -402,6 +402,11 @@ class Chunks:
         if any(written_nodes(n) for n in nodes) and any(_is_shared(term, last, nodes) for term in others):
             raise NotAlike
         return End(keys, last, tuple(nodes), others)
+
+
+def _is_total(node: fx.Node, *names: str) -> bool:
+    """Whether a node is such a sum, or mean, over all entries of its operand."""
+    return op_name(node) in names and len(node.args) == 1 and not node.kwargs
 
 
 def _is_reshape(node: fx.Node) -> bool:
@@ -694,7 +699,7 @@ class _Joiner:
             new: Tensor = result.meta["example_value"]
             if [*map(expression, old.shape)] != [*map(expression, new.shape)] or old.dtype != new.dtype:
                 raise NotAlike
-            if not all(op_name(n) in ("sum", "mean") and len(n.args) == 1 for n in end.last.users):
+            if not all(_is_total(n, "sum", "mean") for n in end.last.users):
                 dim = bind(end.last, ("tensors", "dim"), dim=0)["dim"] % new.ndim
                 result.meta[IN_ORDER] = dim, any(map(self._cuts_joined_rows, self.chunks.cuts))
             return result

@@ -55,7 +55,7 @@ from cp_rewrite.refusal import BACKWARD_HOOKS, Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of, process_group
 
-from .claims import REPLICATED, UNKNOWN, B, Dims, Extents, Moved, Partial, Rows, T
+from .claims import REPLICATED, UNKNOWN, B, Dims, Extents, Moved, Partial, Rows, T, has
 from .ends import Findings, Outputs, input_state, read_extents, why_static
 from .liveness import Reader, live_nodes, scores_of, sources_of
 from .own_backward import OwnBackward
@@ -175,7 +175,10 @@ class _Walk:
         """What ran chunk by chunk must give rows, each made of its token, or sums over them and over nothing else."""
         mark, place, state = node.meta.get(JOINED), node.meta.get(IN_ORDER), self.env[node]
         if place is not None and isinstance(state, Rows) and not self.stands_in_order(state, *place):
-            detail = "chunks of several rows' tokens are joined one behind another: join them before rows become one"
+            detail = (
+                "chunks are joined one behind another in a dim in which tokens are not outermost, as where a loop "
+                "makes several rows one: join them along the dim of their tokens"
+            )
             self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
             return
         if mark is None or state is UNKNOWN:
@@ -189,8 +192,8 @@ class _Walk:
     def stands_in_order(self, state: Rows, dim: int, rows: bool) -> bool:
         """Whether what was cut, the tokens of a row or of all `rows`, is outermost in a dim of chunks that are put one
         behind another."""
-        axis = [factor for factor in state.dims[dim] or () if factor != B or self.extents.batch != 1]
-        return axis[:2] == [B, T] if rows else axis[:1] == [T]
+        axis = tuple(factor for factor in state.dims[dim] or () if factor != B or self.extents.batch != 1)
+        return has(axis[:1], B) and has(axis[:2], T) if rows else has(axis[:1], T)
 
     def visit(self, node: fx.Node) -> States:
         """The state of one node's output, which is noted or refused."""

@@ -15,6 +15,7 @@ import cp_rewrite as cp
 from tests.helpers.one_process import check_or_refuse, step_of_losses
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
+from tests.helpers.versions import OLD
 
 Loss = Callable[["Resolved", Tensor, Tensor], Any]
 Mix = Callable[["Resolved", Tensor], Tensor]
@@ -104,7 +105,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of_fewer": lambda x, y: F.binary_cross_entropy_with_logits(x[:, 1:, 0], (y > 5).double()[:, 1:], reduction="sum"),
 }
 """Over all tokens: rows that fill a rank up must be left out, whatever they hold."""
-if torch.__version__ < (2, 12):
+if OLD:
     del SUMS["weighted_bce"], SUMS["smoothed"]  # torch fixes the number of tokens
 
 LOSSES: dict[str, Loss] = {
@@ -150,7 +151,7 @@ LOSSES: dict[str, Loss] = {
     "batch_of_means": lambda m, x, y: ((x - x.mean((0, 1))).square().mean((0, 1)) + 1).log().sum(),
     "pooled_head": lambda m, x, y: F.cross_entropy(m.router(x.mean(1) @ m.pool), x.new_ones(len(x), dtype=torch.long)),
 }
-if torch.__version__ < (2, 12):
+if OLD:
     del LOSSES["picked"]  # torch asks whether both picks are of one size
 
 

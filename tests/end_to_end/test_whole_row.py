@@ -96,6 +96,10 @@ RIGHT: dict[str, Mix] = {
     "largest": lambda m, h, t: h + h.topk(15, 1).values.mean(1, keepdim=True) if t > 16 else h,
     "flat_chunks": lambda m, h, t: torch.cat([m.out(x.flatten(0, 1)).tanh() for x in h.split(7, 1)]).view(h.shape),
     "flat_sums": lambda m, h, t: h + torch.cat([m.out(x).mean(-1).flatten() for x in h.split(7, 1)]).sum() / t,
+    "flat_chunks_summed": lambda m, h, t: (
+        h + torch.cat([m.out(x.flatten(0, 1)).tanh() for x in h.split(7, 1)]).sum(dim=1).view(*h.shape[:2], 1)
+    ),
+    "chunks_of_fewer": lambda m, h, t: F.pad(torch.cat([m.out(x) for x in h[:, 1:].split(7, 1)], 1), (0, 0, 0, 1)),
     "added_chunks": lambda m, h, t: h + sum(x.sum(1, keepdim=True) for x in h.split(7, 1)) / t,
     "chunk_of_t": lambda m, h, t: torch.cat([m.out(x).tanh() for x in h.split(max(t // 3, 1), 1)], 1),
     "up_to_a_place": lambda m, h, t: h + h[:, : min(t, 20)].mean(1, keepdim=True),
@@ -149,7 +153,7 @@ REFUSED: dict[str, Mix] = {
 }
 
 
-OF_ONE_ROW = {"weights_apart", "flat_chunks"}
+OF_ONE_ROW = {"weights_apart", "flat_chunks", "flat_chunks_summed"}
 """Refused where rows are several: entries that all ranks have are put together to as many as a row has; chunks of all
 rows are joined one behind another."""
 
@@ -173,7 +177,7 @@ class Returning(Deciding):
 
 def test_some_are_right() -> None:
     names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
-    names += ("filled_as_a_float", "beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
+    names += ("by_turns", "filled_as_a_float", "beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
     assert check_or_refuse(Deciding(*names), tokens=33) is None
 
 

@@ -110,9 +110,9 @@ def check(
     pool: Pool, ranks: int, name: str, groups: int, shared: int, options: dict[str, Any] | None = None,
     checkpointing: bool = False, **how: Any,
 ) -> tuple[int, int]:  # fmt: skip
+    skip_unless_able(shared, ranks)
     options = options or {}
     expected = alone(name, groups, options)
-    skip_unless_able(shared, ranks)
     results = pool.run(ranks, on_ranks, name, groups, shared, options, checkpointing, how)
     for rank, (found, _) in enumerate(results):
         for (losses, norm, values), (theirs, their_norm, their_values) in zip(expected, found, strict=True):
@@ -178,11 +178,11 @@ def freeze(model: nn.Module, frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("shared", [2, 4])
 def test_accumulated_gradients(pool: Pool, shared: int, frozen: bool) -> None:
+    skip_unless_able(shared, 4)
     model = build("qwen3_moe")
     freeze(model, frozen)
     for rows in STEPS:
         torch.stack([model(**make_batch([row])).loss for row in rows[:2]]).mean().backward()
-    skip_unless_able(shared, 4)
     for found in pool.run(4, accumulated, shared, frozen):
         assert_gradients(found, gradients(model), LIMIT)
 
@@ -358,11 +358,11 @@ def half_precision(mesh: DeviceMesh, shared: int) -> tuple[float, float, set[tor
 @pytest.mark.parametrize("shared", [2, 4])
 def test_half_precision_weights(pool: Pool, shared: int) -> None:
     """Cast by FSDP where it shards them, else in the op."""
+    skip_unless_able(shared, 4)
     model = build("qwen3_moe").bfloat16()
     expected = model(**make_batch([STEPS[0][0]])).loss
     expected.backward()
     norm = float(cp.clip_grad_norm_(model.parameters(), 1.0))
-    skip_unless_able(shared, 4)
     for loss, found, dtypes in pool.run(4, half_precision, shared):
         assert loss == pytest.approx(expected.item(), rel=1e-2)
         assert found == pytest.approx(norm, rel=5e-2)
@@ -395,8 +395,8 @@ def trained(mesh: DeviceMesh, shared: int, folder: str, loads: bool, device: str
 @pytest.mark.slow
 def test_checkpoints_are_elastic(pool: Pool, tmp_path: Path) -> None:
     """Saved where 2 of 4 ranks share experts; resumed with 4, with 2 on meta, without, and by one process."""
-    folder = str(tmp_path)
     skip_unless_able(2, 4)
+    folder = str(tmp_path)
     first = pool.run(4, trained, 2, folder, False)[0]
     plain = build("qwen3_moe")
     weights = plain.state_dict()

@@ -141,7 +141,7 @@ def test_reference_runs_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["fa4", "aten_flash"])
-@pytest.mark.parametrize(("layout", "mask", "limit"), [("balanced", CAUSAL, 1.25), ("dual_chunk", FULL, 1.3)])
+@pytest.mark.parametrize(("layout", "mask", "limit"), [("balanced", CAUSAL, 1.2), ("dual_chunk", FULL, 1.3)])
 def test_error_is_hardly_larger_than_that_of_one_launch(name: str, layout: str, mask: PackedMask, limit: float) -> None:
     """Four ranks' pieces, one after another on one GPU, against one launch over the whole row: both have an error
     against fp32. Kernels round the gradients of each piece's keys, so keys of many pieces (dual_chunk: up to 8) come

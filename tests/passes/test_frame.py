@@ -44,6 +44,9 @@ class Model(nn.Module):
         self.limit = torch.ones(())
 
     def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
+        if self.keep == "break before tokens":
+            self.value = self.limit * 2
+            torch._dynamo.graph_break()
         x = self.embed(input_ids).unflatten(-1, (2, 16)).transpose(1, 2)
         mask = (doc_ids[:, None, :, None] == doc_ids[:, None, None, :]).tril()
         loss = F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
@@ -117,7 +120,7 @@ def break_on(mesh: DeviceMesh, keep: str) -> list[tuple[Reason, str]]:
     return []
 
 
-@pytest.mark.parametrize("keep", ["break", "item"])
+@pytest.mark.parametrize("keep", ["break", "break before tokens", "item"])
 def test_a_graph_break_is_refused_with_its_line(pool: Pool, keep: str) -> None:
     for found in pool.run(2, break_on, keep):
         (reason, detail), *_ = found
