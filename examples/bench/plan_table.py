@@ -225,8 +225,8 @@ def lines(now: dict[str, Cell], before: dict[str, Cell]) -> Iterator[str]:
 SHORT_TITLE = "\n## Short rows\n"
 SHORT_HEAD = f"""{SHORT_TITLE}
 Written by `examples/bench/plan_table.py --short --write`. 8 ranks, 8 packs of each mix; a row of tiles is 128 tokens.
-*Before → now*: before 512 tokens a rank were shared out by halves alone and fewer than 4,096 in one variant more, and
-now. *imbalance*, *ms*: the median; *predicted*: seconds of a layer's attention now over those before, mean and largest.
+*Before → now*: before few ranks were halved in three ways, where they had been filled one after another, and now.
+*imbalance*, *ms*: the median; *predicted*: seconds of a layer's attention now over those before, mean and largest.
 
 | tokens a rank | mix | imbalance | ms | predicted |
 |---|---|---|---|---|

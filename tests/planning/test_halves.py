@@ -1,4 +1,4 @@
-"""Slices shared out over many ranks by halving."""
+"""Slices shared out over ranks by halving."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cp_rewrite.masks import PackedMask
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.intervals import Int
+from cp_rewrite.planning.layouts.balanced import VARIANTS
 from cp_rewrite.planning.layouts.by_name import lay_out
 from cp_rewrite.planning.layouts.halves import even_pairs, share_out_by_halves
 from cp_rewrite.planning.layouts.options import LayoutOptions
@@ -45,6 +46,27 @@ def test_every_rank_gets_its_tokens_once(
     assert most[1] <= most[0]
     nodes_tokens = [np.bincount(owner // node_size, shares.size) for shares, owner in (halved, evened)]
     assert (nodes_tokens[0] == nodes_tokens[1]).all()
+
+
+@drawn(40)
+@given(batches(max_rows=1, max_total=3000), masks(), st.integers(2, 9))
+def test_several_ways_at_once_are_those_of_each_alone(rows: tuple[Documents, ...], mask: PackedMask, world_size: int):
+    slices = Slices.of_row(rows[0], mask)
+    tokens, more = divmod(rows[0].total, world_size)
+    quotas = [tokens + (rank < more) for rank in range(world_size)]
+    halved = share_out_by_halves(slices, quotas, world_size, mask, 1, VARIANTS)
+    evened, owner = even_pairs(*halved, quotas * len(VARIANTS), world_size, mask, 1)
+    for way, whole in enumerate(VARIANTS):
+        alone = share_out_by_halves(slices, quotas, world_size, mask, 1, (whole,))
+        mine = np.flatnonzero(halved[1] // world_size == way)
+        found = halved[0].take(mine), halved[1][mine] - way * world_size
+        one, other = (
+            (shares.take(order := np.argsort(shares.start)), ranks[order]) for shares, ranks in (alone, found)
+        )
+        assert (one[0].table == other[0].table).all()
+        assert (one[1] == other[1]).all()
+        mine = np.flatnonzero(owner // world_size == way)
+        check_shares(evened.take(mine), owner[mine] - way * world_size, quotas, mask, 1)
 
 
 def check_shares(shares: Slices, owner: Int, quotas: list[int], mask: PackedMask, unit: int) -> None:

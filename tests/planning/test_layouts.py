@@ -229,7 +229,7 @@ def test_bad_arguments_name_the_choices():
 def test_short_rows_lose_nothing_by_fewer_trials(monkeypatch: pytest.MonkeyPatch):
     def seconds() -> float:
         rng, found = np.random.default_rng(7), 0.0
-        for local in (130, 400, 700, 1024, 2048):
+        for local in (130, 300, 400, 512):
             for ranks in (2, 5, 8):
                 lengths = rng.integers(1, local * ranks // 3, 200).cumsum()
                 kept = np.diff(lengths[lengths < local * ranks], prepend=0, append=local * ranks)
@@ -238,5 +238,4 @@ def test_short_rows_lose_nothing_by_fewer_trials(monkeypatch: pytest.MonkeyPatch
 
     fast = seconds()
     monkeypatch.setattr(layouts, "SHORT", 0)
-    monkeypatch.setattr(layouts, "LONG", 0)
     assert fast <= 1.02 * seconds()

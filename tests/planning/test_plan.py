@@ -118,7 +118,7 @@ def test_never_dearer_than_a_simple_layout(rows: tuple[Documents, ...], mask: Pa
 
 
 def test_no_rank_receives_too_much_where_another_plan_does_with_less():
-    """Three documents of a whole share each, and short ones: the first plan found gives one rank 32%."""
+    """Three documents of a whole share each, and short ones: some plans give one rank 32%."""
     short = [762, 762, 762, 918, 1536, 3072]
     lengths = [8192, 8192, 8192, 184, *short, 32768 - 3 * 8192 - 184 - sum(short)]
     p = plan(lengths, 4)

@@ -1,18 +1,17 @@
 """The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved.
 
-documents  ──  slices  ──  shared out over few ranks, in a few variants  ──┐
-                       ──  halved over many ranks  ────────────────────────┤
-                       ──  whole, where that may save something  ──────────┼──  the best by the cost model
-simple layouts with equal tokens per rank  ───────────────────────────────┘
-                                                                          └──  each rank's own order: home pieces first
+documents  ──  slices  ──  halved; over few ranks in variants  ──┐
+                       ──  whole, where that may save something  ┼──  the best by the cost model
+simple layouts with equal tokens per rank  ──────────────────────┘
+                                                                 └──  each rank's own order: home pieces first
 
 Lower bounds of what a token order costs, without its schedule: most simple layouts need not be weighed further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,9 +31,9 @@ from cp_rewrite.planning.routes.gathered import needed_seconds
 from cp_rewrite.planning.schedule import Schedule, build
 from cp_rewrite.planning.sections import Sections, sections_of
 
-from .halves import even_pairs, share_out_by_halves
+from .halves import Whole, even_pairs, share_out_by_halves
 from .options import LayoutOptions
-from .share_out import Slices, Variant, share_out, share_out_whole, slice_tiles
+from .share_out import Slices, share_out_whole
 from .simple import contiguous, dual_chunk, even_contiguous, even_dual_chunk, even_head_tail
 from .token_order import TokenOrder, outer_order
 
@@ -145,52 +144,30 @@ class Bounds:
         return int((runs**2).sum() + (times * (2 * runs[cut] + times)).sum())
 
 
-ENOUGH, ENOUGH_FOR_ONE = 1.015, 1.005
-"""Imbalance that is not worth another round: of several slices, and of one, which the first round nearly balances."""
-LIMIT = 1.02
-"""Imbalance up to which traffic decides between orders."""
-CROWDED = 0.3
-"""Share of all remote rows above which a rank receives too many, if another order does without."""
-VARIANTS = (
-    Variant(),
-    Variant(slack=0.003, whole=False, tries=1, rounds=2),
-    Variant(slack=0.003),
-    Variant(slack=0.012),
-    Variant(slack=0.004, tries=3, rounds=6),
-    Variant(slack=0.008, tries=3, rounds=6),
-)
-"""Tried one after another until an order is balanced and no rank crowded. The first is tried on every row, the second,
-too, where documents are few: there either may move fewer rows. `docs/internals/planner.md` has what each is worth."""
+VARIANTS = Whole(), Whole(least=0.03), Whole((0, 0, 0))
+"""Ways to halve few ranks, of which the best counts; many are halved in the first alone."""
 LOST = 0.01
 """Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
-FEW = 4
-"""Documents per rank."""
-FEW_RANKS, FEW_SLICES = 8, 512
-"""Up to so many ranks are filled one after another, in variants; more, and more slices, are shared out by halves."""
-SHORT, LONG = 512, 4096
-"""Tokens of a rank. Up to the first, rows are shared out by halves alone; below the second, in a variant too. A row of
-tiles is much of a rank's work there: no variant balances, so all would be tried."""
-FOR_SHORT = VARIANTS[3]  # most slack
+FEW_RANKS, FEW_SLICES, SHORT = 8, 512, 512
+"""Ranks and slices, at most, and tokens of a rank, at least, for which all ways are tried. More take longer; in shorter
+rows a row of tiles is so much of a rank's work that none balances."""
 MOST_RUNS = 1 << 17
 """Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
 
 class Candidate(NamedTuple):
-    """A token order and what speaks against it. Over several nodes only seconds count: there links decide.
+    """A token order and what speaks against it.
 
-    imbalance: work of the rank that has most over the mean.
+    seconds: of attention under the exchange that serves it best, and of recurrent layers.
     lost: the share of its rows that a rank receives, or of its time that the mean rank waits for the slowest.
     by_heads: heads exchanged inside of nodes serve it best, even if the ranks of a node did equal work.
     """
 
-    unbalanced: bool
-    crowded: bool
     seconds: float
-    imbalance: float
     lost: float
     order: TokenOrder
     schedule: Schedule
-    by_heads: bool = False
+    by_heads: bool
 
 
 @dataclass(frozen=True)
@@ -200,14 +177,13 @@ class Judge:
     Args:
         bounds: of orders of the row under its mask.
         options: what it runs on.
-        node_size: ranks of each node.
-        most_rows: a rank that receives more KV rows is crowded.
+        world_size, node_size: ranks, and those of each node.
     """
 
     bounds: Bounds
     options: LayoutOptions
+    world_size: int
     node_size: int
-    most_rows: float
 
     @property
     def documents(self) -> Documents:
@@ -221,14 +197,15 @@ class Judge:
         """The order as a candidate, with its seconds under the exchange that serves it best."""
         schedule = self._build(order)
         load = load_of(schedule)
-        received = int(load.received.sum(1).max())
-        uneven = imbalance(load.tiles)
-        lost = max(uneven - 1, received / max(1, order.local_size))
+        lost = max(imbalance(load.tiles) - 1, int(load.received.sum(1).max()) / max(1, order.local_size))
         seconds, by_heads = self._seconds(load, order, lambda places, rows: load_of(self._build(places, rows)))
-        seconds += self._state_seconds(order)
-        if self.node_size < order.world_size:
-            return Candidate(False, False, seconds, uneven, lost, order, schedule, by_heads)
-        return Candidate(uneven > LIMIT, received > self.most_rows, seconds, uneven, lost, order, schedule)
+        return Candidate(seconds + self._state_seconds(order), lost, order, schedule, by_heads)
+
+    def weigh_shares(self, slices: Slices, owner: Int) -> Candidate:
+        """The order in which rank owner[i] owns slice i, as a candidate."""
+        by_start = np.argsort(slices.start, kind="stable")
+        cuts = np.append(slices.start[by_start], self.documents.total)
+        return self.weigh(TokenOrder.from_cuts(cuts, owner[by_start], self.world_size))
 
     def _build(self, order: TokenOrder, local_rows: int | None = None) -> Schedule:
         return build([self.documents], [order], self.mask, local_rows)
@@ -271,21 +248,19 @@ class Judge:
 
 
 def balanced(documents: Documents, world_size: int, mask: PackedMask, options: LayoutOptions) -> TokenOrder:
-    """The best token order found: first balanced within 2%, then no rank that is crowded, then least seconds.
+    """The token order found that takes least seconds.
 
     Every rank owns ceil(total / world_size) tokens, or fewer, so that only the row's end is padded; with a chunk size,
-    the same in chunks, of which the row's last may be short. Over several nodes the cheapest order wins, balanced or
-    not. It costs no more than a simple layout that gives ranks equal tokens. (A simple layout that would cut the
-    documents into hundreds of thousands of runs of keys, as hundreds of documents on 16 ranks do, is not compared.)
+    the same in chunks, of which the row's last may be short. It costs no more than a simple layout that gives ranks
+    equal tokens. (A simple layout that would cut the documents into hundreds of thousands of runs of keys, as hundreds
+    of documents on 16 ranks do, is not compared.)
 
     Pure: the same on every rank.
     """
     unit = options.chunk_size
     chunks, more = divmod(-(-documents.total // unit), world_size)
     quotas = [(chunks + (r < more)) * unit for r in range(world_size)]
-    # The rank with the last token of a long causal document needs all of it: fewer rows are not to be had.
-    most_rows = max(CROWDED * (world_size - 1) * quotas[0], int(documents.lengths.max(initial=0)) - quotas[0])
-    judge = Judge(Bounds(documents, mask), options, options.node_size(world_size), most_rows)
+    judge = Judge(Bounds(documents, mask), options, world_size, options.node_size(world_size))
     slices = judge.bounds.slices if unit == 1 else Slices.of_row(documents, mask, unit)
     best = _best_shared_out(slices, quotas, judge)
     for order in _simple_orders(documents, world_size, unit):
@@ -318,113 +293,36 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
 
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
-    """The best of the first few trials, or of more, until one is balanced and no rank of it crowded, and of whole
-    documents. Of many ranks or slices, and of short rows, see `FEW_RANKS` and `SHORT`.
-
-    Over several nodes all are made: what crosses links depends on where a few cuts happen to fall.
-    """
-    one_node = judge.node_size == len(quotas)
-    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES or (one_node and quotas[0] <= SHORT):
-        return _best_by_halves(slices, quotas, judge)
-    if one_node and quotas[0] < LONG:
-        variant = replace(FOR_SHORT, unit=judge.options.chunk_size)
-        filled = _share_out_repeatedly(slices, quotas, judge.mask, len(quotas), variant)
-        halved = _best_by_halves(slices, quotas, judge)
-        return min(halved, _weigh_shares(filled, judge), key=lambda c: c.seconds)
-    best: Candidate | None = None
-    halves_first = _can_halve(quotas, judge.node_size) and _too_big(slices, quotas) > 1
-    few = len(slices) <= FEW * len(quotas)
-    least = 1 + halves_first + few if one_node else len(VARIANTS)
-    for tried, ranks in enumerate(_trials(slices, quotas, judge, halves_first), 1):
-        candidate = _weigh_shares(ranks, judge)
-        best = candidate if best is None else min(best, candidate, key=lambda c: c[:3])
-        if tried >= least and not best.unbalanced and not best.crowded:
-            break
-    assert best is not None
-    whole = share_out_whole(slices, quotas) if best.lost > LOST else None
-    if whole is not None:
-        best = min(best, _weigh_shares(whole, judge), key=lambda c: c[:3])
-    return best
-
-
-def _weigh_shares(ranks: list[Slices], judge: Judge) -> Candidate:
-    return judge.weigh(_to_order(*_owned(ranks), len(ranks), judge.documents.total))
-
-
-def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
-    """Halved, and then evened out between pairs of ranks, or of nodes."""
-    unit = judge.options.chunk_size
-    ranks, node, total = len(quotas), judge.node_size, judge.documents.total
-    halved = share_out_by_halves(slices, quotas, node, judge.mask, unit)
-    if node == ranks:
-        shares = even_pairs(*halved, quotas, node, judge.mask, unit)
-        return judge.weigh(_to_order(*shares, ranks, total))
-    best = judge.weigh(_to_order(*halved, ranks, total))
-    # Partners share a node, so that no row crosses for them; where heads are exchanged inside of nodes, nodes are even.
-    most, inner = (ranks, node) if best.by_heads else (node, 1)
-    shares = even_pairs(*halved, quotas, most, judge.mask, unit, inner)
-    if shares[0] is halved[0]:  # no ranks swapped tokens
+    """The best of the variants, and of whole documents."""
+    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES or quotas[0] <= SHORT:
+        return _best_by_halves(slices, quotas, judge, VARIANTS[:1])
+    best = _best_by_halves(slices, quotas, judge, VARIANTS)
+    ranks = share_out_whole(slices, quotas) if best.lost > LOST else None
+    if ranks is None:
         return best
-    return min(best, judge.weigh(_to_order(*shares, ranks, total)), key=lambda c: c.seconds)
+    owner = np.repeat(np.arange(len(ranks)), [len(held) for held in ranks])
+    return min(best, judge.weigh_shares(Slices.join(ranks), owner), key=lambda c: c.seconds)
 
 
-def _trials(slices: Slices, quotas: list[int], judge: Judge, halves_first: bool) -> Iterator[list[Slices]]:
-    """Shares of all ranks: by every variant over the nodes, and once over two halves of the ranks. Made on demand."""
-    unit = judge.options.chunk_size
-    trials = [(replace(variant, unit=unit), judge.node_size) for variant in VARIANTS]
-    if _can_halve(quotas, judge.node_size):
-        trials.insert(1 if halves_first else len(trials), (Variant(unit=unit), len(quotas) // 2))
-    for variant, group in trials:
-        yield _share_out_repeatedly(slices, quotas, judge.mask, group, variant)
-
-
-def _can_halve(quotas: list[int], node_size: int) -> bool:
-    """Whether the row can first be shared out over two halves of the ranks, which keeps long documents in one half."""
-    return node_size == len(quotas) and len(quotas) % 2 == 0 and len(quotas) > 2
-
-
-def _too_big(slices: Slices, quotas: list[int]) -> int:
-    """Documents with more work than a rank should do: they must be cut, and better within half of the ranks."""
-    return int((slices.work > 1.5 * slices.work.sum() / len(quotas)).sum())
-
-
-def _share_out_repeatedly(
-    slices: Slices, quotas: list[int], mask: PackedMask, group: int, variant: Variant
-) -> list[Slices]:
-    """The share of each rank, dealt over groups of `group` ranks first, then over each one's ranks.
-
-    Each round knows what cuts cost every rank in the round before; the round that balanced best counts.
-    """
-    if not len(slices):  # the other group has all tokens
-        return [slices] * len(quotas)
-    if group < len(quotas):
-        groups = [quotas[i : i + group] for i in range(0, len(quotas), group)]
-        shares = _share_out_repeatedly(slices, [sum(ranks) for ranks in groups], mask, len(groups), variant)
-        return [
-            rank
-            for share, ranks in zip(shares, groups, strict=True)
-            for rank in _share_out_repeatedly(share, ranks, mask, len(ranks), variant)
-        ]
-    # A guess at what cuts cost, before any is made: nothing for the first rank, which chooses among all slices, up to
-    # two rows of tiles for the last, which takes what is left.
-    tile_row = float(slices.work.sum() / slices.size.sum()) * TILE
-    extra = np.linspace(0, 2, len(quotas)) * tile_row
-    best, least, enough = [slices], np.inf, ENOUGH if len(slices) > 1 else ENOUGH_FOR_ONE
-    for _ in range(variant.rounds):
-        ranks = share_out(slices, quotas, extra.tolist(), mask, variant)
-        tiles = _tiles(ranks, mask)
-        if imbalance(tiles) < least:
-            best, least = ranks, imbalance(tiles)
-        if least < enough:
-            break
-        extra = tiles - np.array([float(rank.work.sum()) for rank in ranks])
-    return best
-
-
-def _tiles(ranks: list[Slices], mask: PackedMask) -> Float:
-    """(P,) what each rank's slices cost, cuts included."""
-    owner = np.repeat(np.arange(len(ranks)), [len(slices) for slices in ranks])
-    return np.bincount(owner, slice_tiles(Slices.join(ranks), mask), len(ranks)).astype(np.float64)
+def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge, ways: Sequence[Whole]) -> Candidate:
+    """Halved, and then evened out between pairs of ranks, or of nodes."""
+    unit, ranks, node = judge.options.chunk_size, len(quotas), judge.node_size
+    slices, owner = share_out_by_halves(slices, quotas, node, judge.mask, unit, ways)
+    if node == ranks:
+        slices, owner = even_pairs(slices, owner, quotas * len(ways), node, judge.mask, unit)
+    found: list[Candidate] = []
+    for way in range(len(ways)):
+        mine = np.flatnonzero(owner // ranks == way)
+        halved = slices.take(mine), owner[mine] - way * ranks
+        found.append(judge.weigh_shares(*halved))
+        if node < ranks:
+            # Partners share a node, so that no row crosses for them; where heads are exchanged inside of nodes, nodes
+            # are even.
+            most, inner = (ranks, node) if found[-1].by_heads else (node, 1)
+            shares = even_pairs(*halved, quotas, most, judge.mask, unit, inner)
+            if shares[0] is not halved[0]:  # ranks swapped tokens
+                found.append(judge.weigh_shares(*shares))
+    return min(found, key=lambda c: c.seconds)
 
 
 def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
@@ -440,14 +338,3 @@ def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator
         return
     yield dual_chunk(spans, world_size, unit)
     yield even_dual_chunk(spans, world_size, unit)
-
-
-def _owned(ranks: list[Slices]) -> tuple[Slices, Int]:
-    """(slices of all ranks, the owner of each) of what each rank owns."""
-    return Slices.join(ranks), np.repeat(np.arange(len(ranks)), [len(slices) for slices in ranks])
-
-
-def _to_order(slices: Slices, owner: Int, world_size: int, total: int) -> TokenOrder:
-    """The token order in which rank owner[i] owns slice i."""
-    order = np.argsort(slices.start, kind="stable")
-    return TokenOrder.from_cuts(np.append(slices.start[order], total), owner[order], world_size)

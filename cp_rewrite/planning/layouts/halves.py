@@ -1,4 +1,4 @@
-"""Sharing slices out over many ranks: ranks are halved again and again, all groups of one depth in one go.
+"""Sharing slices out over ranks: these are halved again and again, all groups of one depth in one go.
 
 Nodes come before the ranks of a node, so documents stay in one half, and in one node, while their work allows. The
 slices of a group are shared out so that both halves have their tokens, and the same work per token:
@@ -130,10 +130,19 @@ class SliceLines:
         return made, at
 
 
-MOST_WHOLE = (24, 4, 0)
-"""Slices of a group, at most, that go whole to a half; the next number where the halves then differ too much."""
-LEAST_WHOLE = 0.1
-"""Share of a rank's work that such a slice has at least."""
+@dataclass(frozen=True)
+class Whole:
+    """Which slices of a group go whole to a half.
+
+    Args:
+        most: so many at most; the next number where the halves then differ too much.
+        least: share of a rank's work that such a slice has at least.
+    """
+
+    most: tuple[int, int, int] = (24, 4, 0)
+    least: float = 0.1
+
+
 SLACK = 0.004
 """Share of a rank's work that is not worth a cut."""
 _ENDLESS = 1 << 40
@@ -151,6 +160,7 @@ class Groups:
         ranks: (2, G) int64 of each half.
         mask, seen, unit: what attention sees; cuts fall on multiples of `unit`.
         across: (G,) whether the halves are in different nodes.
+        most, least: (3, G) and (G,) of `Whole`.
     """
 
     tokens: Int
@@ -159,10 +169,13 @@ class Groups:
     seen: SeenKeys
     unit: int
     across: NDArray[np.bool_]
+    most: Int
+    least: Float
 
     def take(self, chosen: NDArray[np.bool_]) -> Groups:
         columns = self.tokens[:, chosen], self.ranks[:, chosen]
-        return Groups(*columns, self.mask, self.seen, self.unit, self.across[chosen])
+        whole = self.most[:, chosen], self.least[chosen]
+        return Groups(*columns, self.mask, self.seen, self.unit, self.across[chosen], *whole)
 
     @property
     def step(self) -> int:
@@ -184,8 +197,11 @@ def share_out_by_halves(
     node_size: int,
     mask: PackedMask,
     unit: int = 1,
+    ways: Sequence[Whole] = (Whole(),),
 ) -> tuple[Slices, Int]:
     """(slices, owner): what all ranks get, (N,) int64 the rank of each slice; every rank gets its quota of tokens.
+
+    Several ways are gone at once, in little more time than one: rank r of way w owns as rank P w + r.
 
     Args:
         slices: what there is to share.
@@ -193,11 +209,15 @@ def share_out_by_halves(
         node_size: ranks that share a node; divides P.
         mask: what attention sees.
         unit: cuts fall on multiples of it; quotas and sizes of slices are multiples of it too.
+        ways: which slices are not cut.
     """
-    before = np.append(0, np.cumsum(np.asarray(quotas, dtype=np.int64)))
-    slices, group = Slices(slices.table, tenths(slices.table, slices.work, mask)), np.zeros(len(slices), dtype=np.int64)
-    slices = slices.take(np.lexsort((slices.start, slices.first, slices.work / slices.size)))
-    start, stop = np.zeros(1, dtype=np.int64), np.full(1, len(quotas))
+    before = np.append(0, np.cumsum(np.tile(np.asarray(quotas, dtype=np.int64), len(ways))))
+    slices = Slices(slices.table, tenths(slices.table, slices.work, mask))
+    by_density = np.lexsort((slices.start, slices.first, slices.work / slices.size))
+    slices, group = slices.take(np.tile(by_density, len(ways))), np.repeat(np.arange(len(ways)), len(slices))
+    most, least = np.array([way.most for way in ways]).T, np.array([way.least for way in ways])
+    start = np.arange(len(ways)) * len(quotas)
+    stop = start + len(quotas)
     seen = SeenKeys(mask)
     done: list[Slices] = []
     owners: list[Int] = []
@@ -214,20 +234,24 @@ def share_out_by_halves(
         ranks = stop - start
         middle = start + np.where(ranks > node_size, ranks // node_size // 2 * node_size, ranks // 2)
         tokens = np.stack([before[middle] - before[start], before[stop] - before[middle]])
-        groups = Groups(tokens, np.stack([middle - start, stop - middle]), mask, seen, unit, ranks > node_size)
+        halves = np.stack([middle - start, stop - middle])
+        way = start // len(quotas)
+        groups = Groups(tokens, halves, mask, seen, unit, ranks > node_size, most[:, way], least[way])
         slices, group = halve(slices, group, groups)
         start, stop = np.stack([start, middle], 1).reshape(-1), np.stack([middle, stop], 1).reshape(-1)
 
 
-def halve(slices: Slices, group: Int, groups: Groups, most: Sequence[int] = MOST_WHOLE) -> tuple[Slices, Int]:
+def halve(slices: Slices, group: Int, groups: Groups, turn: int = 0) -> tuple[Slices, Int]:
     """(slices, half): half h of group g has number 2 g + h. Groups whose halves differ too much are halved once more,
     with fewer slices left whole. Slices are by group, or by half, and then from the sparsest to the densest."""
-    made, half, far = _halve_once(slices, group, groups, most[0])
-    if len(most) == 1 or not far.any():
+    made, half, far = _halve_once(slices, group, groups, groups.most[turn])
+    fewer = groups.most[min(turn + 1, len(groups.most) - 1)]
+    far &= fewer < groups.most[turn]
+    if not far.any():
         return made, half
     again = np.flatnonzero(far[group])
     number = np.flatnonzero(far)
-    other, its_half = halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), most[1:])
+    other, its_half = halve(slices.take(again), (np.cumsum(far) - 1)[group[again]], groups.take(far), turn + 1)
     kept = ~far[half // 2]
     made = Slices.join([made.take(np.flatnonzero(kept)), other])
     half = np.append(half[kept], number[its_half // 2] * 2 + its_half % 2)
@@ -254,7 +278,7 @@ def _by_density(slices: Slices, number: Int) -> tuple[Slices, Int]:
     return slices.take(order), number[order]
 
 
-def _halve_once(slices: Slices, group: Int, groups: Groups, most: int) -> tuple[Slices, Int, NDArray[np.bool_]]:
+def _halve_once(slices: Slices, group: Int, groups: Groups, most: Int) -> tuple[Slices, Int, NDArray[np.bool_]]:
     """(slices, half, whether the work of each group's halves is too far from their shares)."""
     count = groups.tokens.shape[1]
     work = owners_work(group, slices, count)
@@ -376,8 +400,8 @@ class _Placing:
         count = len(slack)
         self.cut, self.heads = np.full(count, -1), np.zeros(count, dtype=np.int64)
 
-    def run(self, most: int) -> None:
-        """Place up to `most` slices of each group."""
+    def run(self, most: Int) -> None:
+        """Place up to `most` (G,) slices of each group."""
         tops = self._tops(most)
         if not len(tops):
             return
@@ -397,15 +421,15 @@ class _Placing:
         if len(chosen):
             self._split(chosen, self.cut[chosen], self.heads[chosen])
 
-    def _tops(self, most: int) -> Int:
+    def _tops(self, most: Int) -> Int:
         """(n, G) up to `most` slices with much work of each group, those with most first; -1: it has no more."""
-        least = LEAST_WHOLE * self.work.sum(0) / self.groups.ranks.sum(0)
+        least = self.groups.least * self.work.sum(0) / self.groups.ranks.sum(0)
         work, group = self.slices.work, self.group
         tops = np.flatnonzero(work > least[group])
         tops = tops[np.argsort(group[tops] * (work.max(initial=0) + 1) - work[tops], kind="stable")]
         its_group = group[tops]
         place = np.arange(len(tops)) - np.searchsorted(its_group, its_group)
-        kept = place < most
+        kept = place < most[its_group]
         found = np.full((int(place[kept].max(initial=-1)) + 1, len(least)), -1)
         found[place[kept], its_group[kept]] = tops[kept]
         return found
@@ -523,7 +547,7 @@ def even_pairs(
     """(slices, owner) with less work for the place that has most, where that can be had; partners share a node. Each
     rank keeps its number of tokens.
 
-    Args: as of `share_out_by_halves`, and what it returns; work in tenths of tiles.
+    Args: as of `share_out_by_halves`, and what it returns, with the quotas of all its ways; work in tenths of tiles.
         inner: ranks of a place, between which work need not be even; it divides `node_size`.
     """
     held, idle = np.asarray(quotas).reshape(-1, inner).sum(1) > 0, 0
