@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.fx as fx
-from torch import Tensor
+from torch import SymFloat, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.new_nodes import tracing
@@ -62,11 +62,13 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         """Tensors that the node wrote into."""
         self.seen: set[str] = set()
         """Names of the ops that the node ran."""
+        self.counted = False
+        """Whether one of them was given a fraction made from the token count."""
 
     def start(self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]], gradients: Sequence[Tensor]) -> None:
         """Watch one node; arguments as of `NodeFacts.start`."""
         self.facts.start(node, states, gradients)
-        self.written, self.seen = [], set()
+        self.written, self.seen, self.counted = [], set(), False
         self.place, self.uses, self.taken = 0, Counter(), {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,6 +79,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         call = Call(func, args, kwargs, outs, self.facts)
         self.seen.add(func._schema.name)
+        self.counted |= any(map(self.facts.extents.counts_tokens, _fractions((args, kwargs))))
         self.uses.update(map(id, call.tensors))
         states, written = self._states(call)
         self.place += call.name not in COPIES
@@ -125,6 +128,10 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
                 self.facts.refuse(mixes.reason, mixes.detail)
                 after = UNKNOWN
             self.facts.set_state(other, after)
+
+
+def _fractions(values: Any) -> list[SymFloat]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, SymFloat)]
 
 
 def join_written(call: Call) -> TensorState:
@@ -256,7 +263,18 @@ class NodeRunner:
         if self.facts.events.table is not None and id(out) not in self.facts.operands:
             detail = "takes the first rows of a table and does more with it at once: take them on a line of its own"
             self.facts.refuse(Reason.POSITION_GENERATOR, detail)
-        return Outcome(self._states_of(out), self.facts.events, self._steps(node, operands))
+        steps = self._steps(node, operands)
+        if not steps.inside:  # what is taken apart is so for this row alone, as torch's guards are
+            self._check_fractions(node)
+        return Outcome(self._states_of(out), self.facts.events, steps)
+
+    def _check_fractions(self, node: fx.Node) -> None:
+        """Refuse a fraction made from the token count of which torch makes a plain number on the way into its ops, as
+        of `eps`: none of them shows it."""
+        counted = filter(self.facts.extents.counts_tokens, _fractions([value_of(n) for n in node.all_input_nodes]))
+        if self.trace.seen and not self.trace.counted and any(True for _ in counted):
+            detail = f"{_name(node.target)} takes a number made from the token count, of which torch makes a plain one"
+            self.facts.refuse(Reason.POSITION_GENERATOR, detail)
 
     def _run_on_numbers(self, node: fx.Node) -> Outcome:
         """A node that reads what Dynamo has no value of: an entry of `tolist`, from which it takes a number."""

@@ -149,6 +149,8 @@ if OLD:
 REFUSED: dict[str, Mix] = {
     "transformed": lambda m, h, t: torch.fft.fft(h, dim=1).real if t > 16 else h,
     "chunks_of_a_row_of_places": lambda m, h, t: torch.cat([x * x.shape[1] for x in h.split(16, 1)], 1),
+    "as_an_eps": lambda m, h, t: F.layer_norm(h, (WIDTH,), eps=1 / t),
+    "as_an_eps_and_a_factor": lambda m, h, t: F.rms_norm(h * (t / 9), (WIDTH,), eps=t / 30),
     "chunks_turned": lambda m, h, t: torch.cat([h[:, i : i + 8].flip(1) for i in range(0, t, 8)], 1),
 }
 
@@ -179,6 +181,14 @@ def test_some_are_right() -> None:
     names = ("scaled", "mean", "chunks", "checkpointed", "apart_again", "weights_apart", "of_functions_of_math")
     names += ("by_turns", "filled_as_a_float", "beside_turns", "numbered_thirds", "chunks_by_heads", "behind_the_end")
     assert check_or_refuse(Deciding(*names), tokens=33) is None
+
+
+def test_a_number_of_which_torch_makes_a_plain_one_is_refused() -> None:
+    """It would be a rank's, and no op shows it."""
+    said = check_or_refuse(Deciding("as_an_eps"), tokens=24)
+    assert said is not None
+    assert "eps=1 / t" in said
+    assert "POSITION_GENERATOR" in said
 
 
 @pytest.mark.parametrize("name", ["number", "fewer", "flag"])
