@@ -145,7 +145,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _ranks_per_node(arguments: argparse.Namespace) -> int | None:
-    """What `--nodes` or `--ranks-per-node` say; None: all ranks share a node."""
+    """Ranks of a node by `--nodes` or `--ranks-per-node`; None: all ranks share a node."""
     if arguments.nodes is None:
         return arguments.ranks_per_node
     if arguments.ranks_per_node is not None:

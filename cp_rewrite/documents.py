@@ -71,7 +71,7 @@ class Nodes:
         return np.bincount(node, (self.ends - self.starts)[ancestor], len(self.parents)).astype(np.int64)
 
     def clipped(self, start: int, stop: int) -> Nodes:
-        """Those of tokens [start, stop), counted from there; what is above them must be there too."""
+        """Nodes of tokens [start, stop), counted from there; what is above them must be there too."""
         real = (self.ends > start) & (self.starts < stop)
         number = np.append(np.cumsum(real) - 1, -1)
         return Nodes(
@@ -292,7 +292,7 @@ class SpanRuns:
         return SpanRuns(at, to, self.ids[run])
 
     def clipped(self, start: int, stop: int) -> SpanRuns:
-        """Those of tokens [start, stop), counted from there."""
+        """Spans of tokens [start, stop), counted from there."""
         starts, ends = np.clip(self.starts, start, stop) - start, np.clip(self.ends, start, stop) - start
         real = ends > starts
         return SpanRuns(starts[real], ends[real], None if self.ids is None else self.ids[real], self.prefix)
@@ -361,7 +361,7 @@ class Documents:
         return ids
 
     def clipped(self, start: int, stop: int) -> Documents:
-        """Those of tokens [start, stop): what reaches in from outside is cut, others are empty."""
+        """Documents of tokens [start, stop): what reaches in from outside is cut, others are empty."""
         starts, ends = (np.clip(bounds, start, stop) - start for bounds in (self.starts, self.ends))
         spans = None if self.spans is None else self.spans.clipped(start, stop)
         nodes = None if self.nodes is None else self.nodes.clipped(start, stop)

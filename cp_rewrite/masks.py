@@ -1,4 +1,4 @@
-"""What a packed mask means, as a value: packing x chunks, spans or trees x causality x window."""
+"""The meaning of a packed mask, as a value: packing x chunks, spans or trees x causality x window."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PackedMask:
         return self.spans or self.tree
 
     def documents(self, documents: Documents) -> Documents:
-        """What attention is over: the row's documents, cut into chunks where the mask has any; or the row as one."""
+        """Documents that attention is over: the row's, cut into chunks where the mask has any; or the row as one."""
         whole = documents if self.packed else Documents.from_lengths([documents.total])
         return whole if self.chunk is None else whole.cut(self.chunk, self.chunk_of == "row")
 

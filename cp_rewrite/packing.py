@@ -125,7 +125,7 @@ class Spans:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """What tokens of spans hold; none where spans have ids."""
+        """Numbers that tokens of spans hold; none where spans have ids."""
         return self.value if isinstance(self.value, tuple) else () if self.value is None else (self.value,)
 
 
@@ -144,7 +144,7 @@ def packing_args(packing: Packing) -> tuple[str, ...]:
 
 
 def whole_args(packing: Packing) -> tuple[str, ...]:
-    """Those of them that are handed over whole; others have one value per token."""
+    """Arguments that are handed over whole; others have one value per token."""
     if isinstance(packing, Tree):
         return () if packing.parents is None else (packing.parents,)
     return packing_args(packing) if isinstance(packing, CuSeqlens) else ()

@@ -20,7 +20,7 @@ BACKWARD_HOOKS = (
 
 
 class Reason(Enum):
-    """What stands in the way of a rewrite. The value says what a user can do about it."""
+    """A reason that stands in the way of a rewrite. The value says what a user can do about it."""
 
     MASK_NOT_PACKED = "the mask is no conjunction of same-document, causal and window terms"
     MASK_OPAQUE = "the mask comes in as a tensor, so the graph does not show its meaning; state it with assume_mask"

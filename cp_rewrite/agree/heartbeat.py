@@ -95,7 +95,7 @@ class MainThread:
         return tuple((found[1], int(found[2])) for line in lines if (found := _FRAME.match(line)))
 
     def users_line(self, frames: Frames) -> str:
-        """Where it is by these frames, or was last seen, outside of torch and of this package."""
+        """The place it is at by these frames, or was last seen, outside of torch and of this package."""
         found = next((frame for frame in frames if not frame[0].startswith((*_LIBRARIES, *_GENERATED))), None)
         if found is not None:
             file, line = found

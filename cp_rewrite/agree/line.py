@@ -31,7 +31,7 @@ class Door:
         self._socket.setblocking(False)
         self._me, self._lines = f"{me}\n".encode(), list[socket.socket]()
         self.places = f"{','.join(_own_hosts())} {self._socket.getsockname()[1]}"
-        """Where others find it: addresses of this machine, and the port."""
+        """Its place for others: addresses of this machine, and the port."""
         os.register_at_fork(after_in_child=self.close)  # a worker that outlives its parent must not hold it open
 
     def answer(self) -> None:

@@ -105,7 +105,7 @@ class ActivePlan:
     """By argument: the row of which fill is a copy where this rank has no such row itself."""
     _tensors: dict[PlanInput, Tensor] = field(default_factory=dict[PlanInput, Tensor])
     arrays: dict[Place, Arrays] = field(default_factory=dict[Any, Arrays])
-    """Those made so far."""
+    """Arrays made so far, by mask, exchange and rank."""
     _reads: dict[tuple[Neighbours | Scan | States, int], Arrays] = field(default_factory=dict[Any, Arrays])
     """By what is read, and rank."""
 

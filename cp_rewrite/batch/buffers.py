@@ -31,7 +31,7 @@ class Buffers:
         self.batch = -1
         """Number of the batch that they hold."""
         self.padding_readers: set[PaddingReaders] = set()
-        """Those of the graphs that ran: a captured step runs on in batches that it can't check."""
+        """Readers of padding in the graphs that ran: a captured step runs on in batches that it can't check."""
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # an annotation is copied and pickled without them

@@ -242,7 +242,7 @@ def encode(traced: int, method: str, trained: bool, names: Sequence[str], *value
 
 
 def encoded(traced: int, method: str, _: bool, names: Sequence[str], *values: Any) -> list[tuple[Result, Tensor]]:
-    """What the method gives: the tensors that `encode` stands for.
+    """Results of the method: the tensors that `encode` stands for.
 
     Raises:
         RewriteRefused: it drew random numbers.

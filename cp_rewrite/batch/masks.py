@@ -390,7 +390,7 @@ class _Masks:
         return made
 
     def _device(self, value: Tensor) -> torch.device:
-        """Where the model gets it: what is on the CPU goes to the mesh's device."""
+        """The device on which the model gets it: what is on the CPU goes to the mesh's device."""
         return device_of(self.sharding) if value.device.type == "cpu" else value.device
 
 

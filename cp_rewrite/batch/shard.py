@@ -237,7 +237,7 @@ def _spares(
 
 
 def _moved(sharding: Sharding, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """Those of the named values that are tensors on the CPU, on the mesh's device; none where that is the CPU."""
+    """The named values that are tensors on the CPU, moved to the mesh's device; none where that is the CPU."""
     device = device_of(sharding)
     tensors = {name: values[name] for name in names if isinstance(values.get(name), Tensor)}
     return {name: to_device(x, device) for name, x in tensors.items() if x.device.type == "cpu" != device.type}

@@ -127,11 +127,6 @@ _groups: dict[str, Backwards] = {}
 """By group, from its first `sum_gradients` on."""
 
 
-def is_summing(sharding: Sharding) -> bool:
-    """True if `sum_gradients` was called for the group."""
-    return sharding.group_name in _groups
-
-
 def watch_backward(sharding: Sharding, call: str, weights: Sequence[nn.Parameter], out: Sequence[Any]) -> None:
     """Watch the backward of a call of the compiled model, of this name, weights and results."""
     if not watched(sharding):
@@ -329,7 +324,11 @@ class WeightWatch:
         if self._whole is None:
             weights = turns.whole_weights({name: args[place] for name, place in self.places.items()})
             self._whole = {name: self.places[name] for name, x in weights.items() if x.dtype not in _UNSAMPLED}
-            self._trained = [self.places[name] for name, x in weights.items() if _trains(x)]
+            self._trained = [
+                self.places[name]
+                for name, x in weights.items()
+                if isinstance(x, nn.Parameter) and x.requires_grad and x.is_floating_point()
+            ]
             if self.sharding.random == "per_rank" and watched(self.sharding):
                 self._drawn = _random_state(self.sharding)
         elif torch.is_grad_enabled() and watched(self.sharding):
@@ -356,14 +355,10 @@ class WeightWatch:
             weights = [args[place] for _, place in chosen]
             values = sample(weights)
             half = any(weight.is_floating_point() and weight.itemsize < 4 for weight in weights)
-            limit = _HALF_LIMIT if half else _LIMITS[is_summing(self.sharding)]
+            limit = _HALF_LIMIT if half else _LIMITS[self.sharding.group_name in _groups]
             rule = partial(_check_weights, limit)
             names = ", ".join([_readable(name) for name, _ in chosen[:3]] + ["…"] * (len(chosen) > 3))
             add(self.sharding, rule, names, torch.stack([values.sum(), values.norm()]))
-
-
-def _trains(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and value.requires_grad and value.is_floating_point()
 
 
 def _random_state(sharding: Sharding) -> Tensor:

@@ -230,11 +230,8 @@ class AgreedInputs:
             turns.on_weights(sharding, {name: args[place] for name, place in self.weights.items()})
         given = {name: args[place] for name, place in self._arguments.items()}
         made = {name: value for name, value in given.items() if not plan.handed.is_unchanged(name, value)}
-        often = sharding.check_batches and (_on_host(made) or calls & (calls - 1) == 0)
+        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in made.values())
+        often = sharding.check_batches and (not on_device or calls & (calls - 1) == 0)
         if (first and given) or (made and often):
             turns.on_arguments(sharding, given if first else made)
         self._calls = calls
-
-
-def _on_host(values: Mapping[str, Any]) -> bool:
-    return not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values())

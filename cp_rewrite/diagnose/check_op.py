@@ -110,7 +110,7 @@ def _inexact(x: Tensor) -> bool:
 
 
 def _token_dim(part: Tensor, whole: Tensor, index: Tensor) -> int:
-    """Where the result of all tokens has more entries than that of some."""
+    """The dim in which the result of all tokens has more entries than that of some."""
     if part.ndim == whole.ndim:
         other = [dim for dim in range(whole.ndim) if part.shape[dim] != whole.shape[dim]]
         if len(other) == 1 and part.shape[other[0]] == len(index):
@@ -151,7 +151,7 @@ class SpotCheck(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
 
     @staticmethod
     def of(state: State) -> SpotCheck:
-        """Of a rewritten graph. Nothing is looked at with `check_batches=False`."""
+        """A check of a rewritten graph. Nothing is looked at with `check_batches=False`."""
         sharding, modules = state.sharding, graph_modules(state.graph_module)
         nodes = [node for module in modules for node in module.graph.nodes]
         # Run one by one, such ops ask each mode for a rule of its own.
@@ -160,7 +160,7 @@ class SpotCheck(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         return SpotCheck(vouched_calls(nodes, state.locality.states, sharding.local_ops) if looks else {})
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a compiled graph gives; its first call is looked at.
+        """Results of a compiled graph; its first call is looked at.
 
         Raises:
             RuntimeError: a vouched op mixes tokens.
@@ -251,7 +251,7 @@ class OpReport:
 
     @property
     def alone(self) -> tuple[TokenDims, ...]:
-        """Those in which tokens are alone."""
+        """Dims in which tokens are alone."""
         return tuple(way for way in self.ways if not way.why)
 
     def __bool__(self) -> bool:

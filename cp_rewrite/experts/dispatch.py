@@ -47,7 +47,7 @@ from . import gates
 GROUPS: dict[str, tuple[str, int]] = {}
 """Names that all ranks know, as graphs are compared -> (the name of this rank's process group, its size)."""
 LOADS: deque[list[int]] = deque(maxlen=4096)
-"""Of each call of a layer in the newest batch: the rows that each rank of the group got. `cp.trace` tells of them."""
+"""Rows that each rank of the group got, for each call of a layer in the newest batch. `cp.trace` tells of them."""
 _ops: Any = torch.ops.cp_rewrite
 
 
@@ -129,7 +129,7 @@ def shown(x: Tensor, *shape: int) -> Tensor:
 
 
 class Dispatch:
-    """Where a rank's tokens go, and what came.
+    """Destinations of a rank's tokens, and what came.
 
     send, recv: rows to and from each rank. token: (S,) of each row sent. at: (N, P) the row sent for a token to a rank,
     -1 for none; owner: (N, k) the rank of a choice, P for none.

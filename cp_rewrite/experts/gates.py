@@ -1,4 +1,4 @@
-"""What runs between an expert's two products, row by row, and the weight of each row's choice: forward and gradients.
+"""Gates between an expert's two products, row by row, and the weight of each row's choice: forward and gradients.
 
     first (M, G) ── gate ── (M, F) ── times weight (M, 1) ── to the second product
 
@@ -80,7 +80,7 @@ def _run(function: Callable[..., Sequence[Tensor]], gate: str, *rows: Tensor) ->
 
 
 _UNCOMPILED: set[Any] = set()
-"""What does not compile."""
+"""Calls that do not compile, by function, gate and kinds of rows."""
 
 
 def run_compiled(function: Callable[..., Sequence[Tensor]], gate: str, *rows: Tensor) -> Sequence[Tensor]:

@@ -93,7 +93,7 @@ class Experts(nn.Module):
 
 
 def run(layer: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """What a layer gives, by its own weights or by those that ranks share."""
+    """Results of a layer, by its own weights or by those that ranks share."""
     up = layer.gate_up_proj if layer.has_gate else layer.up_proj
     biases: tuple[Any, Any] = (None, None)
     if layer.has_bias:
@@ -193,7 +193,7 @@ def _even_dim(weight: Tensor, ranks: int, parts: int = 1) -> Any:
 
 
 def local_weight(module: Any, weight: Tensor) -> Tensor:
-    """What a rank computes with: of a weight that ranks share its own part, whose gradient is divided as FSDP would."""
+    """The weight that a rank computes with: its own part of a shared one, whose gradient is divided as FSDP would."""
     if not isinstance(weight, DTensor):
         return weight
     own = weight.to_local()
@@ -232,7 +232,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _none_found(model: nn.Module) -> str:
-    """What stands against a model without layers that are known."""
+    """The reason why a model has no layers that are known."""
     kinds = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
     held = {type(m).__name__ for m in model.modules() for name, _ in m.named_children() if "expert" in name.lower()}
     found = ", ".join(sorted(kinds or held))

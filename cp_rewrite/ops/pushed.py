@@ -132,7 +132,7 @@ def csr_part(ptr: Tensor, here: slice) -> Tensor:
 def returned(
     expanded: Tensor, route: Any, group: str, mxint15: bool, stream: torch.cuda.Stream | None = None
 ) -> peers.Return:
-    """Where gradients of expanded rows go, by a route."""
+    """The way home of gradients of expanded rows, by a route."""
     lists = route.partners, route.capacity, route.holder_ptr, route.holders
     return peers.Return(expanded, *lists, group, mxint15, stream)
 

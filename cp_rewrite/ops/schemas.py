@@ -140,7 +140,7 @@ def _no_gradient(value: Any) -> Any:
 
 
 class _Saved(NamedTuple):
-    """Where tensors stand among all that autograd saves. kind: of the list that they are in; None: one by itself."""
+    """Places of tensors among all that autograd saves. kind: of the list that they are in; None: one by itself."""
 
     place: slice
     kind: Any

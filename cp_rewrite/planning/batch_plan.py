@@ -50,7 +50,7 @@ class BatchPlan:
 
     @property
     def row_bounds(self) -> Int:
-        """Where the rows begin that were joined to one, and the end of the last."""
+        """Starts of the rows that were joined to one, and the end of the last."""
         return np.array([0, *self.seams, self.rows[0].total], dtype=np.int64)
 
     @property

@@ -238,11 +238,6 @@ def _own_rows(plan: BatchPlan, read: Neighbours, tokens: Int) -> tuple[Int, Int]
     return starts, ends
 
 
-def _document_ids(plan: BatchPlan) -> Int:
-    """(B, T), -1: none."""
-    return np.stack([row.document_ids() for row in plan.rows]).astype(np.int64)
-
-
 def _run_starts(plan: BatchPlan, read: Neighbours, rank: int) -> NDArray[np.bool_]:
     """(B, T_l): a run begins where a token does not follow the one before it, or has entries of another row; fill is a
     run by itself."""
@@ -254,7 +249,7 @@ def _run_starts(plan: BatchPlan, read: Neighbours, rank: int) -> NDArray[np.bool
 
 
 def _places(owners: Int, rank: int, world_size: int, room: _Room | None) -> tuple[Int, Int]:
-    """Where rows that are received from these owners, ascending, stand; how many come from each rank."""
+    """Places of rows that are received from these owners, ascending; how many come from each rank."""
     counts = np.bincount(owners, minlength=world_size)
     if room is None:
         return np.arange(len(owners)), counts
@@ -293,7 +288,7 @@ def _check_apart(plan: BatchPlan, read: Neighbours, batch: Int, token: Int, sour
     if not read.apart or not plan.padding:
         return
     others = np.ones((len(plan.rows), read.extras), dtype=np.bool_)
-    of_document = np.concatenate([_document_ids(plan) >= 0, others], axis=1)
+    of_document = np.concatenate([np.stack([row.document_ids() >= 0 for row in plan.rows]), others], axis=1)
     if (of_document[batch, token] & ~of_document[batch, source]).any():
         raise ValueError(
             "a shift or a convolution of the model carries padding into a document: tokens of no document attend to "

@@ -103,7 +103,7 @@ class Schedule:
 
     @cached_property
     def runs(self) -> Runs:
-        """Where the expanded rows of all ranks come from."""
+        """Sources of the expanded rows of all ranks."""
         piece, owner, source, length = self._runs_of(np.arange(len(self.pieces)))
         # Expanded rows count from 0 on each rank: those before a run, less all of the ranks before its reader.
         reader = self.pieces.rank[piece]

@@ -45,18 +45,6 @@ def lay_out(
     return replace(order, pad_to_multiple=options.pad_to_multiple)
 
 
-def _contiguous(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
-    return contiguous(documents.total, world_size, options.chunk_size)
-
-
-def _head_tail(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
-    return dual_chunk(np.array([0, documents.total]), world_size, options.chunk_size)
-
-
-def _dual_chunk(documents: Documents, world_size: int, _: PackedMask, options: LayoutOptions) -> TokenOrder:
-    return dual_chunk(documents.bounds, world_size, options.chunk_size)
-
-
 def _balanced(documents: Documents, world_size: int, mask: PackedMask, options: LayoutOptions) -> TokenOrder:
     _check_equal_chunks(documents.total, world_size, options)
     return balanced(documents, world_size, mask, options)
@@ -84,8 +72,8 @@ def _check_equal_chunks(total: int, world_size: int, options: LayoutOptions) -> 
 
 
 _RULES: dict[str, Rule] = {
-    "contiguous": _contiguous,
-    "head_tail": _head_tail,
-    "dual_chunk": _dual_chunk,
+    "contiguous": lambda row, ranks, _, options: contiguous(row.total, ranks, options.chunk_size),
+    "head_tail": lambda row, ranks, _, options: dual_chunk(np.array([0, row.total]), ranks, options.chunk_size),
+    "dual_chunk": lambda row, ranks, _, options: dual_chunk(row.bounds, ranks, options.chunk_size),
     "balanced": _balanced,
 }

@@ -11,7 +11,7 @@ from cp_rewrite.planning.cost.states import StateLayers
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """Where a layout may cut, and what it is planned for.
+    """Places where a layout may cut, and what it is planned for.
 
     Args:
         chunk_size: documents are cut only at multiples of it, counted from the document's start, so no chunk of a
