@@ -268,7 +268,7 @@ def _tracing() -> Generator[None]:
 
 def _doctor(_: argparse.Namespace) -> int:
     """Print what was found, problems first. Returns 1 where there are any."""
-    from cp_rewrite.diagnose.doctor import examine  # late: plan needs no kernels
+    from cp_rewrite.diagnose.machine import examine  # late: plan needs no kernels
 
     findings = examine()
     problems = [finding for finding in findings if finding.remedy]
@@ -281,7 +281,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure, and write the speeds to a file; under torchrun on rank 0 only."""
     if not Path(arguments.output).absolute().parent.is_dir():
         raise ValueError(f"--output must be a file in a folder that there is, got {arguments.output!r}")
-    from cp_rewrite.diagnose.calibrate import measure  # late: plan needs no torch
+    from cp_rewrite.diagnose.machine import measure  # late: plan needs no torch
 
     device = measure(arguments.name)
     if device is None:  # another rank writes

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite.__main__ import main
-from cp_rewrite.diagnose import doctor
+from cp_rewrite.diagnose import machine
 from cp_rewrite.diagnose.config import explain_config, fit_of
 from cp_rewrite.diagnose.explain import Report
 from cp_rewrite.kernels.select import DeviceFacts
@@ -325,17 +325,17 @@ def test_the_doctor_names_problems_first(
     assert second.startswith(f"kernel cache   {file / 'folder'}: ")
     assert "set CP_REWRITE_CACHE" in others[0]
     assert any(line.startswith("torch  ") for line in others)
-    assert doctor.why_not_writable(tmp_path / "new") is None
+    assert machine.why_not_writable(tmp_path / "new") is None
 
 
 def test_a_gpu_without_a_fast_kernel_is_a_problem() -> None:
     hopper = DeviceFacts((9, 0))
-    found = {f.name: f for f in doctor.kernel_findings(hopper)}
+    found = {f.name: f for f in machine.kernel_findings(hopper)}
     assert "fa4" in found["kernel fa4"].remedy
     assert "flash_attn.cute is not installed" in found["kernel fa4"].value
-    served = doctor.kernel_findings(replace(hopper, modules=frozenset({"flash_attn.cute"})))
+    served = machine.kernel_findings(replace(hopper, modules=frozenset({"flash_attn.cute"})))
     assert not [f for f in served if f.remedy]
-    assert not [f for f in doctor.kernel_findings(DeviceFacts(None)) if f.remedy]
+    assert not [f for f in machine.kernel_findings(DeviceFacts(None)) if f.remedy]
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

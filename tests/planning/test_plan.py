@@ -242,7 +242,7 @@ def test_command_line_reads_files_and_masks(capsys: pytest.CaptureFixture[str], 
 
 
 def test_calibrate_checks_its_file_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("cp_rewrite.diagnose.calibrate.measure", lambda _: pytest.fail("measured for nothing"))
+    monkeypatch.setattr("cp_rewrite.diagnose.machine.measure", lambda _: pytest.fail("measured for nothing"))
     assert main(["calibrate", "--output", "/no such folder/device.json"]) == 2
     assert "--output must be a file in a folder that there is" in capsys.readouterr().err
 
