@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cp_rewrite.arguments import IGNORE_INDEX
 from cp_rewrite.masks import PackedMask
+from cp_rewrite.ops.local_rows import beside, with_valid_fill
 from cp_rewrite.ops.max_logits import watch_batch
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.cost.devices import SiteKind
@@ -53,7 +54,6 @@ from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import is_compiled_around
 
 from .buffers import buffers_of
-from .fill import beside, with_valid_fill
 from .handed import Handed
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cp_rewrite.arguments import IGNORE_INDEX
+from cp_rewrite.ops.local_rows import beside
 from cp_rewrite.packing import EndOfDocument, PaddingMask, PositionIds, StartOfDocument, packing_args
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
 from .buffers import buffers_of
-from .fill import beside
 from .marks import batch_number, version_of
 from .masks import MaskArgument, mask_argument
 from .padding import PaddingReaders

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cp_rewrite.ops.local_rows import beside, take_tokens
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.sharding import Sharding
 
 from .active import last_plan, to_device
 from .as_row import to_local
-from .fill import beside, take_tokens
 from .marks import batch_number, token_axes_of, token_dim_of
 
 
